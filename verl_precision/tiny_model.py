@@ -1,0 +1,152 @@
+"""Tiny models with tokenizer, built in seconds, without download, the same on every machine.
+
+A model is random: it speaks no language, but it has the architecture, so that a CPU run takes the code path of the
+real one. The tokenizer has one token per printable ASCII character; `len(tokenizer) == vocab_size`, since verl masks
+surplus vocabulary in the rollout only, which would be a mismatch of its own.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from verl_precision.errors import ConfigurationError
+
+PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+_CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
+VOCABULARY = [PAD, IM_START, IM_END, *_CHARACTERS]
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(IM_END),
+    "pad_token_id": VOCABULARY.index(PAD),
+    "tie_word_embeddings": False,
+}
+
+# architecture -> (transformers model type, settings that differ from _SHAPE)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    ),
+}
+
+SEED = 0
+
+
+def settings(architecture: str) -> tuple[str, dict[str, Any]]:
+    """Return the transformers model type and all config values of a tiny model.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+
+    Raises:
+        ConfigurationError: for another name.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ConfigurationError(
+            f"tiny_architecture={architecture!r}: there is no such tiny model. Allowed: {', '.join(ARCHITECTURES)}."
+        )
+    model_type, changes = ARCHITECTURES[architecture]
+    return model_type, {**_SHAPE, **changes}
+
+
+def build_tiny_model(architecture: str, folder: Path) -> None:
+    """Write model, tokenizer and generation config into a new folder, in Hugging Face format.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+        folder: created; must not exist.
+
+    Raises:
+        ConfigurationError: for an unknown architecture.
+        FileExistsError: if the folder exists.
+    """
+    model_type, values = settings(architecture)
+    folder.mkdir(parents=True)
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
+    model.generation_config = GenerationConfig(
+        eos_token_id=values["eos_token_id"], pad_token_id=values["pad_token_id"], do_sample=True
+    )
+    model.save_pretrained(folder)
+    _build_tokenizer().save_pretrained(folder)
+
+
+def cached_tiny_model(architecture: str) -> Path:
+    """Return the folder of a tiny model, built on first use.
+
+    The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`; the folder's name carries a digest of
+    everything the model depends on, and it appears only when complete.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+
+    Returns:
+        An absolute path.
+    """
+    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, _host_versions()])
+    cache = Path(os.environ.get("VERL_PRECISION_CACHE", Path.home() / ".cache" / "verl_precision"))
+    folder = cache / "tiny_models" / f"{architecture}-{sha256(identity.encode()).hexdigest()[:12]}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+        try:
+            build_tiny_model(architecture, scratch / "model")
+            try:
+                (scratch / "model").rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process was faster, with the same content
+                    raise
+        finally:
+            shutil.rmtree(scratch)
+    return folder.resolve()
+
+
+def _build_tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=IM_END,
+        additional_special_tokens=[IM_START],
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=_SHAPE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _host_versions() -> list[str]:
+    from importlib.metadata import version
+
+    return [version("torch"), version("transformers")]

