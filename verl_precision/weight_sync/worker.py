@@ -94,7 +94,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         if problems:
             for problem in problems:
                 logger.error("weight sync %d: %s", self._sync_index, problem)
-            shown = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
+            shown = "; ".join(problems[:_SHOWN]) + (
+                f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            )
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
         self._sync_index += 1
 

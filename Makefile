@@ -1,0 +1,37 @@
+# make quickstart   the whole stack on a CPU: one RL run in BF16, one in FP16, and the mismatch of each
+# make test         unit and contract tests
+# make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
+# make check        lint, types, docs
+# make lock         refresh requirements/cpu.lock from setup.py
+.PHONY: quickstart test test-e2e check lock clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.lock
+# Changes when the environment would; a second run finds it and installs nothing.
+STAMP := $(VENV)/.installed
+
+quickstart: $(STAMP)
+	$(BIN)/verl-precision compare recipes/quickstart/quickstart.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not e2e and not gpu"
+
+test-e2e: $(STAMP)
+	$(BIN)/python -m pytest -m e2e tests/e2e
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/docs
+
+$(STAMP): $(LOCK) setup.py
+	@sh requirements/install.sh $(VENV) $(LOCK)
+	@touch $@
+
+lock:
+	sh requirements/refresh_lock.sh $(LOCK)
+
+clean:
+	rm -rf $(VENV)

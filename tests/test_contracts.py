@@ -1,0 +1,79 @@
+"""What we rely on in verl and vLLM, by symbol. A failure here reads "verl changed X", before a user meets it."""
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from verl_precision.errors import RegistrationError
+from verl_precision.platforms.ledger import LEDGER, LedgerEntry, require_expected_signature
+from verl_precision.plugin import REGISTRATIONS
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
+def test_ledger_symbol_looks_as_tested(entry: LedgerEntry):
+    require_expected_signature(entry, importlib.import_module(entry.module))
+    for text in (entry.why, entry.how, entry.upstream, entry.until):
+        assert text
+    assert entry.kind in ("patched", "used")
+
+
+def test_ledger_refuses_a_symbol_that_changed():
+    entry = LedgerEntry("json", "dumps", ("other",), "used", "a test", "-", "-", "-")
+    with pytest.raises(RegistrationError, match=r"json\.dumps takes .*the tested releases take \('other',\)"):
+        require_expected_signature(entry, importlib.import_module("json"))
+    gone = LedgerEntry("json", "nothing.here", (), "used", "a test", "-", "-", "-")
+    with pytest.raises(RegistrationError, match="does not exist"):
+        require_expected_signature(gone, importlib.import_module("json"))
+
+
+@pytest.mark.parametrize("registration", REGISTRATIONS, ids=lambda r: r.what)
+def test_registration_points_at_real_modules(registration):
+    importlib.import_module(registration.host_module)
+    module, _, function = registration.function.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_verl_loads_entry_points_and_swallows_their_errors():
+    """Why the plugin logs at ERROR by itself."""
+    import verl
+
+    source = Path(verl.__file__).read_text()
+    assert 'group="verl.plugins"' in source and "Failed to load plugin" in source
+
+
+def test_engine_registry_takes_device_and_vendor():
+    from verl.workers.engine.base import EngineRegistry
+
+    assert list(inspect.signature(EngineRegistry.register).parameters) == ["model_type", "backend", "device", "vendor"]
+
+
+def test_worker_extension_can_be_chosen_by_engine_kwargs():
+    """verl's own value comes first in the arguments of vLLM, the user's engine_kwargs after it."""
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    source = inspect.getsource(vllm_async_server)
+    assert source.index('"worker_extension_cls": self._get_worker_extension_cls()') < source.index("**engine_kwargs,")
+
+
+def test_trainer_hook_and_transfer_queue_fields():
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
+
+    assert list(inspect.signature(PPOTrainer._compute_old_log_prob).parameters) == ["self", "batch", "metrics"]
+    assert {"sync", "colocate_async", "separate_async"} <= TRAINER_REGISTRY.keys()
+    source = inspect.getsource(PPOTrainer._compute_old_log_prob)
+    assert '"rollout_log_probs"' in source and '"old_log_probs"' in source
+
+
+def test_hydra_swallows_exceptions_of_callbacks():
+    """Why the preflight ends the process with SystemExit."""
+    from hydra._internal.callbacks import Callbacks
+
+    assert "except Exception" in inspect.getsource(Callbacks._notify)
+
+
+def test_file_logger_reads_its_path_from_the_environment():
+    from verl.utils.tracking import FileLogger
+
+    assert "VERL_FILE_LOGGER_PATH" in inspect.getsource(FileLogger)

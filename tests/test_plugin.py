@@ -1,0 +1,138 @@
+"""verl loads the plugin by itself, once, loudly, and changes nothing for a user who chooses no preset."""
+
+import json
+import re
+
+import pytest
+
+LOADED = re.compile(r"INFO.*verl_precision \S+ loaded into verl \S+: .*platform cpu")
+
+SHOW = """
+import json, sys
+{before}
+import verl
+from verl.plugin.platform import PlatformRegistry
+plugin = sys.modules["verl_precision.plugin"]
+print(json.dumps([PlatformRegistry.get("cpu").__module__, list(plugin.registered())]))
+"""
+
+
+def test_import_verl_alone_registers_and_says_so_once(run_python):
+    done = run_python(SHOW.format(before=""))
+    assert done.returncode == 0, done.stderr
+    module, registered = json.loads(done.stdout)
+    assert module == "verl_precision.platforms.cpu"
+    assert "platform cpu" in registered
+    assert len(LOADED.findall(done.stderr)) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import verl_precision.plugin",
+        "import verl, importlib, verl_precision.plugin; importlib.reload(verl_precision.plugin)",
+        "import verl.workers.engine.fsdp.transformer_impl, verl.utils.distributed",
+    ],
+    ids=["plugin first", "reloaded", "host modules already there"],
+)
+def test_any_order_and_twice_is_once(run_python, before):
+    count = """
+import verl.utils.distributed, wrapt
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine.base import EngineRegistry
+assert EngineRegistry._engines["language_model"]["fsdp2"][("cpu", "cpu")].__name__ == "FSDPEngineWithLMHeadOnCPU"
+wrapped = verl.utils.distributed.initialize_global_process_group_ray
+assert isinstance(wrapped, wrapt.FunctionWrapper) and not isinstance(wrapped.__wrapped__, wrapt.FunctionWrapper)
+"""
+    done = run_python(SHOW.format(before=before) + count)
+    assert done.returncode == 0, done.stderr
+
+
+def test_external_modules_route_and_entry_point_together_register_once(run_python):
+    done = run_python(SHOW.format(before=""), VERL_USE_EXTERNAL_MODULES="verl_precision.plugin")
+    assert done.returncode == 0, done.stderr
+    assert len(LOADED.findall(done.stderr)) == 1
+
+
+def test_untested_verl_is_refused_loudly_with_the_range(run_python):
+    done = run_python(
+        "import verl_precision.versions as v; from packaging.specifiers import SpecifierSet\n"
+        "v.TESTED_VERL = SpecifierSet('>=0.1,<0.2')\n"
+        "import verl\n"
+    )
+    assert done.returncode == 0, "verl itself goes on without the plugin"
+    assert "ERROR" in done.stderr and "verl runs WITHOUT it" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "<0.2" in done.stderr and "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr
+
+
+def test_platform_name_of_another_package_is_refused_not_overwritten(run_python, tmp_path):
+    (tmp_path / "stranger.py").write_text(
+        "from verl.plugin.platform import PlatformRegistry\n"
+        "from verl.plugin.platform.platform_cuda import PlatformCUDA\n"
+        "@PlatformRegistry.register(platform='cpu')\n"
+        "class Stranger(PlatformCUDA): pass\n"
+    )
+    done = run_python(
+        "import verl\nfrom verl.plugin.platform import PlatformRegistry\nprint(PlatformRegistry.get('cpu').__name__)",
+        VERL_USE_EXTERNAL_MODULES="stranger",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.stdout.strip() == "Stranger"
+    assert "already registered by stranger.Stranger" in done.stderr and "ERROR" in done.stderr
+
+
+def test_engine_key_of_another_package_is_refused(run_python):
+    done = run_python(
+        """
+import verl
+from verl.workers.engine.base import EngineRegistry, BaseEngine
+class Stranger(BaseEngine): pass
+EngineRegistry.register("language_model", "fsdp2", device="cpu", vendor="cpu")(Stranger)
+import verl.workers.engine.fsdp.transformer_impl
+"""
+    )
+    assert done.returncode != 0
+    assert "RegistrationError" in done.stderr and "Stranger" in done.stderr
+
+
+WITHOUT_PRESET = """
+import json, verl
+from verl.plugin.platform import get_platform
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils import distributed
+from verl.workers.engine import EngineRegistry
+
+def name(thing): return f"{thing.__module__}.{thing.__qualname__}"
+
+print(json.dumps({
+    "platform": name(type(get_platform())),
+    "losses": {key: name(value) for key, value in core_algos.POLICY_LOSS_REGISTRY.items()},
+    "engines": {f"{m} {b}": name(EngineRegistry.get_engine_cls(m, b))
+                for m in ("language_model", "value_model") for b in ("fsdp", "fsdp2")},
+    "trainers": {m: name(get_trainer_cls(m)) for m in ("sync", "colocate_async", "separate_async")},
+    "process group": [distributed.initialize_global_process_group_ray.__name__,
+                      str(__import__("inspect").signature(distributed.initialize_global_process_group_ray))],
+}))
+"""
+
+
+def test_without_preset_verl_chooses_what_it_chose_without_us(run_python):
+    """Platform, losses, engines on CUDA and trainers are verl's own, with the plugin as without it."""
+    cuda = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
+    ours = run_python(WITHOUT_PRESET, **cuda)
+    theirs = run_python(WITHOUT_PRESET, VERL_USE_EXTERNAL_PLUGINS="none", **cuda)
+    assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
+    assert json.loads(ours.stdout) == json.loads(theirs.stdout)
+
+
+def test_import_stays_light(run_python):
+    """The plugin adds no heavy module to `import verl`."""
+    script = "import sys, verl, json; print(json.dumps(sorted(sys.modules)))"
+    ours = set(json.loads(run_python(script).stdout))
+    theirs = set(json.loads(run_python(script, VERL_USE_EXTERNAL_PLUGINS="none").stdout))
+    added = {name.partition(".")[0] for name in ours - theirs}
+    assert "verl_precision" in added
+    assert not added & {"vllm", "hydra", "matplotlib", "torchvision", "typer", "flash_attn"}
+    assert not {name for name in ours - theirs if name.startswith("verl.")}, "no verl module is imported early"

@@ -1,0 +1,110 @@
+"""`verl-precision <verb>`."""
+
+import json
+import shlex
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from verl_precision import __version__
+from verl_precision.errors import VerlPrecisionError
+
+app = typer.Typer(
+    name="verl-precision",
+    help="Close the floating-point gap between training and rollout in verl.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+
+def _version(value: bool) -> None:
+    if value:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Close the floating-point gap between training and rollout in verl."""
+
+
+@app.command()
+def check(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False) -> None:
+    """Is the plugin loaded, what is registered, which versions, what is wrong and what to do.
+
+    Exit code 0 when everything is as it should be, 1 otherwise.
+    """
+    from verl_precision.check import findings, versions
+
+    found = list(findings())
+    if as_json:
+        print(json.dumps({"versions": versions(), "findings": [vars(f) for f in found]}, indent=2))
+    else:
+        console.print("  ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
+        for finding in found:
+            mark = "[green]ok  [/]" if finding.ok else "[red]FAIL[/]"
+            console.print(f"{mark} {finding.what}: ", finding.detail, highlight=False, sep="", markup=True)
+    raise typer.Exit(0 if all(f.ok for f in found) else 1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def compare(
+    config: Annotated[Path, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Hydra overrides for every run, e.g. trainer.total_training_steps=4")
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option("--precision", "-p", help="A preset; repeat it. Default: bf16 and fp16.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Results go to a new folder <output>/<recipe>/<time>.")] = Path(
+        "outputs"
+    ),
+) -> None:
+    """Run one recipe in several precisions, one after the other; show the mismatch of each.
+
+    Writes summary.json, comparison.png and, for each precision, metrics.jsonl and train.log. Ctrl-C ends the run at
+    hand and every process it started.
+    """
+    from verl_precision.compare.session import compare_precisions
+
+    precisions = precision or ["bf16", "fp16"]
+    folder = output / config.stem / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        compare_precisions(config, precisions, overrides or [], folder, console)
+    except VerlPrecisionError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        errors.print(f"interrupted; every process of the run has ended. What was measured is in {folder}")
+        raise typer.Exit(130) from None
+
+
+@app.command("tiny-model")
+def tiny_model(
+    architecture: Annotated[str, typer.Argument(help="Its architecture; an unknown name lists them.")],
+    folder: Annotated[Path, typer.Argument(help="A folder to create.")],
+) -> None:
+    """Write a tiny random model with tokenizer: the one `scale=cpu` trains."""
+    from verl_precision.tiny_model import build_tiny_model
+
+    try:
+        build_tiny_model(architecture, folder)
+    except VerlPrecisionError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    except FileExistsError:
+        errors.print(f"error: {folder} exists; nothing was written. Name a folder that does not.", style="red")
+        raise typer.Exit(1) from None
+    console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
+
+
+if __name__ == "__main__":
+    app()

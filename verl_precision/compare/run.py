@@ -1,0 +1,166 @@
+"""Run verl once: private Ray, log to a file, progress from the log, and nothing left behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from verl_precision.compare.stages import STAGES, TOTAL_STEPS, relevant_lines, stage_of
+from verl_precision.errors import VerlPrecisionError
+
+# Every process of a run carries this variable, so that exactly those are ended.
+RUN_MARK = "VERL_PRECISION_RUN"
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 20
+
+
+class RunFailedError(VerlPrecisionError):
+    """A verl run ended with an error; the message names its log and shows the relevant lines."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        stage: what it is doing.
+        step: training steps done.
+        total_steps: steps to do, or None while unknown.
+        seconds: since it started.
+    """
+
+    stage: str
+    step: int
+    total_steps: int | None
+    seconds: float
+
+
+def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the command a user would type to run this config.
+
+    Args:
+        config: the recipe's YAML.
+        overrides: Hydra overrides.
+    """
+    return [
+        *(sys.executable, "-m", "verl.trainer.main_ppo"),
+        *("--config-dir", str(config.parent), "--config-name", config.stem),
+        *overrides,
+    ]
+
+
+def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: Callable[[Progress], None]) -> float:
+    """Run verl to its end.
+
+    Args:
+        config: the recipe's YAML.
+        overrides: Hydra overrides.
+        folder: receives `train.log`, `metrics.jsonl` and Hydra's own files; created.
+        on_progress: called about twice a second.
+
+    Returns:
+        Wall-clock seconds.
+
+    Raises:
+        RunFailedError: when verl fails; Ray's logs are kept then and named.
+        KeyboardInterrupt: passed on after every process of the run has ended.
+    """
+    folder.mkdir(parents=True)
+    log, metrics = folder / "train.log", folder / "metrics.jsonl"
+    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
+    ray_folder = Path(tempfile.mkdtemp(prefix="vp-ray-"))
+    mark = uuid.uuid4().hex
+    command = [
+        *verl_command(config, overrides),
+        f"hydra.run.dir={folder / 'hydra'}",
+        f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
+    start = time.monotonic()
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        _follow(process, log, metrics, start, on_progress)
+    finally:
+        end_processes(process, mark)
+    if process.returncode != 0:
+        lines = "\n".join(f"  {line}" for line in relevant_lines(log.read_text(errors="replace").splitlines()))
+        raise RunFailedError(
+            f"verl ended with exit code {process.returncode}. Relevant lines of {log}:\n{lines}\n"
+            f"Ray's own logs: {ray_folder}/session_latest/logs"
+        )
+    shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are still closing may vanish under us
+    return time.monotonic() - start
+
+
+def _follow(
+    process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[Progress], None]
+) -> None:
+    stage, total = -1, None
+    with log.open(errors="replace") as lines:
+        while True:
+            ended = process.poll() is not None
+            for line in lines:
+                stage = stage_of(line, stage)
+                if match := TOTAL_STEPS.search(line):
+                    total = int(match.group(1))
+            step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            text = "training" if step else STAGES[stage][1] if stage >= 0 else "starting verl"
+            on_progress(Progress(text, step, total, time.monotonic() - start))
+            if ended:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def end_processes(process: subprocess.Popen, mark: str) -> None:
+    """End the driver and every process of its run: asked first, then killed.
+
+    Args:
+        process: the driver.
+        mark: value of `RUN_MARK` in the environment of the run's processes.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    left = marked_processes(mark)
+    for survivor in left:
+        _signal(survivor, "terminate")
+    _, alive = psutil.wait_procs(left, timeout=5)
+    for survivor in alive:
+        _signal(survivor, "kill")
+    psutil.wait_procs(alive, timeout=5)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Return the live processes whose environment carries the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's: not ours
+            continue
+    return found
+
+
+def _signal(process: psutil.Process, action: str) -> None:
+    try:
+        getattr(process, action)()
+    except psutil.NoSuchProcess:  # ended by itself: what was wanted
+        pass
