@@ -81,6 +81,7 @@ def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: 
     mark = uuid.uuid4().hex
     command = [
         *verl_command(config, overrides),
+        "trainer.logger=[console,file]",
         f"hydra.run.dir={folder / 'hydra'}",
         f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
     ]
