@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from verl_precision.weight_sync.verify import LayerRecord
 
@@ -70,7 +70,7 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     records: dict[str, LayerRecord] = {}
-    wrapped: list[tuple[Tensor, bool, Callable[..., Any]]] = []
+    wrapped: list[tuple[nn.Parameter, bool, Callable[..., Any]]] = []
     for name, layer in model.named_modules():
         if name not in layers:
             continue

@@ -31,7 +31,7 @@ class LayerRecord:
         calls: (parameter name, bound arguments) of each loader call, in order; the tensors are private copies.
     """
 
-    template: dict[str, Tensor]
+    template: dict[str, nn.Parameter]
     loaders: dict[str, Callable[..., Any]]
     calls: list[tuple[str, inspect.BoundArguments]] = field(default_factory=list)
 
@@ -44,52 +44,24 @@ def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
             yield name, layer
 
 
-def rebuild(layer: nn.Module, record: LayerRecord, repack: bool) -> nn.Module:
-    """Return a copy of `layer` with fresh parameters, loaded with what was sent, repacked as at start-up.
-
-    Args:
-        layer: the live layer; not modified.
-        record: what it was sent. Parameters without a call keep the live values (and are shared with it).
-        repack: whether the live layer was post-processed after loading, so that the copy must be as well.
-
-    Returns:
-        A shallow copy: own parameters, everything else shared.
-    """
-    reference = copy.copy(layer)
-    reference._parameters = dict(layer._parameters)
-    for name in {name for name, _ in record.calls}:
-        reference._parameters[name] = _fresh(record.template[name], like=layer._parameters[name])
-    for name, arguments in record.calls:
-        arguments.arguments["param"] = reference._parameters[name]
-        record.loaders[name](*arguments.args, **arguments.kwargs)
-    if repack:
-        post_process(reference)
-    return reference
-
-
-def post_process(layer: nn.Module) -> None:
-    """Run the layer's own repacking, as vLLM does after the first load."""
-    method = getattr(layer, "quant_method", None)
-    if method is not None:
-        method.process_weights_after_loading(layer)
-
-
 @torch.no_grad()
-def difference(live: nn.Module, reference: nn.Module) -> str | None:
-    """Say in what the live layer differs from the reference, or return None.
+def difference(layer: nn.Module, record: LayerRecord, repack: bool) -> str | None:
+    """Say in what a layer differs from one built afresh from the weights it was sent, or return None.
 
     Compares every parameter bit for bit, then, where the layer computes with a repacked copy (`cpu_linear`), its output
     on a fixed probe input.
 
     Args:
-        live: the layer the rollout uses.
-        reference: the same layer, rebuilt.
+        layer: the layer the rollout uses; not modified.
+        record: what it was sent. Parameters without a call keep the live values.
+        repack: whether the live layer was post-processed after loading, so that the reference must be as well.
 
     Returns:
         A phrase naming the parameter or the output, or None when they agree.
     """
+    reference = _rebuild(layer, record, repack)
     for name, expected in reference._parameters.items():
-        found = live._parameters.get(name)
+        found = layer._parameters.get(name)
         if expected is None or found is None:
             continue
         if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -98,26 +70,46 @@ def difference(live: nn.Module, reference: nn.Module) -> str | None:
         if unequal:
             return f"{name}: {unequal} of {expected.numel()} elements are not those that were sent"
     if hasattr(reference, "cpu_linear"):
-        probe = _probe_input(reference)
-        if not torch.equal(_output(live, probe), _output(reference, probe)):
+        probe = _probe_input(record.template["weight"])
+        if not torch.equal(_output(layer, probe), _output(reference, probe)):
             return "it computes with a repacked copy of other weights than it holds"
     return None
 
 
-def _fresh(template: Tensor, like: Tensor) -> Tensor:
-    """Return an uninitialised parameter with the template's class and attributes, on the device of `like`."""
-    fresh = torch.empty_like(template, device=like.device)
+def post_process(layer: nn.Module) -> None:
+    """Run the layer's own repacking, as vLLM does after the first load."""
+    method: Any = getattr(layer, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(layer)
+
+
+def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool) -> nn.Module:
+    """Return a shallow copy with fresh parameters, loaded with what was sent; everything else is shared."""
+    reference = copy.copy(layer)
+    reference._parameters = dict(layer._parameters)
+    for name in {name for name, _ in record.calls}:
+        reference._parameters[name] = _fresh(record.template[name], device=layer._parameters[name].device)  # type: ignore[union-attr]
+    for name, arguments in record.calls:
+        arguments.arguments["param"] = reference._parameters[name]
+        record.loaders[name](*arguments.args, **arguments.kwargs)
+    if repack:
+        post_process(reference)
+    return reference
+
+
+def _fresh(template: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return an uninitialised parameter with the template's class and attributes."""
+    fresh = torch.empty_like(template, device=device)
     fresh.__class__ = template.__class__
     fresh.__dict__ = template.__dict__.copy()
-    return fresh
+    return fresh  # type: ignore[return-value]
 
 
-def _probe_input(layer: nn.Module) -> Tensor:
-    """Return a fixed random input for a linear layer or an output head."""
-    width = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size_per_partition
+def _probe_input(weight: Tensor) -> Tensor:
+    """Return a fixed random input for a linear layer or output head with a weight [out, in]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(_PROBE_ROWS, width, generator=generator).to(layer.params_dtype)
+    return torch.randn(_PROBE_ROWS, weight.shape[-1], generator=generator).to(weight.dtype)
 
 
-def _output(layer: nn.Module, probe: Tensor) -> Tensor:
+def _output(layer: Any, probe: Tensor) -> Tensor:
     return layer.quant_method.apply(layer, probe, bias=None)

@@ -14,6 +14,7 @@ LoRA adapter syncs ask the first only: vLLM keeps adapters apart from the layers
 """
 
 import logging
+import traceback
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,7 @@ from verl_precision.platforms.ledger import ITER_MODELS, UPDATE_FROM_IPC, UPDATE
 from verl_precision.platforms.vllm_cpu import layerwise_reload
 from verl_precision.weight_sync.manifest import MANIFEST_NAME, TensorDigest, decode, differences, digest
 from verl_precision.weight_sync.record import choose_layers, comparable, record_loads
-from verl_precision.weight_sync.verify import LayerRecord, difference, rebuild, shared_parameter_layers
+from verl_precision.weight_sync.verify import LayerRecord, difference, shared_parameter_layers
 
 logger = logging.getLogger("verl_precision.weight_sync")
 
@@ -79,18 +80,20 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         try:
             if adapter_only:
                 receive(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+                if sync.failure is not None:
+                    raise sync.failure
                 problems = self._transfer_problems()
             else:
-                model = self.model_runner.model
+                model: Any = self.model_runner.model
                 expected = {name for name, _ in model.named_parameters()}
                 with self._loading(model) as records, _collect_loaded(model, sync):
                     receive(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+                if sync.failure is not None:
+                    raise sync.failure
                 problems = self._transfer_problems() + _coverage_problems(expected, sync.loaded)
                 problems += _layer_problems(model, records, sync.on_cpu)
         finally:
             self._sync = None
-        if sync.failure is not None:
-            raise sync.failure
         if problems:
             for problem in problems:
                 logger.error("weight sync %d: %s", self._sync_index, problem)
@@ -119,8 +122,10 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             sync.received.update((name, digest(tensor)) for name, tensor in tensors)
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:  # kept, and raised at the end of update_weights_from_ipc
-            logger.error("weight sync %d: loading failed", self._sync_index, exc_info=True)
-            sync.failure = error
+            # As text, and kept without its frames: they hold views of the transfer buffer, which could then not be
+            # released, and the sender would wait for ever.
+            logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
+            sync.failure = error.with_traceback(None)
         return None
 
     def _iter_all_models_with_config(self):
@@ -142,7 +147,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
 
 @contextmanager
-def _collect_loaded(model: torch.nn.Module, sync: _Sync):
+def _collect_loaded(model: Any, sync: _Sync):
     """Collect the names `model.load_weights` returns; a model that returns None cannot be checked for coverage."""
     load_weights = model.load_weights
 
@@ -161,7 +166,17 @@ def _collect_loaded(model: torch.nn.Module, sync: _Sync):
 def _coverage_problems(expected: set[str], loaded: set[str] | None) -> list[str]:
     if loaded is None:
         return []
-    return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(expected - loaded)]
+    return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(expected) if not _is_in(name, loaded)]
+
+
+def _is_in(name: str, loaded: set[str]) -> bool:
+    """Tell whether `a.b.c.weight` was loaded under its own name or an ancestor's (`a.b.weight`).
+
+    vLLM's loaders name expert weights by the layer that loads them, which is not always the one that holds them.
+    """
+    parents = name.split(".")
+    leaf = parents.pop()
+    return any(".".join([*parents[:depth], leaf]) in loaded for depth in range(len(parents), -1, -1))
 
 
 def _layer_problems(model: torch.nn.Module, records: dict[str, LayerRecord], on_cpu: bool) -> list[str]:
@@ -171,7 +186,7 @@ def _layer_problems(model: torch.nn.Module, records: dict[str, LayerRecord], on_
         record = records.get(name)
         if record is None or not (record.calls or name in tied):
             continue
-        found = difference(layer, rebuild(layer, record, repack=on_cpu))
+        found = difference(layer, record, repack=on_cpu)
         if found:
             problems.append(f"{name}: {found}")
     return problems
