@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
+from hydra import compose, initialize_config_dir, initialize_config_module
+from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,3 +39,21 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         )
 
     return run
+
+
+@pytest.fixture
+def compose_verl() -> Iterator[Callable[..., DictConfig]]:
+    """Compose verl's own `ppo_trainer` with overrides; presets come from the plugin's search path."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield lambda *overrides, **kwargs: compose("ppo_trainer", overrides=list(overrides), **kwargs)
+
+
+@pytest.fixture
+def compose_recipe(root) -> Iterator[Callable[..., DictConfig]]:
+    def run(path: str, *overrides: str, **kwargs) -> DictConfig:
+        config = root / path
+        searchpath = "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_precision.presets]"
+        with initialize_config_dir(str(config.parent), version_base=None):
+            return compose(config.stem, overrides=[searchpath, *overrides], **kwargs)
+
+    yield run

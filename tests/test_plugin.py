@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from verl_precision.errors import RegistrationError
+
 LOADED = re.compile(r"INFO.*verl_precision \S+ loaded into verl \S+: .*platform cpu")
 
 SHOW = """
@@ -82,18 +84,18 @@ def test_platform_name_of_another_package_is_refused_not_overwritten(run_python,
     assert "already registered by stranger.Stranger" in done.stderr and "ERROR" in done.stderr
 
 
-def test_engine_key_of_another_package_is_refused(run_python):
-    done = run_python(
-        """
-import verl
-from verl.workers.engine.base import EngineRegistry, BaseEngine
-class Stranger(BaseEngine): pass
-EngineRegistry.register("language_model", "fsdp2", device="cpu", vendor="cpu")(Stranger)
-import verl.workers.engine.fsdp.transformer_impl
-"""
-    )
-    assert done.returncode != 0
-    assert "RegistrationError" in done.stderr and "Stranger" in done.stderr
+def test_engine_key_of_another_package_is_refused(monkeypatch):
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.fsdp import transformer_impl
+
+    from verl_precision.platforms.cpu_engine import KEY, register_engines
+
+    class Stranger(transformer_impl.FSDPEngineWithLMHead):
+        pass
+
+    monkeypatch.setitem(EngineRegistry._engines["language_model"]["fsdp2"], KEY, Stranger)
+    with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
+        register_engines(transformer_impl)
 
 
 WITHOUT_PRESET = """

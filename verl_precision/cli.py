@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 100)
 errors = Console(stderr=True)
 
 

