@@ -1,0 +1,101 @@
+"""Docs are code: what they say of files, commands and names is compared with the disk."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
+FENCE = re.compile(r"```bash\n(.*?)```", re.S)
+# A folder (ends in /) or a file (has an extension); `a/b` alone is a metric.
+PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w.-]+\.\w+)?)`")
+
+
+def _commands(document: Path) -> list[str]:
+    return [
+        line.partition("  #")[0].strip()
+        for block in FENCE.findall(document.read_text())
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+
+
+def test_there_is_something_to_check():
+    assert ROOT / "README.md" in DOCUMENTS
+    assert any(_commands(document) for document in DOCUMENTS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_named_in_backticks_exist(document):
+    for name in PATH.findall(document.read_text()):
+        candidates = [ROOT / name, ROOT / "verl_precision" / name, document.parent / name]
+        generated = name.startswith(("outputs/", "pkg/"))
+        assert generated or any(path.exists() for path in candidates), f"{document.name}: `{name}`"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_name_things_that_exist(document):
+    """make targets, recipes given to Hydra, scripts, and verbs of the command line."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    cli = (ROOT / "verl_precision" / "cli.py").read_text()
+    verbs = set(re.findall(r'@app\.command\(\s*"([\w-]+)"', cli)) | set(
+        re.findall(r"@app\.command\((?!\s*\").*?\)\ndef (\w+)", cli)
+    )
+    for command in _commands(document):
+        if target := re.search(r"^make ([\w-]+)", command):
+            assert target.group(1) in targets, command
+        if verb := re.search(r"^verl-precision ([\w-]+)", command):
+            assert verb.group(1) in verbs | {"--help", "--version"}, command
+        if recipe := re.search(r"--config-dir (\S+) --config-name (\S+)", command):
+            assert (ROOT / recipe.group(1) / f"{recipe.group(2)}.yaml").is_file(), command
+        if script := re.search(r"^(?:python|bash) ((?:[\w.-]+/)+[\w.-]+)", command):
+            assert (ROOT / script.group(1)).is_file(), command
+
+
+def test_readme_tree_is_the_disk():
+    """Every top-level entry is in the README's tree with a comment, and nothing else is."""
+    tree = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    named = {line.split()[0].rstrip("/") for line in tree.splitlines() if line and not line.startswith(" ")}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    on_disk = {line.split("/")[0] for line in listed.splitlines() if not line.startswith(".")}
+    assert named == on_disk
+    inner = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.startswith("  ")}
+    package = {p.name for p in (ROOT / "verl_precision").iterdir() if p.name not in ("__pycache__", "py.typed")}
+    assert {name for name in inner if name in package or not (ROOT / name).exists()} == package
+    for line in tree.splitlines():
+        assert not line.strip() or len(line.split(None, 1)) == 2, f"no comment: {line!r}"
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_recipe_header_teaches_a_command_that_resolves(recipe):
+    text = recipe.read_text()
+    yaml.safe_load(text)
+    header = text[: text.index("defaults:")]
+    found = re.search(r"--config-dir (\S+) --config-name (\S+)", header)
+    assert found and ROOT / found.group(1) / f"{found.group(2)}.yaml" == recipe
+
+
+def test_architecture_names_every_registration():
+    from verl_precision.plugin import REGISTRATIONS
+
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for registration in REGISTRATIONS:
+        assert f"`{registration.host_module}`" in text, registration.what
+
+
+def test_modules_are_read_in_one_sitting():
+    for module in (ROOT / "verl_precision").rglob("*.py"):
+        assert len(module.read_text().splitlines()) <= 300, module
+
+
+def test_every_public_name_of_all_exists():
+    import importlib
+
+    for init in (ROOT / "verl_precision").rglob("__init__.py"):
+        name = ".".join(init.parent.relative_to(ROOT).parts)
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", ()):
+            assert hasattr(module, public), f"{name}.{public}"

@@ -1,0 +1,47 @@
+"""Ctrl-C ends the run and its Ray processes."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from verl_precision.compare.run import RUN_MARK
+
+
+def _marked() -> set[int]:
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if RUN_MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path):
+    before = _marked()
+    command = [sys.executable, "-m", "verl_precision.cli", "compare", "recipes/quickstart/quickstart.yaml"]
+    process = subprocess.Popen(
+        [*command, "--precision", "fp16", "--output", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "FSDP2 worker" in line:  # Ray, TransferQueue and a worker are up
+            break
+    running = _marked() - before
+    assert len(running) > 3, seen
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, seen + rest
+    assert "every process of the run has ended" in rest and str(tmp_path) in rest.replace("\n", "")
+    assert _marked() == before

@@ -1,0 +1,30 @@
+"""The rollout follows the trainer, or the run stops and says why."""
+
+import pytest
+
+from verl_precision.compare.run import RunFailedError
+
+# FP32: vLLM repacks linear weights for its FP32 kernel on every x86 CPU; for 16-bit kernels it depends on the CPU.
+TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
+
+
+def test_tied_model_trains_and_the_rollout_follows(run_quickstart):
+    rows = run_quickstart(*TIED, "trainer.total_training_steps=4")
+    assert len(rows) == 4
+    assert rows[-1]["mismatch/probs_pearson"] > 0.99
+    assert rows[-1]["mismatch/log_prob_gap_abs_mean"] < 1e-4
+    assert rows[-1]["response_length/mean"] < rows[0]["response_length/mean"]
+
+
+def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path, monkeypatch):
+    """Take the repair of tied heads away in every process: upstream's stale head, which nothing else notices."""
+    (tmp_path / "break_tied_heads.py").write_text(
+        "from verl_precision.platforms import vllm_cpu\nvllm_cpu.shared_parameter_layers = lambda model: iter(())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "break_tied_heads")
+    with pytest.raises(RunFailedError) as caught:
+        run_quickstart(*TIED, "trainer.total_training_steps=2")
+    message = str(caught.value)
+    assert "Weight sync 0 did not take: lm_head: it computes with a repacked copy of other weights" in message
+    assert "Usual causes" in message
