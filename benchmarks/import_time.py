@@ -1,6 +1,6 @@
 """What the plugin adds to `import verl`: CPU seconds with and without it, alternating, in clean interpreters.
 
-    python benchmarks/import_time.py --repeats 7
+python benchmarks/import_time.py --repeats 7
 """
 
 import argparse

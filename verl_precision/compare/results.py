@@ -68,7 +68,8 @@ def summarise(precision: str, rows: list[dict[str, float]], seconds_total: float
     if missing:
         raise ConfigurationError(
             f"precision={precision}: the run did not report {', '.join(missing)}. The mismatch is measured by "
-            "trainer.v1.trainer_mode=vp_sync (or vp_colocate_async, vp_separate_async): set it in the recipe."
+            "trainer.v1.trainer_mode=vp_sync (or vp_colocate_async, vp_separate_async), outside bypass mode: set it in "
+            "the recipe, and algorithm.rollout_correction.bypass_mode=False."
         )
     return Summary(
         precision=precision,

@@ -1,6 +1,7 @@
 """verl's V1 trainers with the mismatch among their metrics: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
 
-In decoupled mode verl has recomputed the trainer's log-probs already, so the statistics need no extra forward.
+In decoupled mode verl has recomputed the trainer's log-probs already, so the statistics need no extra forward. In bypass
+mode there are none before the update (`old_log_probs` are the rollout's own), and nothing is reported.
 """
 
 from types import ModuleType
@@ -37,7 +38,9 @@ def _measuring(base: type, mode: str) -> type:
 
         def _compute_old_log_prob(self, batch, metrics):
             batch = super()._compute_old_log_prob(batch, metrics=metrics)
-            metrics.update(_statistics(batch))
+            correction = self.config.algorithm.get("rollout_correction") or {}
+            if not correction.get("bypass_mode", False):
+                metrics.update(_statistics(batch))
             return batch
 
     MeasuringTrainer.__name__ = MeasuringTrainer.__qualname__ = f"Measuring{base.__name__}"
