@@ -1,7 +1,7 @@
 """verl's V1 trainers with the mismatch among their metrics: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
 
-In decoupled mode verl has recomputed the trainer's log-probs already, so the statistics need no extra forward. In bypass
-mode there are none before the update (`old_log_probs` are the rollout's own), and nothing is reported.
+In decoupled mode verl has recomputed the trainer's log-probs already, so the statistics need no extra forward. In
+bypass mode there are none before the update (`old_log_probs` are the rollout's own), and nothing is reported.
 """
 
 from types import ModuleType
