@@ -156,6 +156,23 @@ def test_damage_on_the_way_is_named(damage, message):
         _sync(worker, config, damage(send_with_manifest(_weights(trainer))))
 
 
+def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
+    """It stores other tensors than it is sent (scales among them): no false alarm, and one warning."""
+    from verl_precision.weight_sync import worker as module
+
+    worker, trainer, config = _worker("qwen3", "float32")
+    monkeypatch.setattr(module, "is_quantized_model", lambda vllm_config: True)
+    worker._is_qat_model = True  # for verl: load nothing here, its quantised loaders need a quantised model
+    monkeypatch.setattr("verl.utils.qat.prepare_qat_for_load_weights", lambda *args, **kwargs: None)
+    monkeypatch.setattr("verl.utils.qat.manual_process_weights_after_loading", lambda *args, **kwargs: None)
+    upstream = module.vLLMColocateWorkerExtension
+    monkeypatch.setattr(upstream, "_update_weights", lambda self, weights, peft_config, base_sync_done: None)
+    _sync(worker, config, send_with_manifest(_weights(trainer)))
+    assert "checked for arrival only" in caplog.text
+    with pytest.raises(WeightSyncError, match="never received"):
+        _sync(worker, config, _drop_one(send_with_manifest(_weights(trainer))))
+
+
 def test_missing_weight_is_named_even_without_a_manifest():
     worker, trainer, config = _worker("qwen3", "float32")
     with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.q_norm\.weight: no tensor .* was loaded"):
@@ -170,6 +187,18 @@ def test_reload_that_keeps_old_values_is_named(monkeypatch):
     monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", layerwise._place_kernel_tensors)
     with pytest.raises(WeightSyncError, match=r"norm: weight: \d+ of \d+ elements are not those that were sent"):
         _sync(worker, config, send_with_manifest((n, t + 0.5) for n, t in _weights(trainer)))
+
+
+def test_reload_that_cannot_start_reaches_the_caller_and_the_sender_is_answered(monkeypatch):
+    from vllm.model_executor.model_loader import reload
+
+    def broken(model):
+        raise RuntimeError("no reload today")
+
+    worker, trainer, config = _worker("qwen3", "float32")
+    monkeypatch.setattr(reload, "initialize_layerwise_reload", broken)
+    with pytest.raises(RuntimeError, match="no reload today"):
+        _sync(worker, config, send_with_manifest(_weights(trainer)))
 
 
 def test_loading_error_reaches_the_caller_and_the_sender_is_answered(caplog):

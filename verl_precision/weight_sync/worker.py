@@ -10,16 +10,18 @@ Three questions are asked after each sync, and a "no" stops the run with an erro
 3. Does each chosen layer compute what the weights it was sent say? (all layers of a small model; a window that moves
    through a large one)
 
-LoRA adapter syncs ask the first only: vLLM keeps adapters apart from the layers.
+LoRA adapter syncs and quantised rollouts ask the first only: vLLM keeps adapters apart from the layers, and stores
+quantised weights in another form.
 """
 
 import logging
 import traceback
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
@@ -53,6 +55,11 @@ class _Sync:
     failure: Exception | None = None
 
 
+# At import, which is vLLM's start: later, a refusal would leave the trainer waiting for an answer.
+for _entry in (UPDATE_FROM_IPC, UPDATE_WEIGHTS, ITER_MODELS):
+    require_expected_signature(_entry, verl_vllm)
+
+
 class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension that verifies each weight sync; see the module's docstring."""
 
@@ -72,34 +79,38 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         Raises:
             WeightSyncError: when the rollout's weights are not the trainer's.
         """
-        for entry in (UPDATE_FROM_IPC, UPDATE_WEIGHTS, ITER_MODELS):
-            require_expected_signature(entry, verl_vllm)
-        adapter_only = bool(peft_config and base_sync_done)
         self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
-        receive = super().update_weights_from_ipc
+
+        def receive() -> None:
+            super(VerifiedWeightSyncExtension, self).update_weights_from_ipc(
+                peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm
+            )
+            if sync.failure is not None:
+                raise sync.failure
+
         try:
-            if adapter_only:
-                receive(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
-                if sync.failure is not None:
-                    raise sync.failure
-                problems = self._transfer_problems()
+            if (peft_config and base_sync_done) or self._is_quantised():
+                receive()
+                problems = _transfer_problems(sync)
             else:
                 model: Any = self.model_runner.model
                 expected = {name for name, _ in model.named_parameters()}
-                with self._loading(model) as records, _collect_loaded(model, sync):
-                    receive(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
-                if sync.failure is not None:
-                    raise sync.failure
-                problems = self._transfer_problems() + _coverage_problems(expected, sync.loaded)
+                with ExitStack() as stack:
+                    try:
+                        records = stack.enter_context(self._loading(model))
+                        stack.enter_context(_collect_loaded(model, sync))
+                    except Exception as error:  # raised by receive(), once the sender has been answered
+                        sync.failure = error.with_traceback(None)
+                    receive()
+                problems = _transfer_problems(sync) + _coverage_problems(expected, sync.loaded)
                 problems += _layer_problems(model, records, sync.on_cpu)
         finally:
             self._sync = None
         if problems:
             for problem in problems:
                 logger.error("weight sync %d: %s", self._sync_index, problem)
-            shown = "; ".join(problems[:_SHOWN]) + (
-                f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            )
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            shown = "; ".join(problems[:_SHOWN]) + more
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
         self._sync_index += 1
 
@@ -141,9 +152,13 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             return layerwise_reload(model, self.model_runner.vllm_config.model_config, layers)
         return record_loads(model, choose_layers(model, self._sync_index, accept=comparable))
 
-    def _transfer_problems(self) -> list[str]:
-        assert self._sync is not None
-        return [] if self._sync.sent is None else differences(self._sync.sent, self._sync.received)
+    def _is_quantised(self) -> bool:
+        """Tell whether the rollout stores other weights than it is sent; then arrival is all that can be compared."""
+        if not (self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)):
+            return False
+        if self._sync_index == 0:
+            logger.warning("the rollout is quantised: weight syncs are checked for arrival only, not layer by layer")
+        return True
 
 
 @contextmanager
@@ -161,6 +176,10 @@ def _collect_loaded(model: Any, sync: _Sync):
         yield
     finally:
         del model.load_weights
+
+
+def _transfer_problems(sync: _Sync) -> list[str]:
+    return [] if sync.sent is None else differences(sync.sent, sync.received)
 
 
 def _coverage_problems(expected: set[str], loaded: set[str] | None) -> list[str]:
