@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 QUANTILES = (0.05, 0.5, 0.95)
+# Weights beyond are held there in mean and effective sample size: float64, in which squares are summed, ends at 1e308.
+LARGEST_SQUARED = 1e150
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Statistic:
 
     Attributes:
         kind: how parts are merged and what is made of them:
-            `count` Σ; `mean` (Σ, n) -> Σ/n; `max`; `min`; `ess` (Σw, Σw², n) -> (Σw)² / (n Σw²), a fraction;
+            `count` Σ; `mean` (Σ, n) -> Σ/n; `max`; `min`; `ess` (Σw, Σw², n) -> (Σw)² / (n Σw²), a fraction, 0 if no
+            weight is left;
             `quantile` all values -> the quantile `q`, linearly interpolated.
         parts: 1-D tensor.
         q: the quantile, for `quantile` only.
@@ -41,16 +44,11 @@ class Statistic:
             case "mean":
                 return (parts[0] / parts[1]).item()
             case "ess":
-                return (parts[0] ** 2 / (parts[1] * parts[2])).item()
-        if parts.numel() == 0:
-            return math.nan
-        match self.kind:
-            case "max":
-                return parts.max().item()
-            case "min":
-                return parts.min().item()
-            case _:
-                return torch.quantile(parts, self.q).item()
+                return 0.0 if parts[1] == 0 and parts[2] > 0 else (parts[0] ** 2 / (parts[1] * parts[2])).item()
+            case "quantile":
+                return torch.quantile(parts, self.q).item() if parts.numel() else math.nan
+        extreme = (parts.max() if self.kind == "max" else parts.min()).item() if parts.numel() else math.inf
+        return extreme if math.isfinite(extreme) else math.nan
 
 
 def merge(statistics: Sequence[Statistic]) -> Statistic:
@@ -91,7 +89,7 @@ def fraction(hits: Tensor, among: Tensor) -> Statistic:
 
 
 def extremes(values: Tensor, valid: Tensor, name: str) -> dict[str, Statistic]:
-    """Return minimum and maximum over the valid values; without any, they are left out of the merge."""
+    """Return minimum and maximum over the valid values; a piece without any does not change the merge."""
     lowest = torch.where(valid, values, math.inf).flatten()
     highest = torch.where(valid, values, -math.inf).flatten()
     if values.numel():
@@ -110,8 +108,7 @@ def weight_statistics(weights: Tensor, valid: Tensor, name: str = "is_weight") -
 
     ess = (Σw)² / (n Σw²): 1 if all weights are equal, 1/n if one holds everything.
     """
-    kept = torch.where(valid, weights, 0).double()
-    # Scaled by the largest weight before squaring would not merge; float64 holds the square of any float32.
+    kept = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED)
     total, squares, number = kept.sum(), kept.square().sum(), valid.sum().double()
     return {
         f"actor/{name}_mean": Statistic("mean", torch.stack([total, number])),
