@@ -41,7 +41,7 @@ def gspo(
     Returns:
         The loss in float32 (float64 if the log-probs are), minus the aggregated objective. Its gradient is minus the
         equation's; only `trainer_log_probs` receives one. Masked tokens never matter, whatever they hold (verl's `gspo`
-        multiplies them by a mask of 0, and -inf x 0 is NaN for the whole row); an empty row has no gradient and counts
+        multiplies weights and advantages by a mask of 0, and NaN x 0 is NaN); an empty row has no gradient and counts
         as a response. A row with NaN or inf on a valid token has no gradient, stays in the denominator, and is counted
         in `actor/nonfinite_responses`. s is held at 3e28 in float32, beyond a mean log-ratio of 65.7
         (`ratios.HEADROOM`).
