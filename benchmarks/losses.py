@@ -3,9 +3,9 @@
     python benchmarks/losses.py
     python benchmarks/losses.py --rows 8 --tokens 1024 --repeats 5
 
-Both are called as verl calls them, with the config of the preset, and alternate, so that a busy machine slows both. Time:
-median over the repeats. Memory: what one forward and backward allocates beyond the inputs at its peak, as counted by torch's
-profiler on a CPU and by the allocator on a GPU.
+Both are called as verl calls them, with the config of the preset, and alternate, so that a busy machine slows both.
+Time: median over the repeats. Memory: what one forward and backward allocates beyond the inputs at its peak, as counted
+by torch's profiler on a CPU and by the allocator on a GPU.
 """
 
 import argparse
@@ -31,7 +31,8 @@ MIB = 1 << 20
 
 def main() -> None:
     arguments = parse()
-    print(f"{arguments.rows} x {arguments.tokens} float32, {arguments.repeats} repeats, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    print(f"{arguments.rows} x {arguments.tokens} float32, {arguments.repeats} repeats, {threads} threads")
     print(f"| loss | verl's | ours, ms | verl's, ms | ratio | ours, MiB | verl's, MiB |\n|{'---|' * 7}")
     for estimator, native in NEAREST.items():
         ours, theirs = prepare(estimator, None, arguments), prepare(estimator, native, arguments)
@@ -40,9 +41,8 @@ def main() -> None:
         our_ms, their_ms = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
         ratio = statistics.median(a / b for a, b in times)
         memory = [peak_memory(step) / MIB for step in (ours, theirs)]
-        print(
-            f"| {estimator} | {native} | {our_ms:.1f} | {their_ms:.1f} | {ratio:.2f} | {memory[0]:.1f} | {memory[1]:.1f} |"
-        )
+        columns = [f"{our_ms:.1f}", f"{their_ms:.1f}", f"{ratio:.2f}", *(f"{mib:.1f}" for mib in memory)]
+        print("| " + " | ".join([estimator, native, *columns]) + " |")
 
 
 def parse() -> argparse.Namespace:

@@ -40,7 +40,8 @@ def test_registry_lists_every_loss_with_line_and_equation():
 
 def test_importing_the_losses_imports_nothing_of_verl(run_python, root):
     done = run_python(
-        "import sys, verl_precision.losses; print([m for m in sys.modules if m.split('.')[0] in ('verl', 'hydra', 'ray')])",
+        "import sys, verl_precision.losses\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('verl', 'hydra', 'ray')])",
         PYTHONPATH=str(root),
     )
     assert done.stdout.strip() == "[]", done.stderr
@@ -51,8 +52,6 @@ def test_every_public_name_is_there():
 
     for name in losses.__all__:
         assert getattr(losses, name) is not None
-
-
 
 
 def test_name_of_another_package_is_refused(run_python, root):
@@ -67,7 +66,8 @@ def test_name_of_another_package_is_refused(run_python, root):
         PYTHONPATH=str(root),
     )
     assert done.returncode != 0
-    assert "RegistrationError" in done.stderr and "'grpo' is already registered with verl by __main__.stranger" in done.stderr
+    assert "RegistrationError" in done.stderr
+    assert "'grpo' is already registered with verl by __main__.stranger" in done.stderr
 
 
 def test_registering_twice_changes_nothing():
@@ -149,16 +149,13 @@ def test_bad_setting_is_refused_by_the_loss_and_before_the_run(bad, composed):
         assert any(remedy in str(error.value) for remedy in ("Set ", "Choose ")), error.value
 
 
+NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
 BEFORE_THE_RUN = {
-    "no rollout log-probs": ("pg_seq_is", ["actor_rollout_ref.rollout.calculate_log_probs=False"], "log-probs are missing"),
-    "weights without rollout log-probs": (
-        "grpo_seq_mis",
-        ["actor_rollout_ref.rollout.calculate_log_probs=False"],
-        "log-probs are missing",
-    ),
+    "no rollout log-probs": ("pg_seq_is", [NO_LOG_PROBS], "log-probs are missing"),
+    "weights without rollout log-probs": ("grpo_seq_mis", [NO_LOG_PROBS], "log-probs are missing"),
     "V0 trainer": ("pg_seq_is", ["trainer.use_v1=False"], r"trainer\.use_v1=False"),
     "weights in bypass mode": ("grpo_token_tis", ["algorithm.rollout_correction.bypass_mode=True"], "makes no weights"),
-    "weights and rejection": ("grpo_seq_mis", ["algorithm.rollout_correction.rollout_rs=token_k1"], "leave the denominator"),
+    "weights and rejection": ("grpo_seq_mis", ["algorithm.rollout_correction.rollout_rs=token_k1"], "the denominator"),
     "weights normalised": (
         "grpo_seq_mis",
         ["algorithm.rollout_correction.rollout_is_batch_normalize=True"],

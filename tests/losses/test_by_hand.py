@@ -25,7 +25,8 @@ PER_TOKEN = Aggregation(normalizer=1)
 def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **settings):
     trainer = torch.as_tensor(trainer).clone().requires_grad_()
     mask = torch.ones_like(trainer) if mask is None else torch.as_tensor(mask)
-    output = loss(trainer, torch.as_tensor(other), torch.as_tensor(advantages), mask, aggregation=aggregation, **settings)
+    other, advantages = torch.as_tensor(other), torch.as_tensor(advantages)
+    output = loss(trainer, other, advantages, mask, aggregation=aggregation, **settings)
     output.loss.backward()
     return output.loss.item(), trainer.grad, output.values()
 
@@ -70,7 +71,7 @@ def test_grpo_by_hand():
 
 
 def test_grpo_has_no_dual_clip():
-    """A = -1 and r = 100: verl's vanilla loss is held at clip_ratio_c = 3 with gradient 0; equation (8) says slope rA."""
+    """A = -1, r = 100: verl's vanilla loss is held at clip_ratio_c = 3, its gradient 0; equation (8) says slope rA."""
     _, gradient, _ = run(grpo, torch.tensor([[math.log(100.0)]]), torch.zeros(1, 1), [-1.0])
     assert gradient.item() == pytest.approx(100.0, rel=1e-5)
 
@@ -192,7 +193,9 @@ def test_bad_threshold_is_refused(threshold):
             call()
 
 
-@pytest.mark.parametrize(("low", "high", "name"), [(0, 0.28, "low"), (1.5, 0.28, "low"), ("0.2", 0.28, "low"), (0.2, 0, "high")])
+@pytest.mark.parametrize(
+    ("low", "high", "name"), [(0, 0.28, "low"), (1.5, 0.28, "low"), ("0.2", 0.28, "low"), (0.2, 0, "high")]
+)
 def test_bad_clip_range_is_refused(low, high, name):
     zeros = torch.zeros(1, 1)
     for loss in (grpo, gspo):

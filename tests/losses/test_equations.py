@@ -61,4 +61,3 @@ def test_at_the_first_update_without_mismatch_grpo_is_reinforce(estimator):
     case.proximal.copy_(case.trainer)
     case.rollout.copy_(case.trainer)
     assert relative_error(gradient_through_verl(estimator, case), plain_gradient("ratio_one", case)) < 1e-12
-

@@ -49,7 +49,7 @@ def test_order_of_rows(estimator):
 
 
 def test_ranks(tmp_path):
-    """1, 2 and 4 gloo processes; each has its share of the rows in micro-batches, gradients are averaged as FSDP does."""
+    """1, 2 and 4 gloo processes; each has its share of the rows in micro-batches; gradients are averaged as by FSDP."""
     for estimator in [*ESTIMATORS, VERL_DEFAULT]:  # compose the configs once, before the processes part
         whole, features = mini_batch(estimator)
         gradient(estimator, whole, [(whole, features)])

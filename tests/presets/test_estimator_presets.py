@@ -15,7 +15,9 @@ from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.config_check import check_estimator
 from verl_precision.presets import PRESETS_DIR, preset_names
 
-ESTIMATORS = "dapo grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis ratio_one".split()
+ESTIMATORS = (
+    "dapo grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis ratio_one"
+).split()
 
 
 def composed(name: str, *more: str):
