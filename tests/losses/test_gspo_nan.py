@@ -5,8 +5,8 @@ weights its gradient stays finite in float32, bfloat16 and float16. It turns NaN
 
 * a rollout weight or an advantage that is not finite on a token that does not even count. verl's own step makes such
   weights: a masked token (a tool's or template's) that both engines hold impossible has log-ratio -inf - -inf = NaN;
-* a log-prob that is not finite. Then the loss is NaN, and the gradient of the whole response silently 0, because torch's
-  clamp has derivative 0 at NaN: nothing counts it;
+* a log-prob that is not finite. Then the loss is NaN, and the gradient of the whole response silently 0: the derivative
+  of torch's clamp at NaN is 0, and nothing counts it;
 * a micro-batch in which nothing counts, without global batch information: the loss is 0/0.
 """
 
