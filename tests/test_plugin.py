@@ -110,7 +110,8 @@ def name(thing): return f"{thing.__module__}.{thing.__qualname__}"
 
 print(json.dumps({
     "platform": name(type(get_platform())),
-    "losses": {key: name(value) for key, value in core_algos.POLICY_LOSS_REGISTRY.items()},
+    "losses": {key: name(value) for key, value in core_algos.POLICY_LOSS_REGISTRY.items()
+               if type(value).__module__ == "builtins"},  # ours are added under names of their own
     "engines": {f"{m} {b}": name(EngineRegistry.get_engine_cls(m, b))
                 for m in ("language_model", "value_model") for b in ("fsdp", "fsdp2")},
     "trainers": {m: name(get_trainer_cls(m)) for m in ("sync", "colocate_async", "separate_async")},

@@ -5,9 +5,11 @@ Map of the package (dependencies point downwards):
     cli            `verl-precision <verb>`
     check          is everything installed, loaded and as tested?
     plugin         what verl loads: the table of everything that is registered, and where
-    presets/       Hydra groups precision=..., scale=..., one small YAML each
+    presets/       Hydra groups precision=..., estimator=..., scale=..., one small YAML each
     preflight      what can be known to fail before Ray or a model starts
     compare/       run one recipe in several precisions, follow it, compare the results
+    losses/        the paper's estimators (pure torch), and their adapters to verl
+    aggregation    from token values to a loss that does not change with the cut of the mini-batch (pure torch)
     mismatch/      the statistics (pure torch), and verl's trainers that report them
     platforms/     verl and vLLM on a CPU
     weight_sync/   are the rollout's weights the trainer's? (`digest` and `verify` are pure torch)

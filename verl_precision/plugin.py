@@ -58,7 +58,19 @@ REGISTRATIONS: tuple[Registration, ...] = (
         "verl.trainer.ppo.v1",
         "verl_precision.mismatch.trainer:register_trainers",
     ),
-    Registration("presets precision, scale", "hydra.main", "verl_precision.presets.search_path:register_search_path"),
+    Registration(
+        "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one",
+        "verl.trainer.ppo.core_algos",
+        "verl_precision.losses.verl_adapter:register_losses",
+    ),
+    Registration(
+        "rollout weights vp_token_tis, vp_seq_mis",
+        "verl.trainer.ppo.rollout_corr_helper",
+        "verl_precision.losses.verl_weights:register_weights",
+    ),
+    Registration(
+        "presets precision, estimator, scale", "hydra.main", "verl_precision.presets.search_path:register_search_path"
+    ),
     Registration("tiny models in configs", "omegaconf", "verl_precision.presets.resolvers:register_resolvers"),
 )
 

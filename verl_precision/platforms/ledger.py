@@ -20,7 +20,8 @@ class LedgerEntry:
         module: module that holds it.
         name: dotted name inside the module.
         parameters: its parameter names in the tested releases.
-        kind: `patched` (replaced, on CPU only) or `used` (called or overridden though not public).
+        kind: `patched` (wrapped; `how` says for whom anything changes) or `used` (called or overridden though not
+            public).
         why: what fails without it.
         how: what we do.
         upstream: issue or pull request, or why there is none.
@@ -103,6 +104,45 @@ UPDATE_WEIGHTS = LedgerEntry(
     until="verl offers a hook after a weight sync",
 )
 
+METRIC_FROM_DICT = LedgerEntry(
+    module="verl.utils.metric.utils",
+    name="Metric.from_dict",
+    parameters=("data", "aggregation"),
+    kind="patched",
+    why="a policy loss's metrics are averaged over micro-batches: a maximum becomes a mean of maxima",
+    how="wrapped: metrics of type MergedMetric, which only our losses return, are kept as they are",
+    upstream="none found",
+    until="verl lets a policy loss choose how its metrics are reduced",
+)
+
+METRIC_AGGREGATE_DP = LedgerEntry(
+    module="verl.utils.metric.utils",
+    name="Metric.aggregate_dp",
+    parameters=("metric_lists",),
+    kind="patched",
+    why="the reduction over ranks is a class method that a subclass of Metric cannot change",
+    how="wrapped: metrics of type MergedMetric are merged over ranks and micro-batches at once",
+    upstream="none found",
+    until="verl asks the metric itself",
+)
+
+ROLLOUT_WEIGHTS = LedgerEntry(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    name="compute_rollout_correction_weights",
+    parameters=(
+        "log_ratio",
+        "response_mask",
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_is_batch_normalize",
+    ),
+    kind="patched",
+    why="verl holds log-ratios at +-20, so its weights are not equations (9) and (10) of the paper",
+    how="wrapped: levels vp_token_tis and vp_seq_mis are ours; verl's own levels pass through unchanged",
+    upstream="none found",
+    until="verl has a registry of rollout weights",
+)
+
 LEDGER: tuple[LedgerEntry, ...] = (
     PROCESS_GROUP,
     LAYERWISE_INITIALIZE,
@@ -110,6 +150,9 @@ LEDGER: tuple[LedgerEntry, ...] = (
     ITER_MODELS,
     UPDATE_FROM_IPC,
     UPDATE_WEIGHTS,
+    METRIC_FROM_DICT,
+    METRIC_AGGREGATE_DP,
+    ROLLOUT_WEIGHTS,
 )
 
 

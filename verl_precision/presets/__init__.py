@@ -3,6 +3,7 @@
 A run = recipe x precision x estimator x scale. Each preset is a small YAML of differences on verl's `ppo_trainer`:
 
     precision/    bf16, fp16, fp32: actor, ref, critic and rollout set together
+    estimator/    grpo, pg_seq_is, gspo, dapo, ...: loss, advantage, aggregation, clipping, bypass (docs/math.md)
     scale/        cpu: a tiny model of the same architecture through the same code path
 
 With the plugin loaded they also work on your own config: `python -m verl.trainer.main_ppo ... +precision=fp16`.

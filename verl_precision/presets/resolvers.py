@@ -1,17 +1,27 @@
-"""`${verl_precision.tiny_model:...}` in a config: the folder of a tiny model, built when first asked for."""
+"""Resolvers of this package's configs.
+
+`${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
+`${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
+"""
 
 from types import ModuleType
 
 TINY_MODEL = "verl_precision.tiny_model"
+FRACTION = "verl_precision.fraction"
 
 
 def register_resolvers(omegaconf: ModuleType) -> None:
     """Register this package's resolvers with OmegaConf, once."""
-    if not omegaconf.OmegaConf.has_resolver(TINY_MODEL):
-        omegaconf.OmegaConf.register_new_resolver(TINY_MODEL, _tiny_model)
+    for name, function in ((TINY_MODEL, _tiny_model), (FRACTION, _fraction)):
+        if not omegaconf.OmegaConf.has_resolver(name):
+            omegaconf.OmegaConf.register_new_resolver(name, function)
 
 
 def _tiny_model(architecture: str) -> str:
     from verl_precision.tiny_model import cached_tiny_model
 
     return str(cached_tiny_model(architecture))
+
+
+def _fraction(length: int, parts: int) -> int:
+    return max(length // parts, 1)

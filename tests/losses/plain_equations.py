@@ -1,0 +1,128 @@
+"""The equations, written as they stand in the papers, one response at a time; automatic differentiation does the rest.
+
+Nothing of the package is imported here.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+C_NORM = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random mini-batch: log-probs of three policies, advantages [B], mask."""
+
+    trainer: Tensor
+    proximal: Tensor
+    rollout: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        """Return the same numbers in another type."""
+        floats = {name: getattr(self, name).to(dtype) for name in ("trainer", "proximal", "rollout", "advantages")}
+        return replace(self, **floats)
+
+    def rows(self, index) -> "Case":
+        """Return some of the responses."""
+        return Case(*(getattr(self, name)[index] for name in ("trainer", "proximal", "rollout", "advantages", "mask")))
+
+    @property
+    def advantages_BT(self) -> Tensor:
+        return self.advantages.unsqueeze(-1) * self.mask
+
+
+def random_case(seed: int, responses: int = 16, width: int = 20, spread: float = 0.25) -> Case:
+    """Ragged lengths (one empty), holes in the mask, both signs of A, junk where masked; numbers exact in float32.
+
+    With the default spread about a third of the responses have ρ > 3 and half of the tokens are clipped.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(responses, width, generator=generator) * scale
+
+    lengths = torch.randint(1, width + 1, (responses,), generator=generator)
+    lengths[1] = 0
+    lengths[2] = width
+    mask = torch.arange(width) < lengths.unsqueeze(-1)
+    mask &= torch.rand(responses, width, generator=generator) > 0.1
+    rollout = normal(1.0) - 3
+    proximal = rollout + normal(spread)
+    trainer = proximal + normal(spread)
+    junk = torch.tensor([torch.nan, -torch.inf, torch.inf, 1e30])
+    for tensor in (rollout, proximal, trainer):
+        filler = junk[torch.randint(4, mask.shape, generator=generator)]
+        tensor[~mask] = filler[~mask]
+    advantages = torch.randn(responses, generator=generator)
+    return Case(trainer.double(), proximal.double(), rollout.double(), advantages.double(), mask)
+
+
+def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, advantage: Tensor, c: float) -> Tensor:
+    """J of one response from the log-probs of its valid tokens; weights are constants where the paper has constants."""
+    rho = (pi - mu).sum().exp()
+    log_pi = pi.sum()
+    r = (pi - proximal).exp()
+    rho_t = (proximal - mu).exp().detach()
+    rho_proximal = (proximal - mu).sum().exp().detach()
+    clipped = torch.minimum(r * advantage, r.clamp(1 - 0.2, 1 + 0.28) * advantage)
+    match name:
+        case "pg_seq_is":
+            return rho * advantage
+        case "pg_seq_tis":
+            return rho.detach().clamp(max=c) * log_pi * advantage
+        case "pg_seq_mis":
+            return rho.detach() * float(rho <= c) * log_pi * advantage
+        case "grpo":
+            return clipped.sum()
+        case "grpo_token_tis":
+            return (rho_t.clamp(max=c) * clipped).sum()
+        case "grpo_seq_mis":
+            return rho_proximal * float(rho_proximal <= c) * clipped.sum()
+        case "grpo_unclipped":
+            return (r * advantage).sum()
+        case "ratio_one":
+            return log_pi * advantage
+        case "gspo":
+            s = (pi - proximal).mean().exp()
+            return torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+        case "dapo":  # with the dual clip of verl's vanilla loss at 10
+            dual = torch.maximum(clipped, 10.0 * advantage) if advantage < 0 else clipped
+            return dual.sum()
+    raise KeyError(name)
+
+
+THRESHOLDS = {"grpo_token_tis": 2.0}
+ESTIMATORS = (
+    "pg_seq_is pg_seq_tis pg_seq_mis grpo grpo_token_tis grpo_seq_mis grpo_unclipped ratio_one gspo dapo".split()
+)
+
+
+def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:
+    """Gradient of the loss with respect to the trainer's log-probs, in float64."""
+    case = case.to(torch.float64)
+    trainer = torch.where(case.mask, case.trainer, 0).requires_grad_()
+    responses, tokens = len(case.mask), int(case.mask.sum())
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(responses):
+        valid = case.mask[row]
+        if valid.any():
+            total = total + objective_of_response(
+                name,
+                trainer[row][valid],
+                case.proximal[row][valid],
+                case.rollout[row][valid],
+                case.advantages[row],
+                THRESHOLDS.get(name, 3.0),
+            )
+    scale = {"gspo": 1 / responses, "dapo": 1 / tokens}.get(name, 1 / (responses * normalizer))
+    (gradient,) = torch.autograd.grad(-total * scale, trainer)
+    return gradient
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value."""
+    return ((found.double() - expected.double()).abs().max() / expected.double().abs().max()).item()

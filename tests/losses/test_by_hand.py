@@ -1,0 +1,203 @@
+"""Numbers worked out by hand, limits, extremes, and what is refused. Direct use: plain tensors, no verl."""
+
+import math
+
+import pytest
+import torch
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.losses import (
+    POLICY_LOSSES,
+    Aggregation,
+    grpo,
+    gspo,
+    pg_seq_is,
+    pg_seq_mis,
+    pg_seq_tis,
+    seq_mis_weights,
+    token_tis_weights,
+)
+
+LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
+PER_TOKEN = Aggregation(normalizer=1)
+
+
+def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **settings):
+    trainer = torch.as_tensor(trainer).clone().requires_grad_()
+    mask = torch.ones_like(trainer) if mask is None else torch.as_tensor(mask)
+    other, advantages = torch.as_tensor(other), torch.as_tensor(advantages)
+    output = loss(trainer, other, advantages, mask, aggregation=aggregation, **settings)
+    output.loss.backward()
+    return output.loss.item(), trainer.grad, output.values()
+
+
+def test_policy_gradient_by_hand():
+    """Two responses of two tokens, N = 2, C_norm = 4, so each token's factor is -1/8 of w A.
+
+    Row 1: log ρ = (ln 2 - 0) + (0 - 0) = ln 2, ρ = 2, A = 1: inside C = 3, so w = 2 for all three: slope -2/8.
+    Row 2: log ρ = ln 2 + ln 3, ρ = 6, A = -1: IS w = 6, slope 6/8; TIS w = 3, slope 3/8; MIS w = 0.
+    Value: -(Σ w A) / 8 = -(2 - 6)/8, -(2 - 3)/8, -2/8.
+    """
+    trainer = torch.tensor([[math.log(2.0) - 1, -1.0], [math.log(2.0) - 1, math.log(3.0) - 1]])
+    rollout, advantages = torch.full((2, 2), -1.0), torch.tensor([1.0, -1.0])
+    aggregation = Aggregation(normalizer=4)
+    for loss, value, second in ((pg_seq_is, 0.5, 0.75), (pg_seq_tis, 0.125, 0.375), (pg_seq_mis, -0.25, 0.0)):
+        found, gradient, metrics = run(loss, trainer, rollout, advantages, aggregation=aggregation)
+        assert found == pytest.approx(value, rel=1e-6)
+        expected = torch.tensor([[-0.25, -0.25], [second, second]])
+        torch.testing.assert_close(gradient, expected)
+        assert metrics["actor/is_weight_max"] == pytest.approx({0.5: 6, 0.125: 3, -0.25: 2}[value], rel=1e-6)
+
+
+def test_threshold_is_inclusive():
+    """ρ = C exactly is kept: 1{ρ ≤ C}. Shown at 1, where exp is exact."""
+    trainer = torch.zeros(1, 1, dtype=torch.float64)
+    _, gradient, _ = run(pg_seq_mis, trainer, trainer, [1.0], threshold=1.0)
+    assert gradient.item() == -1.0
+
+
+def test_grpo_by_hand():
+    """One response, A = 1 then -1, ε 0.2/0.28: r = 1.5 is clipped for A > 0 only, r = 0.5 for A < 0 only.
+
+    A = 1:  value 1.28 + 0.5, slopes 0 and 0.5.    A = -1: value -1.5 - 0.8, slopes -1.5 and 0.
+    """
+    trainer = torch.tensor([[math.log(1.5), math.log(0.5)]])
+    for advantage, value, slopes in ((1.0, -1.78, [0.0, -0.5]), (-1.0, 2.3, [1.5, 0.0])):
+        found, gradient, metrics = run(grpo, trainer, torch.zeros(1, 2), [advantage])
+        assert found == pytest.approx(value, rel=1e-6)
+        torch.testing.assert_close(gradient, torch.tensor([slopes]))
+        side = "high" if advantage > 0 else "low"
+        assert metrics[f"actor/clip_fraction_{side}"] == 0.5
+
+
+def test_grpo_has_no_dual_clip():
+    """A = -1, r = 100: verl's vanilla loss is held at clip_ratio_c = 3, its gradient 0; equation (8) says slope rA."""
+    _, gradient, _ = run(grpo, torch.tensor([[math.log(100.0)]]), torch.zeros(1, 1), [-1.0])
+    assert gradient.item() == pytest.approx(100.0, rel=1e-5)
+
+
+def test_gspo_by_hand():
+    """Log-ratios 2e-4 and 4e-4, 2 tokens: s = e^3e-4, inside (1 - 3e-4, 1 + 4e-4): slope -s/2 each, value -s."""
+    trainer = torch.tensor([[2e-4, 4e-4]], dtype=torch.float64)
+    aggregation = Aggregation("seq-mean-token-mean")
+    found, gradient, _ = run(gspo, trainer, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
+    assert found == pytest.approx(-math.exp(3e-4), rel=1e-12)
+    torch.testing.assert_close(gradient, torch.full_like(trainer, -math.exp(3e-4) / 2))
+    _, gradient, _ = run(gspo, trainer + 2e-4, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
+    assert not gradient.any()
+
+
+def test_weights_by_hand():
+    """Row 1: log ρₜ = ln 2, -ln 4: token weights 2, 1/4; ρ = 1/2. Row 2: ln 2, ln 2: 2, 2; ρ = 4 > 3, rejected."""
+    two, quarter = math.log(2.0), -math.log(4.0)
+    log_ratio = torch.tensor([[two, quarter, torch.nan], [two, two, torch.inf]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
+    torch.testing.assert_close(
+        token_tis_weights(log_ratio, mask, 1.5), torch.tensor([[1.5, 0.25, 0.0], [1.5, 1.5, 0.0]])
+    )
+    torch.testing.assert_close(seq_mis_weights(log_ratio, mask, 3.0), torch.tensor([[0.5, 0.5, 0], [0, 0, 0]]))
+
+
+def test_small_ratio_is_never_rejected():
+    log_ratio = torch.full((1, 2), -30.0, dtype=torch.float64)
+    assert seq_mis_weights(log_ratio, torch.ones(1, 2), 3.0)[0, 0].item() == pytest.approx(math.exp(-60), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
+def test_extreme_responses_stay_finite(loss, sign, advantage):
+    """20,480 tokens, sequence log-ratio +-1000, spread evenly or in one token, in float32."""
+    even = torch.full((1, 20480), -1.0 + sign * 1000 / 20480)
+    single = torch.full((1, 20480), -1.0)
+    single[0, 7] += sign * 1000
+    trainer = torch.cat([even, single])
+    value, gradient, metrics = run(
+        loss, trainer, torch.full_like(trainer, -1.0), [advantage] * 2, aggregation=Aggregation(normalizer=20480)
+    )
+    assert math.isfinite(value) and gradient.isfinite().all()
+    assert all(math.isfinite(number) for number in metrics.values()), metrics
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 4)])
+def test_nothing_valid_gives_zero(loss, shape):
+    junk = torch.full(shape, torch.nan)
+    for mode in ("seq-mean-token-mean", "token-mean", "token-sum", "seq-mean-token-sum"):
+        value, gradient, _ = run(loss, junk, junk, torch.zeros(shape), torch.zeros(shape), Aggregation(mode))
+        assert value == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("broken", [torch.nan, -torch.inf, torch.inf])
+@pytest.mark.parametrize("where", ["trainer", "other", "advantages"])
+def test_nonfinite_response_is_left_out_counted_and_in_the_denominator(loss, broken, where):
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(3, 5) * 0.01 - 1 for name in ("trainer", "other", "advantages")}
+    aggregation = Aggregation(normalizer=5)
+    _, clean, _ = run(loss, *tensors.values(), aggregation=aggregation)
+    tensors[where][1, 2] = broken
+    value, gradient, metrics = run(loss, *tensors.values(), aggregation=aggregation)
+    assert math.isfinite(value) and metrics["actor/nonfinite_responses"] == 1
+    assert not gradient[1].any()
+    assert torch.equal(gradient[[0, 2]], clean[[0, 2]]), "the others are as they were: N is still 3"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_guard_does_not_touch_what_is_in_range(loss):
+    """Just below the guard, log-ratio 65 in float32 and 686 in float64: the slope is that of the plain formula."""
+    for dtype, log_ratio in ((torch.float32, 65.0), (torch.float64, 686.0)):
+        trainer = torch.full((1, 1), log_ratio, dtype=dtype)
+        _, gradient, _ = run(loss, trainer, torch.zeros_like(trainer), [-1.0])
+        weight = {"pg_seq_tis": 3.0, "pg_seq_mis": 0.0, "ratio_one": 1.0}.get(loss.__name__, math.exp(log_ratio))
+        assert gradient.item() == pytest.approx(weight, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_half_precision_inputs_are_computed_in_float32(loss):
+    trainer = torch.full((2, 3), -1.0, dtype=torch.bfloat16)
+    value, gradient, _ = run(loss, trainer, trainer, [1.0, -1.0])
+    assert gradient.dtype == torch.bfloat16 and value == 0.0
+
+
+BAD_TENSORS = {
+    "integer log-probs": ({"trainer": torch.zeros(2, 3, dtype=torch.long)}, "trainer_log_probs is torch.int64"),
+    "other width": ({"other": torch.zeros(2, 4)}, r"has shape \(2, 4\), trainer_log_probs \(2, 3\)"),
+    "mask of other shape": ({"mask": torch.ones(3, 2)}, r"response_mask has shape \(3, 2\)"),
+    "advantages of other shape": ({"advantages": torch.ones(3)}, r"advantages has shape \(3,\)"),
+    "one dimension": ({"trainer": torch.zeros(3)}, r"trainer_log_probs has shape \(3,\)"),
+    "no rollout log-probs": ({"other": None}, "is NoneType. Allowed: a floating-point tensor"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("bad", BAD_TENSORS)
+def test_wrong_tensors_are_refused(loss, bad):
+    change, message = BAD_TENSORS[bad]
+    good = {"trainer": torch.zeros(2, 3), "other": torch.zeros(2, 3), "advantages": torch.zeros(2, 3)}
+    tensors = {**good, "mask": torch.ones(2, 3), **change}
+    with pytest.raises(ConfigurationError, match=message):
+        loss(*tensors.values(), aggregation=PER_TOKEN)
+
+
+@pytest.mark.parametrize("threshold", [0, -3.0, 0.55, "0.5_5", "3", None, True, math.nan, math.inf])
+def test_bad_threshold_is_refused(threshold):
+    zeros = torch.zeros(1, 1)
+    for call in (
+        lambda: pg_seq_tis(zeros, zeros, zeros, zeros, aggregation=PER_TOKEN, threshold=threshold),
+        lambda: pg_seq_mis(zeros, zeros, zeros, zeros, aggregation=PER_TOKEN, threshold=threshold),
+        lambda: token_tis_weights(zeros, zeros, threshold),
+        lambda: seq_mis_weights(zeros, zeros, threshold),
+    ):
+        with pytest.raises(ConfigurationError, match=r"threshold=.*Allowed: one number >= 1.*Set it to 3\.0"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "name"), [(0, 0.28, "low"), (1.5, 0.28, "low"), ("0.2", 0.28, "low"), (0.2, 0, "high")]
+)
+def test_bad_clip_range_is_refused(low, high, name):
+    zeros = torch.zeros(1, 1)
+    for loss in (grpo, gspo):
+        with pytest.raises(ConfigurationError, match=f"actor.clip_ratio_{name}="):
+            loss(zeros, zeros, zeros, zeros, aggregation=PER_TOKEN, clip_low=low, clip_high=high)

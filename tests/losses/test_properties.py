@@ -1,0 +1,73 @@
+"""hypothesis: whatever finite numbers come in, loss, gradient and metrics are finite; masked tokens never matter."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_precision.losses import POLICY_LOSSES, Aggregation, seq_mis_weights, token_tis_weights
+
+LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
+MODES = ("seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean")
+ANY_FLOAT32 = st.floats(allow_nan=True, allow_infinity=True, width=32)
+FINITE_FLOAT32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
+LOG_PROB = st.one_of(st.floats(-30, 0, width=32), st.floats(-1000, 0, width=32), FINITE_FLOAT32)
+ADVANTAGE = st.one_of(st.floats(-5, 5, width=32), FINITE_FLOAT32)
+
+few = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+@st.composite
+def batches(draw, log_prob=LOG_PROB, advantage=ADVANTAGE):
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+    def matrix(values):
+        return torch.tensor(draw(st.lists(values, min_size=rows * width, max_size=rows * width))).reshape(rows, width)
+
+    return matrix(log_prob), matrix(log_prob), matrix(advantage), matrix(st.booleans())
+
+
+def loss_and_gradient(loss, trainer, other, advantages, mask, mode="seq-mean-token-sum-norm"):
+    trainer = trainer.clone().requires_grad_()
+    aggregation = Aggregation(mode, normalizer=3)
+    output = loss(trainer, other, advantages, mask, aggregation=aggregation)
+    output.loss.backward()
+    return output.loss.detach(), trainer.grad, output.values()
+
+
+@given(batch=batches(), mode=st.sampled_from(MODES))
+@few
+def test_finite_in_finite_out(batch, mode):
+    for loss in LOSSES:
+        value, gradient, metrics = loss_and_gradient(loss, *batch, mode)
+        assert value.isfinite() and gradient.isfinite().all(), loss
+        assert not any(math.isinf(number) for number in metrics.values()), (loss, metrics)
+
+
+@given(batch=batches(ANY_FLOAT32, ANY_FLOAT32))
+@few
+def test_even_anything_in_finite_out(batch):
+    for loss in LOSSES:
+        value, gradient, _ = loss_and_gradient(loss, *batch)
+        assert value.isfinite() and gradient.isfinite().all(), loss
+
+
+@given(batch=batches(), junk=ANY_FLOAT32)
+@few
+def test_masked_tokens_never_matter(batch, junk):
+    *tensors, mask = batch
+    with_junk = [torch.where(mask, tensor, junk) for tensor in tensors]
+    for loss in LOSSES:
+        before, after = loss_and_gradient(loss, *tensors, mask), loss_and_gradient(loss, *with_junk, mask)
+        assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1]), loss
+
+
+@given(batch=batches(), threshold=st.floats(1, 100))
+@few
+def test_weights_are_bounded(batch, threshold):
+    proximal, rollout, _, mask = batch
+    log_ratio = (proximal - rollout).nan_to_num()
+    for weights in (token_tis_weights(log_ratio, mask, threshold), seq_mis_weights(log_ratio, mask, threshold)):
+        assert weights.isfinite().all() and (weights >= 0).all() and (weights <= threshold * (1 + 1e-6)).all()
+        assert not weights[~mask].any()

@@ -1,0 +1,155 @@
+"""From one objective per token to one loss per mini-batch, the same however the mini-batch is cut.
+
+A mini-batch reaches a loss in pieces: micro-batches one after the other, data-parallel ranks side by side. Gradients of
+micro-batches are added, gradients of ranks are averaged. A loss is invariant to the cut if and only if every piece is
+divided by constants of the WHOLE mini-batch and multiplied by the number of ranks. `Aggregation` holds these constants.
+
+Shapes: B responses, T response tokens (padded).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_precision.errors import ConfigurationError
+
+NORM_MODE = "seq-mean-token-sum-norm"
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM_MODE)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How token values become a loss. The names of the modes are verl's `loss_agg_mode`.
+
+    With s_b the sum over the tokens of response b, n_b their number, N responses and n tokens in the global mini-batch:
+
+        seq-mean-token-sum-norm   (1/N) Σ_b s_b / C_norm      Dr.GRPO, https://arxiv.org/abs/2503.20783
+        seq-mean-token-sum        (1/N) Σ_b s_b
+        seq-mean-token-mean       (1/N) Σ_b s_b / n_b         GRPO, GSPO
+        token-mean                (1/n) Σ_b s_b               DAPO
+        token-sum                 Σ_b s_b
+
+    N counts responses, not rows with tokens: a rejected or empty response has no gradient and stays in the denominator.
+    None of the modes depends on the micro-batch split, the padding width, the order of rows or the number of ranks.
+
+    Attributes:
+        mode: one of `MODES`.
+        normalizer: C_norm, one constant for the whole run (the maximum response length); needed by the `norm` mode
+            only. In a config: `actor.loss_scale_factor`.
+        num_responses: N. None: the rows at hand are the mini-batch (one rank, one micro-batch).
+        num_tokens: n. None: as above.
+        dp_size: data-parallel ranks whose gradients will be averaged.
+
+    Raises:
+        ConfigurationError: if a value is out of bounds, or a global count is missing with more than one rank.
+    """
+
+    mode: str = NORM_MODE
+    normalizer: float | None = None
+    num_responses: int | None = None
+    num_tokens: int | None = None
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        if self.mode not in MODES:
+            raise ConfigurationError(
+                f"loss_agg_mode={self.mode!r}: no such aggregation. Allowed: {', '.join(MODES)}. Set "
+                f"actor.loss_agg_mode={NORM_MODE} for Dr.GRPO."
+            )
+        if self.mode == NORM_MODE:
+            require_normalizer(self.normalizer)
+        for setting, value in (("dp_size", self.dp_size), ("num_responses", self.num_responses)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{setting}={value}: allowed is 1 or more. Pass what the mini-batch has.")
+        needed, count = (
+            ("num_tokens", self.num_tokens) if self.mode == "token-mean" else ("num_responses", self.num_responses)
+        )
+        if self.dp_size > 1 and self.mode != "token-sum" and count is None:
+            verl_name = {"num_tokens": "batch_num_tokens", "num_responses": "global_batch_size"}[needed]
+            raise ConfigurationError(
+                f"{needed}=None with dp_size={self.dp_size}: one rank cannot know the global mini-batch, and dividing "
+                f"by its own share changes the gradient. Allowed: the count over all ranks. Pass {needed} (verl: "
+                f"config.global_batch_info[{verl_name!r}])."
+            )
+
+
+def require_normalizer(value: object) -> None:
+    """Require a positive, finite constant.
+
+    Args:
+        value: what `actor.loss_scale_factor` holds.
+
+    Raises:
+        ConfigurationError: otherwise.
+    """
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not good:
+        raise ConfigurationError(
+            f"actor.loss_scale_factor={value!r} with loss_agg_mode={NORM_MODE}: the sum over tokens is divided by one "
+            "constant for the whole run (without it, verl divides by the padded width of each micro-batch). Allowed: a "
+            "number > 0. Set actor.loss_scale_factor=${data.max_response_length}."
+        )
+
+
+def row_scale(lengths_B: Tensor, aggregation: Aggregation, dtype: torch.dtype) -> Tensor:
+    """Return k_b of loss = Σ_b k_b s_b.
+
+    Args:
+        lengths_B: [B] integer, valid tokens of each response (n_b).
+        aggregation: mode and constants.
+        dtype: floating type of the result.
+
+    Returns:
+        [B] or [] (a constant for all rows). A response without tokens gets a finite factor.
+    """
+    num_responses = aggregation.num_responses or max(lengths_B.shape[0], 1)
+    ranks = float(aggregation.dp_size)
+    match aggregation.mode:
+        case "token-sum":
+            scale = lengths_B.new_tensor(ranks, dtype=dtype)
+        case "token-mean":
+            num_tokens = lengths_B.sum() if aggregation.num_tokens is None else torch.tensor(aggregation.num_tokens)
+            scale = ranks / num_tokens.to(lengths_B.device, dtype).clamp(min=1)
+        case "seq-mean-token-mean":
+            scale = ranks / num_responses / lengths_B.to(dtype).clamp(min=1)
+        case "seq-mean-token-sum":
+            scale = lengths_B.new_tensor(ranks / num_responses, dtype=dtype)
+        case _:
+            assert aggregation.normalizer is not None  # checked when the Aggregation was made
+            scale = lengths_B.new_tensor(ranks / num_responses / aggregation.normalizer, dtype=dtype)
+    return scale
+
+
+def aggregate(values_BT: Tensor, response_mask: Tensor, aggregation: Aggregation) -> Tensor:
+    """Aggregate token values to a scalar; see `Aggregation` for the formulas.
+
+    Args:
+        values_BT: [B, T] floating, one value per token.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: mode and constants.
+
+    Returns:
+        Scalar in the dtype of `values_BT`. Summed over micro-batches and averaged over ranks, it is the value of the
+        whole mini-batch, and so is its gradient. Masked tokens never matter, whatever they hold.
+
+    Raises:
+        ConfigurationError: if the shapes differ.
+
+    Example:
+        >>> import torch
+        >>> values = torch.tensor([[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]])
+        >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> aggregate(values, mask, Aggregation(normalizer=3)).item()  # (1/2) * (3/3 + 12/3)
+        2.5
+    """
+    if values_BT.shape != response_mask.shape or values_BT.dim() != 2:
+        raise ConfigurationError(
+            f"values have shape {tuple(values_BT.shape)}, the mask {tuple(response_mask.shape)}. Allowed: one shape "
+            "[responses, tokens] for both. Pad them to the same width."
+        )
+    valid = response_mask.bool()
+    row_sums_B = torch.where(valid, values_BT, 0).sum(dim=-1)
+    return (row_sums_B * row_scale(valid.sum(dim=-1), aggregation, values_BT.dtype)).sum()

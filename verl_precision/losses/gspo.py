@@ -1,0 +1,57 @@
+"""GSPO: a clipped ratio of whole responses, length-normalised. Registered with verl as `vp_gspo` (`gspo` is verl's)."""
+
+from torch import Tensor
+
+from verl_precision.aggregation import Aggregation
+from verl_precision.losses.metrics import LossOutput
+from verl_precision.losses.ratios import bounded_exp, checked_batch
+from verl_precision.losses.settings import require_clip_range
+from verl_precision.losses.surrogate import surrogate_loss
+
+
+def gspo(
+    trainer_log_probs: Tensor,
+    proximal_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    rollout_is_weights: Tensor | None = None,
+) -> LossOutput:
+    """Group sequence policy optimisation.
+
+        J = min(sA, clip(s, 1-ε_low, 1+ε_high) A),   s = (π(y; θ) / π(y; θ'))^(1/|y|) = exp(meanₜ log rₜ)
+
+    π trainer's policy, θ' the weights the rollout was drawn with, |y| tokens of the response. Equations (5) to (7) of
+    https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
+    paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: mode and constants; "seq-mean-token-mean" for the equation above.
+        clip_low: ε_low in (0, 1].
+        clip_high: ε_high > 0.
+        rollout_is_weights: [B, T] floating, constants in the gradient, or None.
+
+    Returns:
+        The loss in float32 (float64 if the log-probs are), minus the aggregated objective. Its gradient is minus the
+        equation's; only `trainer_log_probs` receives one. Masked tokens never matter, whatever they hold (verl's `gspo`
+        multiplies weights and advantages by a mask of 0, and NaN x 0 is NaN); an empty row has no gradient and counts
+        as a response. A row with NaN or inf on a valid token has no gradient, stays in the denominator, and is counted
+        in `actor/nonfinite_responses`. s is held at 3e28 in float32, beyond a mean log-ratio of 65.7
+        (`ratios.HEADROOM`).
+
+    Raises:
+        ConfigurationError: if shapes differ, a tensor is not floating point, or the clip range is out of bounds.
+    """
+    batch = checked_batch(
+        trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights, "proximal_log_probs"
+    )
+    mean_log_ratio_B = batch.sequence_log_ratio_B / batch.lengths_B.clamp(min=1)
+    ratio_B1 = bounded_exp(mean_log_ratio_B, batch.log_ratio_BT.dtype).unsqueeze(-1)
+    return surrogate_loss(trainer_log_probs, ratio_B1, batch, aggregation, require_clip_range(clip_low, clip_high))

@@ -1,0 +1,190 @@
+"""Importance-weighted policy gradient: the paper's equations (5), (6), (7).
+
+The response is drawn from the rollout's policy μ(θ') and the gradient wanted is that of π(θ). One weight for the whole
+response corrects for the difference: ρ = π(y; θ) / μ(y; θ'), whatever it comes from: precision, engine or staleness.
+Only π and μ are needed, so verl's old-log-prob forward is not run.
+
+Source of all three: https://arxiv.org/abs/2510.26788, section 2.1.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl_precision.aggregation import Aggregation
+from verl_precision.losses.metrics import (
+    LossOutput,
+    Statistic,
+    fraction,
+    log_ratio_statistics,
+    weight_statistics,
+)
+from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
+from verl_precision.losses.settings import require_threshold
+
+
+def pg_seq_is(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+) -> LossOutput:
+    """Policy gradient with the full importance weight of the response.
+
+        ∇J = ρ ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
+
+    π trainer's policy, μ rollout's policy, A advantage. Equation (5) of https://arxiv.org/abs/2510.26788. Unbiased; its
+    variance grows with the mismatch, so it is for matched precisions (FP16 on both sides).
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
+        advantages: [B, T] or [B] floating; constant over a response in the equation.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: mode and constants; Dr.GRPO's by default.
+
+    Returns:
+        The loss in float32 (float64 if the log-probs are), minus the aggregated ρA. Its gradient is minus the
+        equation's, aggregated. ρ is a number in it (∇ρ = ρ ∇log π, so nothing is lost), and so are `rollout_log_probs`
+        and `advantages`. Masked tokens never matter, whatever they hold; an empty row has no gradient and counts as a
+        response. A row with NaN or inf on a valid token has no gradient, stays in the denominator, and is counted in
+        `actor/nonfinite_responses`. ρ is held at 3e28 in float32, beyond a log-ratio of 65.7 (`ratios.HEADROOM`).
+
+    Raises:
+        ConfigurationError: if shapes differ or a tensor is not floating point.
+
+    Example:
+        >>> import torch
+        >>> from verl_precision.aggregation import Aggregation
+        >>> from verl_precision.losses import pg_seq_is
+        >>> trainer = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
+        >>> rollout = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])  # no mismatch: ρ = 1
+        >>> advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1, 1], [1, 0]])
+        >>> output = pg_seq_is(trainer, rollout, advantages, mask, aggregation=Aggregation(normalizer=2))
+        >>> output.loss.backward()
+        >>> trainer.grad  # -A / (2 responses x 2)
+        tensor([[-0.2500, -0.2500],
+                [ 0.2500,  0.0000]])
+        >>> output.values()["actor/is_weight_mean"]
+        1.0
+    """
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask)
+    return _policy_gradient(
+        trainer_log_probs, batch, aggregation, lambda log_rho_B, dtype: bounded_exp(log_rho_B, dtype)
+    )
+
+
+def pg_seq_tis(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    threshold: float = 3.0,
+) -> LossOutput:
+    """Policy gradient with the importance weight of the response, truncated at C.
+
+        ∇J = min(ρ, C) ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
+
+    Equation (6) of https://arxiv.org/abs/2510.26788; symbols, masked tokens, empty and non-finite rows as in
+    `pg_seq_is`. Bounded variance, biased where ρ > C.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: mode and constants.
+        threshold: C >= 1.
+
+    Returns:
+        As `pg_seq_is`, with min(ρ, C) for ρ; the weight is a constant in the gradient. No guard is needed.
+        `actor/truncated_fraction` is the share of responses with ρ > C.
+
+    Raises:
+        ConfigurationError: if shapes differ, a tensor is not floating point, or C is out of bounds.
+    """
+    threshold = require_threshold(threshold)
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask)
+    beyond_B = batch.sequence_log_ratio_B.exp() > threshold
+    return _policy_gradient(
+        trainer_log_probs,
+        batch,
+        aggregation,
+        lambda log_rho_B, dtype: log_rho_B.exp().clamp(max=threshold).to(dtype),
+        {"actor/truncated_fraction": fraction(beyond_B & batch.rows_B, batch.rows_B)},
+    )
+
+
+def pg_seq_mis(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    threshold: float = 3.0,
+) -> LossOutput:
+    """Policy gradient with the importance weight of the response, which is rejected beyond C.
+
+        ∇J = ρ 1{ρ ≤ C} ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
+
+    Equation (7) of https://arxiv.org/abs/2510.26788; symbols, masked tokens, empty and non-finite rows as in
+    `pg_seq_is`. One-sided: a small ρ is never rejected. A rejected response has no gradient and stays in the
+    denominator.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: mode and constants.
+        threshold: C >= 1.
+
+    Returns:
+        As `pg_seq_is`, with ρ 1{ρ ≤ C} for ρ; the weight is a constant in the gradient. No guard is needed.
+        `actor/rejected_fraction` is the share of responses with ρ > C.
+
+    Raises:
+        ConfigurationError: if shapes differ, a tensor is not floating point, or C is out of bounds.
+    """
+    threshold = require_threshold(threshold)
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask)
+    beyond_B = batch.sequence_log_ratio_B.exp() > threshold
+    return _policy_gradient(
+        trainer_log_probs,
+        batch,
+        aggregation,
+        lambda log_rho_B, dtype: torch.where(beyond_B, 0, log_rho_B.exp()).to(dtype),
+        {"actor/rejected_fraction": fraction(beyond_B & batch.rows_B, batch.rows_B)},
+    )
+
+
+def _policy_gradient(
+    trainer_log_probs: Tensor,
+    batch: Batch,
+    aggregation: Aggregation,
+    weight: Callable[[Tensor, torch.dtype], Tensor],
+    metrics: dict[str, Statistic] | None = None,
+) -> LossOutput:
+    """Return the loss with gradient w ∇log π(y) A, where w is a function of log ρ."""
+    log_rho_B = batch.sequence_log_ratio_B
+    advantages_BT = batch.advantages_BT
+    weight_B = weight(log_rho_B, advantages_BT.dtype)
+    slope_BT = bounded(weight_B.unsqueeze(-1) * advantages_BT)
+    if slope_BT.shape[-1] == 1:
+        objective_B = slope_BT[:, 0]
+    else:
+        objective_B = torch.where(batch.valid_BT, slope_BT, 0).sum(dim=-1) / batch.lengths_B.clamp(min=1)
+    return LossOutput(
+        loss_with_slope(trainer_log_probs, objective_B, slope_BT, batch, aggregation),
+        {
+            **weight_statistics(weight_B, batch.rows_B),
+            **(metrics or {}),
+            **log_ratio_statistics(log_rho_B, batch.rows_B, batch.nonfinite),
+        },
+    )

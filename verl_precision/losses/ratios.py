@@ -1,0 +1,169 @@
+"""What every loss shares: checked inputs, probability ratios, and a loss with a given gradient.
+
+Shapes: B responses, T response tokens (padded). π is the policy of the trainer, μ that of the rollout, θ the weights
+being updated, θ' those the rollout was drawn with.
+
+Weights, ratios and clipping decisions need no automatic differentiation: the gradient of every estimator of this
+package is Σ_t slope_t ∇log π(y_t) with slopes that are plain numbers. So they are computed without a graph, and
+`loss_with_slope` hands them to autograd as they are. That is exact, and no overflow or NaN of an intermediate result
+can reach a gradient by way of 0 x inf.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_precision.aggregation import Aggregation, row_scale
+from verl_precision.errors import ConfigurationError
+
+# Guard 1. A ratio beyond the largest number of its type over HEADROOM is held there: above e^65.7 in float32 and
+# e^686.7 in float64. HEADROOM is what may still multiply it before it overflows: advantage, rows and tokens summed,
+# ranks. There is no guard below: exp underflows to 0, which is the nearest number.
+HEADROOM = 1e10
+
+
+def largest_ratio(dtype: torch.dtype) -> float:
+    """Return the value beyond which a ratio, and a ratio times advantage, is held in place."""
+    return torch.finfo(dtype).max / HEADROOM
+
+
+def bounded_exp(log_ratio: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return exp(log_ratio) as `dtype`, never inf: values beyond `largest_ratio(dtype)` are that value."""
+    return log_ratio.clamp(max=math.log(largest_ratio(dtype))).exp().to(dtype)
+
+
+def bounded(slope: Tensor) -> Tensor:
+    """Hold ratio x advantage within ±`largest_ratio` (guard 2, for advantages beyond 1e10 at the largest ratio)."""
+    limit = largest_ratio(slope.dtype)
+    return slope.clamp(-limit, limit)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of a loss, checked; no graph hangs on any of them.
+
+    Attributes:
+        log_ratio_BT: log of the probability ratio of each token, 0 where masked.
+        advantages_BT: [B, T], or [B, 1] if given one per response.
+        weights_BT: constant weights of the tokens, or None.
+        valid_BT: bool; tokens that count. Rows with a non-finite number count none.
+        lengths_B: number of tokens that count.
+        nonfinite: [] number of responses left out because a number of a valid token is NaN or infinite.
+    """
+
+    log_ratio_BT: Tensor
+    advantages_BT: Tensor
+    weights_BT: Tensor | None
+    valid_BT: Tensor
+    lengths_B: Tensor
+    nonfinite: Tensor
+
+    @property
+    def rows_B(self) -> Tensor:
+        """Responses with at least one token that counts."""
+        return self.lengths_B > 0
+
+    @property
+    def sequence_log_ratio_B(self) -> Tensor:
+        """[B] float64, log of the ratio of whole responses: Σ_t log_ratio_t, summed in float64."""
+        sums_B = self.log_ratio_BT.sum(dim=-1, dtype=torch.float64)
+        return torch.where(self.rows_B, sums_B, 0)
+
+
+def checked_batch(
+    trainer_log_probs: Tensor,
+    other_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    other: str = "rollout_log_probs",
+) -> Batch:
+    """Check shapes and types, form the ratio, and leave out responses that hold a non-finite number.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats.
+        other_log_probs: [B, T] floating, what π is compared with.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        rollout_is_weights: [B, T] floating or None.
+        other: name of `other_log_probs` in messages.
+
+    Raises:
+        ConfigurationError: naming the tensor, its shape or type, and what is allowed.
+    """
+    named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
+    if rollout_is_weights is not None:
+        named["rollout_is_weights"] = rollout_is_weights
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigurationError(f"{name} is {got}. Allowed: a floating-point tensor. Pass log-probs, not tokens.")
+    shape = trainer_log_probs.shape
+    for name, tensor in {**named, "response_mask": response_mask}.items():
+        per_response = name == "advantages" and tensor.shape == shape[:1]
+        if len(shape) != 2 or not (tensor.shape == shape or per_response):
+            raise ConfigurationError(
+                f"{name} has shape {tuple(tensor.shape)}, trainer_log_probs {tuple(shape)}. Allowed: [responses, "
+                "tokens] for all of them (advantages also [responses]). Pad them to the same width."
+            )
+    with torch.no_grad():
+        dtype = torch.promote_types(trainer_log_probs.dtype, torch.float32)
+        mask_BT = response_mask.bool()
+        log_ratio_BT = torch.where(mask_BT, trainer_log_probs.to(dtype) - other_log_probs, 0).to(dtype)
+        advantages_BT = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)).to(dtype)
+        finite_B = _finite_rows(log_ratio_BT) & _finite_rows(torch.where(mask_BT, advantages_BT, 0))
+        if rollout_is_weights is not None:
+            finite_B &= _finite_rows(torch.where(mask_BT, rollout_is_weights, 0))
+        valid_BT = mask_BT & finite_B.unsqueeze(-1)
+        return Batch(log_ratio_BT, advantages_BT, rollout_is_weights, valid_BT, valid_BT.sum(dim=-1), (~finite_B).sum())
+
+
+def _finite_rows(values_BT: Tensor) -> Tensor:
+    """Return [B] bool; NaN survives a minimum and a maximum, so one pass over the values is enough."""
+    if values_BT.shape[-1] == 0:
+        return torch.ones_like(values_BT[:, :0].sum(dim=-1), dtype=torch.bool)
+    low_B, high_B = values_BT.aminmax(dim=-1)
+    return low_B.isfinite() & high_B.isfinite()
+
+
+def loss_with_slope(
+    trainer_log_probs: Tensor, objective: Tensor, slope_BT: Tensor, batch: Batch, aggregation: Aggregation
+) -> Tensor:
+    """Return the loss (minus the aggregated objective) whose gradient is that of Σ slope log π.
+
+    Args:
+        trainer_log_probs: [B, T] floating; the only tensor that receives a gradient.
+        objective: [B, T] value of each token, or [B] of each response.
+        slope_BT: [B, T], factor of ∇log π(yₜ); counted where `batch.valid_BT`.
+        batch: the checked inputs.
+        aggregation: mode and constants.
+    """
+    with torch.no_grad():
+        scale = row_scale(batch.lengths_B, aggregation, slope_BT.dtype)
+        if objective.dim() == 2:
+            sums_B = torch.where(batch.valid_BT, objective, 0).sum(dim=-1)
+        else:
+            sums_B = torch.where(batch.rows_B, objective, 0)
+        value = -(sums_B * scale).sum()
+        per_token = -scale if scale.dim() == 0 else -scale.unsqueeze(-1)
+        gradient_BT = torch.where(batch.valid_BT, slope_BT * per_token, 0)
+    loss: Tensor = _GivenGradient.apply(trainer_log_probs, value, gradient_BT)
+    return loss
+
+
+class _GivenGradient(torch.autograd.Function):
+    """A value with a given first derivative; there is no second."""
+
+    @staticmethod
+    def forward(ctx, log_probs, value, gradient):
+        ctx.save_for_backward(gradient)
+        ctx.log_probs_dtype = log_probs.dtype
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, loss_gradient):
+        (gradient,) = ctx.saved_tensors
+        return (loss_gradient * gradient).to(ctx.log_probs_dtype), None, None

@@ -1,0 +1,111 @@
+"""The policy losses by name, and the decorator that adds one.
+
+A loss says by its parameters' names what it needs, and whoever calls it (the adapter to verl) passes just that:
+
+    trainer_log_probs     log π(θ), required, receives the gradient
+    rollout_log_probs     log μ(θ'): the run must be in bypass mode
+    proximal_log_probs    log π(θ'): verl's old-log-prob forward
+    advantages, response_mask, aggregation
+    threshold             C, `actor.policy_loss.rollout_correction.rollout_is_threshold`
+    clip_low, clip_high   `actor.clip_ratio_low`, `actor.clip_ratio_high`
+    rollout_is_weights    weights of verl's rollout-correction step, or None
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from verl_precision.errors import RegistrationError
+from verl_precision.losses.metrics import LossOutput
+
+PARAMETERS = frozenset(
+    "trainer_log_probs rollout_log_probs proximal_log_probs advantages response_mask aggregation threshold clip_low "
+    "clip_high rollout_is_weights".split()
+)
+Loss = Callable[..., LossOutput]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """An entry of the registry.
+
+    Attributes:
+        function: the loss.
+        summary: what it is, in one line.
+        equation: where it is written down.
+    """
+
+    function: Loss
+    summary: str
+    equation: str
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of what the function needs."""
+        return frozenset(inspect.signature(self.function).parameters)
+
+
+_losses: dict[str, PolicyLoss] = {}
+_listeners: list[Callable[[str, PolicyLoss], None]] = []
+
+POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(_losses)
+"""Name (verl's `actor.policy_loss.loss_mode`) -> entry; read-only, see `policy_loss`."""
+
+
+def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss]:
+    """Add a loss to `POLICY_LOSSES`, so that `actor.policy_loss.loss_mode=<name>` chooses it.
+
+    verl must import your module in every process: set `VERL_USE_EXTERNAL_MODULES=your_module`.
+
+    Args:
+        name: how a config calls it.
+        summary: what it is, in one line.
+        equation: where it is written down.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        RegistrationError: if the name is taken, or a parameter is none of the known ones and has no default.
+
+    Example:
+        >>> from verl_precision.losses import LossOutput, policy_loss
+        >>> from verl_precision.aggregation import aggregate
+        >>> @policy_loss("my_reinforce", "plain REINFORCE", "Williams 1992")
+        ... def my_reinforce(trainer_log_probs, advantages, response_mask, *, aggregation):
+        ...     return LossOutput(-aggregate(trainer_log_probs * advantages, response_mask, aggregation), {})
+    """
+
+    def add(function: Loss) -> Loss:
+        parameters = inspect.signature(function).parameters
+        unknown = [
+            p.name for p in parameters.values() if p.name not in PARAMETERS and p.default is inspect.Parameter.empty
+        ]
+        if unknown or "trainer_log_probs" not in parameters:
+            wrong = ", ".join(unknown) or "the parameter for the trainer's log-probs"
+            raise RegistrationError(
+                f"policy loss {name!r} takes ({', '.join(parameters)}). Allowed: trainer_log_probs, and any of "
+                f"{', '.join(sorted(PARAMETERS))}; other parameters need a default. Rename {wrong}."
+            )
+        entry = PolicyLoss(function, summary, equation)
+        taken = _losses.get(name)
+        if taken is not None and taken.function is not function:
+            where = f"{taken.function.__module__}.{taken.function.__qualname__}"
+            raise RegistrationError(
+                f"policy loss {name!r} is {where} already. Allowed: one loss per name. Rename yours."
+            )
+        for listener in _listeners:
+            listener(name, entry)
+        _losses[name] = entry
+        return function
+
+    return add
+
+
+def on_registration(listener: Callable[[str, PolicyLoss], None]) -> None:
+    """Call `listener(name, entry)` for every loss, those of the past and those to come."""
+    if listener not in _listeners:
+        _listeners.append(listener)
+        for name, entry in _losses.items():
+            listener(name, entry)

@@ -1,0 +1,69 @@
+"""Weights that turn `grpo` into the paper's equations (9) and (10).
+
+They are the ratio of the trainer's policy to the rollout's, both at the weights θ' that drew the response, so they are
+numbers, made once for a batch before any update. Source: https://arxiv.org/abs/2510.26788, section 2.1.1.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.losses.settings import require_threshold
+
+
+def token_tis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
+    """Return min(ρₜ, C), equation (9).
+
+    Args:
+        log_ratio: [B, T] floating, log ρₜ = log π(yₜ; θ') - log μ(yₜ; θ') in nats.
+        response_mask: [B, T], nonzero where a token counts.
+        threshold: C >= 1.
+
+    Returns:
+        [B, T] in the dtype of `log_ratio`, without graph; 0 where masked, whatever is there. NaN or inf on a valid
+        token gives the whole response NaN, which `grpo` leaves out and counts. No finite log-ratio is altered: exp
+        overflows to inf only far above C.
+
+    Raises:
+        ConfigurationError: if shapes differ, the log-ratio is not floating point, or C is out of bounds.
+    """
+    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
+    weights_BT = log_ratio_BT.exp().clamp(max=require_threshold(threshold))
+    return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
+
+
+def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
+    """Return ρ 1{ρ ≤ C} with ρ = Πₜ ρₜ, equation (10), at every token of the response.
+
+    One-sided: a small ρ is never rejected. A rejected response has weight 0 and keeps its mask, so that it stays in the
+    denominator.
+
+    Args:
+        log_ratio: [B, T] floating, log ρₜ = log π(yₜ; θ') - log μ(yₜ; θ') in nats.
+        response_mask: [B, T], nonzero where a token counts.
+        threshold: C >= 1.
+
+    Returns:
+        [B, T] in the dtype of `log_ratio`, without graph; masked tokens and non-finite input as in `token_tis_weights`.
+        log ρ is summed in float64.
+
+    Raises:
+        ConfigurationError: if shapes differ, the log-ratio is not floating point, or C is out of bounds.
+    """
+    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
+    rho_B = log_ratio_BT.sum(dim=-1, dtype=torch.float64).exp()
+    weight_B = torch.where(rho_B <= require_threshold(threshold), rho_B, 0).masked_fill(broken_B, torch.nan)
+    return torch.where(valid_BT, weight_B.to(log_ratio.dtype).unsqueeze(-1), 0)
+
+
+def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not log_ratio.is_floating_point():
+        raise ConfigurationError(f"log_ratio is {log_ratio.dtype}. Allowed: a floating-point tensor, in nats.")
+    if log_ratio.shape != response_mask.shape or log_ratio.dim() != 2:
+        raise ConfigurationError(
+            f"log_ratio has shape {tuple(log_ratio.shape)}, response_mask {tuple(response_mask.shape)}. Allowed: one "
+            "shape [responses, tokens] for both. Pad them to the same width."
+        )
+    valid_BT = response_mask.bool()
+    log_ratio_BT = torch.where(valid_BT, log_ratio.detach(), 0)
+    return valid_BT, log_ratio_BT, ~log_ratio_BT.isfinite().all(dim=-1)

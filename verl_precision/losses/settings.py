@@ -1,0 +1,52 @@
+"""Bounds of the numbers a loss is configured with."""
+
+import math
+
+from verl_precision.errors import ConfigurationError
+
+THRESHOLD = "actor.policy_loss.rollout_correction.rollout_is_threshold"
+WEIGHT_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
+
+
+def is_number(value: object) -> bool:
+    """Return whether the value is a finite int or float (a bool is not)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_threshold(value: object, setting: str = "threshold") -> float:
+    """Require C >= 1.
+
+    Args:
+        value: C.
+        setting: its name in the message.
+
+    Raises:
+        ConfigurationError: if C is no number, not positive, or below 1. Below 1 it would truncate or reject responses
+            that are exactly on-policy (ratio 1); this is also how `0.5_5` shows up, which YAML reads as the number
+            0.55.
+    """
+    if not is_number(value) or not value >= 1:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"{setting}={value!r}: C bounds the importance weight from above. Allowed: one number >= 1 (the paper's is "
+            "3; bands such as 0.5_5 are another estimator, and YAML reads that one as 0.55). Set it to 3.0."
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
+def require_clip_range(low: object, high: object) -> tuple[float, float]:
+    """Require 0 < ε_low <= 1 and ε_high > 0.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    if not is_number(low) or not 0 < low <= 1:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"actor.clip_ratio_low={low!r}: the ratio is clipped below 1 - clip_ratio_low. Allowed: a number in (0, "
+            "1]. Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped."
+        )
+    if not is_number(high) or not high > 0:  # type: ignore[operator]
+        raise ConfigurationError(
+            f"actor.clip_ratio_high={high!r}: the ratio is clipped above 1 + clip_ratio_high. Allowed: a number > 0. "
+            "Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped."
+        )
+    return float(low), float(high)  # type: ignore[arg-type]
