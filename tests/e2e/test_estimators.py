@@ -9,7 +9,7 @@ BYPASS = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis"}
 
 @pytest.mark.parametrize("estimator", preset_names("estimator"))
 def test_two_steps(run_quickstart, estimator):
-    rows = run_quickstart(f"+estimator={estimator}", "trainer.total_training_steps=2")
+    rows = run_quickstart(f"estimator={estimator}", "trainer.total_training_steps=2")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["actor/grad_norm"] > 0

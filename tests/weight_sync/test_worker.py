@@ -167,7 +167,8 @@ def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
     monkeypatch.setattr("verl.utils.qat.manual_process_weights_after_loading", lambda *args, **kwargs: None)
     upstream = module.vLLMColocateWorkerExtension
     monkeypatch.setattr(upstream, "_update_weights", lambda self, weights, peft_config, base_sync_done: None)
-    _sync(worker, config, send_with_manifest(_weights(trainer)))
+    with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
+        _sync(worker, config, send_with_manifest(_weights(trainer)))
     assert "checked for arrival only" in caplog.text
     with pytest.raises(WeightSyncError, match="never received"):
         _sync(worker, config, _drop_one(send_with_manifest(_weights(trainer))))
