@@ -44,15 +44,28 @@ def check(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. precision=fp16")] = None,
     gpu: Annotated[str | None, typer.Option(help="The run's GPU, e.g. A100. Default: this machine's.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint (folder or .safetensors) to audit for FP16.")] = None,
+    activations: Annotated[bool, typer.Option(help="With --model: also run prompts forward and backward.")] = False,
+    loss_scale: Annotated[
+        float, typer.Option(min=1, help="With --activations: gradients are multiplied by it.")
+    ] = 65536,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
     """What will run in which dtype, what is wrong, and what to do.
 
     With a recipe: its config, composed as verl would. Without: versions, what is registered, is the plugin loaded.
+    With --model: would its weights, and with --activations its activations and gradients, fit FP16.
     Exit code 0 when there is no error, 1 otherwise.
     """
+    if (activations and model is None) or (model is not None and config is not None):
+        raise typer.BadParameter("give a recipe, or --model PATH [--activations]")
     try:
-        ok = _check_installation(as_json) if config is None else _check_recipe(config, overrides or [], gpu, as_json)
+        if model is not None:
+            ok = _check_model(model, activations, loss_scale, as_json)
+        elif config is not None:
+            ok = _check_recipe(config, overrides or [], gpu, as_json)
+        else:
+            ok = _check_installation(as_json)
     except VerlPrecisionError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -71,6 +84,28 @@ def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: 
     else:
         show_recipe(report, console)
     return report.ok
+
+
+def _check_model(model: Path, activations: bool, loss_scale: float, as_json: bool) -> bool:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from verl_precision.check.activations import measure_activations
+    from verl_precision.check.checkpoint import audit_checkpoint
+    from verl_precision.check.show import show_activations, show_checkpoint
+
+    with Progress("auditing", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=errors) as progress:
+        task = progress.add_task("", total=None)
+        weights = audit_checkpoint(model, lambda done, total: progress.update(task, completed=done, total=total))
+    measured = measure_activations(model, loss_scale=loss_scale) if activations else None
+    ok = weights.ok and (measured is None or measured.ok)
+    if as_json:
+        content = {"ok": ok, "weights": weights.as_dict(), "activations": measured and measured.as_dict()}
+        print(json.dumps(content, indent=2))
+    else:
+        show_checkpoint(weights, console)
+        if measured is not None:
+            show_activations(measured, console)
+    return ok
 
 
 def _check_installation(as_json: bool) -> bool:
