@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 from verl_precision.errors import ConfigurationError
 
 FP16_MAX = 65504.0
+FP16_TO_INF = 65520.0  # halfway between 65504 and 2**16: rounds to infinity
 FP16_SMALLEST_NORMAL = 2.0**-14
 FP16_TO_ZERO = 2.0**-25  # half the smallest subnormal: rounds to even, which is zero
-# Elements looked at in one go: 16 MiB in FP32, and a few temporaries of that size.
+# Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
 SLICE_ELEMENTS = 4 << 20
 # More than this share of a tensor's non-zero weights rounded to zero is worth a look.
 FLUSH_WARNING = 0.01
@@ -217,20 +218,27 @@ def _audit_tensor(
 
 
 def _count(values) -> tuple[float, int, int, int, int]:
-    """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece."""
+    """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece.
+
+    Compared as integers: without the sign bit, floats are ordered as their bit patterns are, and 16-bit comparisons are
+    several times cheaper than a cast to FP32.
+    """
     import torch
 
-    magnitude = values.abs() if values.dtype == torch.float64 else values.float().abs_()
-    finite = torch.isfinite(magnitude)
-    not_finite = magnitude.numel() - int(finite.sum())
-    if not_finite:
-        magnitude = magnitude[finite]
-        if not magnitude.numel():
-            return 0.0, 0, not_finite, 0, 0
-    largest = float(magnitude.max())
-    # what rounds up to 2**16: halfway between 65504 and it
-    overflows = int((magnitude >= 65520.0).sum()) if largest > FP16_MAX else 0
-    below = int((magnitude < FP16_SMALLEST_NORMAL).sum())
-    gone = int((magnitude <= FP16_TO_ZERO).sum())
-    zeros = magnitude.numel() - int(torch.count_nonzero(magnitude))
-    return largest, overflows, not_finite, below - gone, gone - zeros
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+
+    def bits(number: float) -> int:
+        return int(torch.tensor(number, dtype=values.dtype).view(kind))
+
+    magnitude = values.view(kind) & torch.iinfo(kind).max
+    infinite = bits(float("inf"))
+    overflows = not_finite = 0
+    if int(magnitude.max()) >= bits(FP16_TO_INF):
+        not_finite = int((magnitude >= infinite).sum())
+        overflows = int((magnitude >= bits(FP16_TO_INF)).sum()) - not_finite
+        magnitude = magnitude[magnitude < infinite]
+    largest = float(magnitude.max().view(values.dtype)) if magnitude.numel() else 0.0
+    small = magnitude[magnitude < bits(FP16_SMALLEST_NORMAL)]
+    gone = int((small <= bits(FP16_TO_ZERO)).sum())
+    zeros = int((small == 0).sum())
+    return largest, overflows, not_finite, small.numel() - gone, gone - zeros
