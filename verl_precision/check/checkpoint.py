@@ -1,0 +1,244 @@
+"""Do a checkpoint's weights survive a cast to FP16? Tensor by tensor and in slices, never the whole.
+
+FP16 holds magnitudes up to 65504; below 2**-14 its numbers are subnormal and lose bits, and what is not above 2**-25
+becomes zero. A weight beyond 65504 becomes infinite and the model's output NaN; subnormal and flushed weights are
+normal in small numbers (they contribute little), and suspicious in large ones.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl_precision.errors import ConfigurationError
+
+FP16_MAX = 65504.0
+FP16_TO_INF = 65520.0  # halfway between 65504 and 2**16: rounds to infinity
+FP16_SMALLEST_NORMAL = 2.0**-14
+FP16_TO_ZERO = 2.0**-25  # half the smallest subnormal: rounds to even, which is zero
+# Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
+SLICE_ELEMENTS = 4 << 20
+# More than this share of a tensor's non-zero weights rounded to zero is worth a look.
+FLUSH_WARNING = 0.01
+# safetensors' own limit
+MAX_HEADER = 100_000_000
+DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor, cast to FP16.
+
+    Attributes:
+        name: its name in the checkpoint.
+        dtype: how it is stored.
+        elements: how many it has.
+        largest: max |w| of the finite ones.
+        overflows: elements that become infinite.
+        not_finite: elements that are infinite or NaN already.
+        subnormal: share of all elements that become FP16 subnormals (and lose bits).
+        flushed: share of all elements that are not zero and become zero.
+    """
+
+    name: str
+    dtype: str
+    elements: int
+    largest: float
+    overflows: int
+    not_finite: int
+    subnormal: float
+    flushed: float
+
+    @property
+    def severity(self) -> tuple[int, float, float]:
+        """Sorting key: bad elements first, then flushed share, then magnitude."""
+        return (self.overflows + self.not_finite, self.flushed, self.largest)
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """A whole checkpoint.
+
+    Attributes:
+        path: where it is.
+        tensors: the floating-point tensors, worst first.
+        skipped: names of tensors that are not floating-point, or quantised.
+    """
+
+    path: Path
+    tensors: list[TensorReport]
+    skipped: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every weight is finite in FP16."""
+        return all(tensor.overflows == 0 and tensor.not_finite == 0 for tensor in self.tensors)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        bad = [tensor for tensor in self.tensors if tensor.overflows or tensor.not_finite]
+        if bad:
+            lost = sum(tensor.overflows + tensor.not_finite for tensor in bad)
+            return f"not for FP16: {lost} weight(s) in {len(bad)} tensor(s) are not finite in FP16. Use precision=bf16."
+        flushed = [tensor for tensor in self.tensors if tensor.flushed > FLUSH_WARNING]
+        if flushed:
+            share = f"{FLUSH_WARNING:.0%}"
+            return f"every weight is finite in FP16, but {len(flushed)} tensor(s) lose more than {share} of it to zero"
+        return "every weight fits FP16"
+
+    def as_dict(self) -> dict:
+        """Return it for machines."""
+        elements = sum(tensor.elements for tensor in self.tensors)
+        largest = max((tensor.largest for tensor in self.tensors), default=0.0)
+        return {
+            "model": str(self.path),
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "elements": elements,
+            "headroom": FP16_MAX / largest if largest else None,
+            "skipped": self.skipped,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+        }
+
+
+def audit_checkpoint(
+    path: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> CheckpointReport:
+    """Audit every floating-point tensor of a safetensors checkpoint.
+
+    Args:
+        path: a folder in Hugging Face format, sharded or not, or one .safetensors file.
+        on_progress: called with (bytes done, bytes in all) after each slice.
+
+    Returns:
+        The report, worst tensors first.
+
+    Raises:
+        ConfigurationError: if there is no safetensors checkpoint, or a shard is missing.
+    """
+    files = checkpoint_files(path)
+    total = sum(file.stat().st_size for file in files)
+    tensors, skipped, done = [], [], 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(min(done, total), total)
+
+    for file in files:
+        for report in _audit_file(file, advance):
+            if isinstance(report, str):
+                skipped.append(report)
+            else:
+                tensors.append(report)
+    on_progress(total, total)
+    return CheckpointReport(path, sorted(tensors, key=lambda t: t.severity, reverse=True), skipped)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint.
+
+    Raises:
+        ConfigurationError: naming what is missing.
+    """
+    if path.is_file() and path.suffix == ".safetensors":
+        return [path]
+    index = path / INDEX
+    if index.is_file():
+        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigurationError(
+            f"--model {path}: no safetensors file there. Allowed: a folder in Hugging Face format with "
+            "model.safetensors or its shards, or one .safetensors file. Save the model with save_pretrained first."
+        )
+    for file in files:
+        if not file.is_file():
+            raise ConfigurationError(
+                f"--model {path}: {file.name}, which {INDEX} names, is missing. Download the checkpoint again."
+            )
+    return files
+
+
+def _audit_file(file: Path, advance: Callable[[int], None]) -> Iterator[TensorReport | str]:
+    """Audit a file; yield the name alone of a tensor that is not one of floats of at least 16 bits.
+
+    Read, not mapped: pages of a mapped file count as memory of the process, and a shard has gigabytes of them.
+    """
+    with file.open("rb") as content:
+        start, header = _header(file, content)
+        for name, described in header.items():
+            if described["dtype"] not in DTYPES:
+                yield name
+                continue
+            begin, end = described["data_offsets"]
+            content.seek(start + begin)
+            yield _audit_tensor(file, name, described["dtype"], content, end - begin, advance)
+
+
+def _header(file: Path, content: BinaryIO) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return where the data starts, and the description of each tensor, in the order of the data."""
+    try:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(min(length, MAX_HEADER)))
+        header.pop("__metadata__", None)
+        ordered = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--model {file}: not a readable safetensors file ({error}). Get it again.") from error
+    return 8 + length, ordered
+
+
+def _audit_tensor(
+    file: Path, name: str, dtype: str, content: BinaryIO, size: int, advance: Callable[[int], None]
+) -> TensorReport:
+    import torch
+
+    kind = getattr(torch, DTYPES[dtype])
+    elements = size // kind.itemsize
+    largest, overflows, not_finite, subnormal, flushed = 0.0, 0, 0, 0, 0
+    left = size
+    while left:
+        raw = bytearray(content.read(min(left, SLICE_ELEMENTS * kind.itemsize)))
+        if not raw:
+            raise ConfigurationError(f"--model {file}: it ends within the tensor {name}. Get it again.")
+        counts = _count(torch.frombuffer(raw, dtype=kind))
+        largest = max(largest, counts[0])
+        overflows += counts[1]
+        not_finite += counts[2]
+        subnormal += counts[3]
+        flushed += counts[4]
+        left -= len(raw)
+        advance(len(raw))
+    share = 1 / max(elements, 1)
+    return TensorReport(name, dtype, elements, largest, overflows, not_finite, subnormal * share, flushed * share)
+
+
+def _count(values) -> tuple[float, int, int, int, int]:
+    """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece.
+
+    Compared as integers: without the sign bit, floats are ordered as their bit patterns are, and 16-bit comparisons are
+    several times cheaper than a cast to FP32.
+    """
+    import torch
+
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+
+    def bits(number: float) -> int:
+        return int(torch.tensor(number, dtype=values.dtype).view(kind))
+
+    magnitude = values.view(kind) & torch.iinfo(kind).max
+    infinite = bits(float("inf"))
+    overflows = not_finite = 0
+    if int(magnitude.max()) >= bits(FP16_TO_INF):
+        not_finite = int((magnitude >= infinite).sum())
+        overflows = int((magnitude >= bits(FP16_TO_INF)).sum()) - not_finite
+        magnitude = magnitude[magnitude < infinite]
+    largest = float(magnitude.max().view(values.dtype)) if magnitude.numel() else 0.0
+    small = magnitude[magnitude < bits(FP16_SMALLEST_NORMAL)]
+    gone = int((small <= bits(FP16_TO_ZERO)).sum())
+    zeros = int((small == 0).sum())
+    return largest, overflows, not_finite, small.numel() - gone, gone - zeros

@@ -1,0 +1,182 @@
+"""The dtypes a composed config asks for, and where each comes from.
+
+The rules are those of verl 0.9.1: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never
+reads `dtype`; Megatron reads `dtype` only; the other engines compute in BF16 whatever is set.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+ALIASES = {
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16", "bf16-mixed"),
+    "fp16": ("fp16", "float16", "half", "16", "16-mixed", "torch.float16"),
+    "fp32": ("fp32", "float32", "float", "32", "32-true", "torch.float32"),
+}
+HALF = ("bf16", "fp16")
+FSDP = ("fsdp", "fsdp2")
+# config node of an engine, by strategy; actor and ref / critic name FSDP's differently
+_NODES = {"fsdp": ("fsdp_config", "fsdp"), "fsdp2": ("fsdp_config", "fsdp")}
+
+
+def short(value: object) -> str:
+    """Return bf16, fp16 or fp32 for any spelling of them; any other value as it is.
+
+    Example:
+        >>> short("bfloat16"), short("half"), short("auto")
+        ('bf16', 'fp16', 'auto')
+    """
+    text = str(value).lower()
+    return next((name for name, spellings in ALIASES.items() if text in spellings), text)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One of verl's training-side engines as configured.
+
+    Attributes:
+        role: actor, ref or critic.
+        setting: path of its config node.
+        node: that node.
+        optim: its optimizer's settings, or None for the reference.
+        strategy: verl's strategy.
+        compute: dtype of forward and backward.
+        reduce: dtype of the gradient reduction.
+        master: dtype of the parameters the optimizer updates.
+        source: the setting `compute` comes from.
+        ours: whether it is this package's engine, which has its own settings and guards.
+    """
+
+    role: str
+    setting: str
+    node: DictConfig
+    optim: DictConfig | None
+    strategy: str
+    compute: str
+    reduce: str
+    master: str
+    source: str
+    ours: bool
+
+    @property
+    def trains(self) -> bool:
+        """Whether an optimizer updates it."""
+        return self.optim is not None
+
+
+def uses_reference(config: DictConfig) -> bool:
+    """Return whether verl starts a reference policy (verl.trainer.ppo.utils.need_reference_policy)."""
+    return bool(config.algorithm.get("use_kl_in_reward") or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def uses_critic(config: DictConfig) -> bool:
+    """Return whether verl starts a critic (verl.trainer.ppo.utils.need_critic, which also warns)."""
+    enabled = config.critic.get("enable")
+    return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
+
+
+def engines(config: DictConfig) -> list[Engine]:
+    """Return the engines that verl will start, the actor first.
+
+    Args:
+        config: the composed config.
+    """
+    found = [_engine("actor", "actor_rollout_ref.actor", config.actor_rollout_ref.actor, 0)]
+    if uses_reference(config):
+        found.append(_engine("ref", "actor_rollout_ref.ref", config.actor_rollout_ref.ref, 0))
+    if uses_critic(config):
+        found.append(_engine("critic", "critic", config.critic, 1))
+    return found
+
+
+def _engine(role: str, path: str, owner: DictConfig, column: int) -> Engine:
+    strategy = str(owner.strategy)
+    key = _NODES[strategy][column] if strategy in _NODES else strategy
+    node = owner.get(key) or DictConfig({})
+    setting = f"{path}.{key}"
+    mixed = node.get("mixed_precision") or {}
+    if strategy in FSDP:
+        compute, reduce = short(mixed.get("param_dtype", "bf16")), short(mixed.get("reduce_dtype", "fp32"))
+        default = "fp32" if role != "ref" else "bf16"
+        master = short(node.get("model_dtype") or default)
+        source = f"{setting}.mixed_precision.param_dtype" + ("" if "param_dtype" in mixed else " (not set: BF16)")
+    elif strategy == "megatron":
+        compute, reduce, master = short(node.get("dtype", "bf16")), "fp32", "fp32"
+        source = f"{setting}.dtype"
+    else:
+        compute, reduce, master = "bf16", "fp32", "fp32"
+        source = f"{path}.strategy={strategy} (BF16 is hard-wired)"
+    ours = str(node.get("_target_", "")).startswith("verl_precision.")
+    optim = owner.get("optim") if role != "ref" else None
+    return Engine(role, setting, node, optim, strategy, compute, reduce, master, source, ours)
+
+
+def engine_kwargs(config: DictConfig) -> DictConfig:
+    """Return what is passed through to the rollout engine; it overrides verl's own arguments."""
+    rollout = config.actor_rollout_ref.rollout
+    return (rollout.get("engine_kwargs") or {}).get(rollout.name) or DictConfig({})
+
+
+def rollout_dtype(config: DictConfig) -> str:
+    """Return the rollout's dtype; `auto` where vLLM takes it from the model."""
+    return short(engine_kwargs(config).get("dtype", config.actor_rollout_ref.rollout.dtype))
+
+
+def lora_is_merged(config: DictConfig) -> bool:
+    """Return whether LoRA weights are merged into the base before they are sent to the rollout."""
+    model = config.actor_rollout_ref.model
+    lora = model.get("lora") or {}
+    return bool((model.get("lora_rank") or lora.get("rank")) and lora.get("merge"))
+
+
+def transport_dtype(config: DictConfig) -> tuple[str, str]:
+    """Return the dtype of weights on their way to the rollout, and where it comes from."""
+    actor = engines(config)[0]
+    rollout = config.actor_rollout_ref.rollout
+    backend = (rollout.get("checkpoint_engine") or {}).get("backend", "naive")
+    if backend != "naive":
+        return "bf16", f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} (its default rollout_dtype)"
+    if lora_is_merged(config) and actor.strategy in FSDP and not actor.ours:
+        return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
+    return actor.master, "the master weights' own; the rollout casts on arrival"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what runs in which dtype, and the setting that decides."""
+
+    what: str
+    dtype: str
+    source: str
+
+
+def table(config: DictConfig) -> Iterator[Row]:
+    """Yield what will run in which dtype.
+
+    Args:
+        config: the composed config.
+    """
+    for engine in engines(config):
+        yield Row(f"{engine.role} forward", engine.compute, engine.source)
+        if engine.trains:
+            yield Row(f"{engine.role} master weights, Adam", engine.master, f"{engine.setting}.model_dtype")
+            yield Row(
+                f"{engine.role} gradient reduction", engine.reduce, f"{engine.setting}.mixed_precision.reduce_dtype"
+            )
+        else:
+            yield Row(f"{engine.role} weights", engine.master, f"{engine.setting}.model_dtype")
+    yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
+    yield Row("weights to the rollout", *transport_dtype(config))
+    yield Row(
+        "rollout log-probs",
+        "fp32",
+        "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else "",
+    )
+    actor = engines(config)[0]
+    on_cpu = config.trainer.device == "cpu" and not actor.ours
+    yield Row(
+        "trainer log-probs",
+        actor.compute if on_cpu else "fp32",
+        "log-softmax in the logits' dtype (device cpu)" if on_cpu else "autocast and flash-attn lift them to FP32",
+    )

@@ -1,0 +1,78 @@
+"""What a terminal shows of a check."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from verl_precision.check.activations import ActivationReport
+from verl_precision.check.checkpoint import CheckpointReport
+from verl_precision.check.fault import Fault
+from verl_precision.check.recipe import RecipeReport
+
+WORST = 12
+
+
+def show_recipe(report: RecipeReport, console: Console) -> None:
+    """Print the table of dtypes, then every fault with its remedy, then the verdict."""
+    table = Table("what", "dtype", "decided by", box=None, header_style="bold")
+    for row in report.rows:
+        table.add_row(row.what, row.dtype, row.source)
+    console.print(table)
+    show_faults(report.faults, console)
+    errors = sum(fault.severity == "error" for fault in report.faults)
+    console.print(f"{errors} error(s), {len(report.faults) - errors} warning(s)", highlight=False)
+
+
+def show_checkpoint(report: CheckpointReport, console: Console) -> None:
+    """Print the worst tensors, then the verdict."""
+    table = Table("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero", box=None)
+    for tensor in report.tensors[:WORST]:
+        table.add_row(
+            tensor.name,
+            tensor.dtype,
+            f"{tensor.largest:.4g}",
+            str(tensor.overflows),
+            str(tensor.not_finite),
+            f"{tensor.subnormal:.2%}",
+            f"{tensor.flushed:.2%}",
+        )
+    console.print(table)
+    _rest(len(report.tensors), "tensors", console)
+    if report.skipped:
+        console.print(f"not floats of 16 bits or more, not looked at: {len(report.skipped)}", highlight=False)
+    console.print(Text(f"weights: {report.verdict}", "green" if report.ok else "red"), soft_wrap=True)
+
+
+def show_activations(report: ActivationReport, console: Console) -> None:
+    """Print the layers with least headroom, then the verdict."""
+    table = Table("layer", "activation", "headroom", f"gradient x {report.loss_scale:g}", "headroom", box=None)
+    for layer in report.layers[:WORST]:
+        forward, backward = report.headroom(layer)
+        table.add_row(
+            layer.name or "(logits)",
+            f"{layer.activation:.4g}",
+            "-" if forward is None else f"{forward:.3g}x",
+            f"{layer.gradient * report.loss_scale:.4g}",
+            "-" if backward is None else f"{backward:.3g}x",
+        )
+    console.print(table)
+    _rest(len(report.layers), "layers", console)
+    console.print(Text(f"activations: {report.verdict}", "green" if report.ok else "red"), soft_wrap=True)
+
+
+def _rest(count: int, what: str, console: Console) -> None:
+    if count > WORST:
+        console.print(f"the {WORST} worst of {count} {what}; --json has all", highlight=False)
+
+
+def show_faults(faults: Iterable[Fault], console: Console) -> None:
+    """Print each fault: name, setting and value, what happens, what to do."""
+    for fault in faults:
+        word, colour = ("ERROR ", "red") if fault.severity == "error" else ("warn  ", "yellow")
+        value = "" if fault.value is None and not fault.allowed else f"={fault.value}"
+        console.print(Text(word, colour), Text(f"{fault.name}: {fault.setting}{value}", "bold"), sep="", soft_wrap=True)
+        for line in (fault.problem, fault.advice):
+            if line:
+                console.print(Text(f"      {line}"), soft_wrap=True)
