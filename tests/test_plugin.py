@@ -1,5 +1,6 @@
 """verl loads the plugin by itself, once, loudly, and changes nothing for a user who chooses no preset."""
 
+import inspect
 import json
 import re
 
@@ -112,7 +113,9 @@ print(json.dumps({
     "platform": name(type(get_platform())),
     "losses": {key: name(value) for key, value in core_algos.POLICY_LOSS_REGISTRY.items()
                if type(value).__module__ == "builtins"},  # ours are added under names of their own
-    "engines": {f"{m} {b}": name(EngineRegistry.get_engine_cls(m, b))
+    # ours or verl's: verl's classes that define what the engine does, in the order in which they are asked
+    "engines": {f"{m} {b}": [name(c) for c in EngineRegistry.get_engine_cls(m, b).__mro__
+                             if not c.__module__.startswith("verl_precision.")]
                 for m in ("language_model", "value_model") for b in ("fsdp", "fsdp2")},
     "trainers": {m: name(get_trainer_cls(m)) for m in ("sync", "colocate_async", "separate_async")},
     "process group": [distributed.initialize_global_process_group_ray.__name__,
@@ -122,12 +125,50 @@ print(json.dumps({
 
 
 def test_without_preset_verl_chooses_what_it_chose_without_us(run_python):
-    """Platform, losses, engines on CUDA and trainers are verl's own, with the plugin as without it."""
+    """Platform, losses and trainers are verl's own, with the plugin as without it; engines on CUDA subclass verl's.
+
+    That such an engine runs verl's code unless its config is ours: the next test, and bit for bit on real ranks
+    `tests/engine/test_ranks.py::test_without_our_config_the_engine_is_verls_bit_for_bit`.
+    """
     cuda = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
     ours = run_python(WITHOUT_PRESET, **cuda)
     theirs = run_python(WITHOUT_PRESET, VERL_USE_EXTERNAL_PLUGINS="none", **cuda)
     assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
     assert json.loads(ours.stdout) == json.loads(theirs.stdout)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("model_type", ["language_model", "value_model"])
+def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypatch, model_type, backend):
+    """Each method our engines define passes its arguments to verl's, once, and returns what verl returns."""
+    from unittest.mock import MagicMock, patch
+
+    from verl.workers.config import FSDPEngineConfig
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp import transformer_impl
+
+    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
+    engine_cls = EngineRegistry.get_engine_cls(model_type, backend)
+    verls = {"language_model": "FSDPEngineWithLMHead", "value_model": "FSDPEngineWithValueHead"}[model_type]
+    position = engine_cls.__mro__.index(getattr(transformer_impl, verls))
+    ours, theirs = engine_cls.__mro__[:position], engine_cls.__mro__[position:]
+    overridden = {key for c in ours for key, value in vars(c).items() if callable(value)} & set(dir(theirs[0]))
+    overridden -= set(dir(object))
+    expected = {"_build_fsdp_module", "train_batch", "optimizer_step", "lr_scheduler_step"}
+    expected |= {"save_checkpoint", "load_checkpoint"}
+    assert overridden == expected | ({"prepare_model_outputs"} if model_type == "language_model" else set())
+    engine = object.__new__(engine_cls)
+    engine.engine_config = FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"})
+    for method in sorted(overridden):
+        owner = next(c for c in theirs if method in vars(c))
+        arity = len(inspect.signature(vars(owner)[method]).parameters) - 1
+        arguments = [MagicMock() for _ in range(min(arity, 4))]
+        with patch.object(owner, method, return_value=object()) as verl_method:
+            result = getattr(engine, method)(*arguments)
+        verl_method.assert_called_once_with(*arguments)
+        assert result is verl_method.return_value or method.endswith("_checkpoint"), method
+        assert set(vars(engine)) == {"engine_config"}, f"{method} left state behind"
 
 
 def test_import_stays_light(run_python):

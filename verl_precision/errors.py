@@ -19,3 +19,11 @@ class EnvironmentMismatchError(VerlPrecisionError, RuntimeError):
 
 class WeightSyncError(VerlPrecisionError, RuntimeError):
     """After a weight sync, the rollout's weights are not the trainer's."""
+
+
+class LossScaleError(VerlPrecisionError, ArithmeticError):
+    """Gradients stay non-finite however small the loss scale is."""
+
+
+class CheckpointStateError(VerlPrecisionError, RuntimeError):
+    """State that this package keeps in a checkpoint cannot be read back."""

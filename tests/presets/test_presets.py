@@ -5,6 +5,8 @@ import yaml
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from verl_precision.engine.config import PrecisionFSDPConfig
+from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.presets import PRESETS_DIR, preset_names
 
 DTYPES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16"), "fp32": ("fp32", "float32")}
@@ -14,28 +16,65 @@ def test_every_yaml_is_a_listed_preset_in_a_group():
     files = sorted(PRESETS_DIR.rglob("*.yaml"))
     assert files
     for path in files:
+        assert path.read_text().startswith("# @package _global_\n"), path
+        if path.parent.parent == PRESETS_DIR / "precision":  # the halves presets are made of
+            assert path.parent.name in ("train", "rollout") and path.stem in DTYPES
+            continue
         assert path.parent.parent == PRESETS_DIR
         assert path.stem in preset_names(path.parent.name)
-        assert path.read_text().startswith("# @package _global_\n"), path
         assert yaml.safe_load(path.read_text())["hydra"]["callbacks"]["verl_precision"], path
+
+
+def halves(precision: str) -> tuple[str, str]:
+    """fp16 -> (fp16, fp16); bf16_train_fp16_rollout -> (bf16, fp16)."""
+    train, _, rollout = precision.removesuffix("_rollout").partition("_train_")
+    return train, rollout or train
+
+
+def test_the_promised_precisions_are_there():
+    assert preset_names("precision") == sorted(
+        "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
+        "fp32_train_bf16_rollout".split()
+    )
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))
 def test_precision_sets_actor_ref_critic_and_rollout_together(compose_verl, precision):
-    short, long = DTYPES[precision]
-    config = compose_verl(f"+precision={precision}")
+    train, rollout = halves(precision)
+    short, long = DTYPES[train]
+    config = compose_verl(f"+precision={precision}", return_hydra_config=True)
+    callback = config.hydra.callbacks.verl_precision
+    assert callback._target_ == "verl_precision.preflight.PreflightCallback"
     arr = config.actor_rollout_ref
     for engine in (arr.actor.fsdp_config, arr.ref.fsdp_config, config.critic.fsdp):
         assert engine.mixed_precision == {"param_dtype": short, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         assert engine.dtype == long
         assert engine.model_dtype == "fp32", "master weights"
-    assert arr.rollout.dtype == long
-    assert omega_conf_to_dataclass(arr.actor.fsdp_config).mixed_precision["param_dtype"] == short
+        typed = omega_conf_to_dataclass(engine)
+        assert isinstance(typed, PrecisionFSDPConfig)
+        assert typed.compute_dtype == short and typed.fp32_log_probs
+        assert typed.loss_scale == LossScaleSettings(), "the presets spell out the defaults"
+        assert ("loss_scale" in engine) is (train == "fp16")
+    assert arr.ref.fsdp_config.forward_only and not arr.actor.fsdp_config.forward_only
+    assert arr.rollout.dtype == DTYPES[rollout][1]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_verl_builds_the_typed_config_through_its_own_actor(compose_verl, strategy):
+    config = compose_verl(
+        "+precision=fp16",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024.0",
+    )
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert isinstance(actor.engine, PrecisionFSDPConfig) and actor.engine.loss_scale.initial == 1024
+    assert actor.engine.strategy == strategy
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))
 def test_nothing_else_changes(compose_verl, precision):
-    """A precision preset touches dtypes and the weight-sync extension only."""
+    """A precision preset touches the engines' dtypes, loss scale and log-probs, and the weight-sync extension."""
 
     def flat(config) -> dict:
         found = {}
@@ -52,7 +91,15 @@ def test_nothing_else_changes(compose_verl, precision):
 
     before, after = flat(compose_verl()), flat(compose_verl(f"+precision={precision}"))
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    allowed = ("dtype", "worker_extension_cls", "mixed_precision")
+    allowed = (
+        "dtype",
+        "worker_extension_cls",
+        "mixed_precision",
+        "._target_",
+        "fp32_log_probs",
+        "log_prob_chunk_tokens",
+    )
+    allowed += ("loss_scale.",)
     assert {key for key in changed if not any(word in key for word in allowed)} <= {
         ".actor_rollout_ref.rollout.engine_kwargs"  # verl's empty dict, now with one entry
     }

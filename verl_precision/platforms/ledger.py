@@ -143,6 +143,50 @@ ROLLOUT_WEIGHTS = LedgerEntry(
     until="verl has a registry of rollout weights",
 )
 
+BUILD_FSDP_MODULE = LedgerEntry(
+    module="verl.workers.engine.fsdp.transformer_impl",
+    name="FSDPEngine._build_fsdp_module",
+    parameters=("self", "module"),
+    kind="used",
+    why="it builds the gradient scaler, with nothing to set: device cuda, growth interval 400",
+    how="overridden in our engines, for our config only: after verl's, the scaler is replaced by ours",
+    upstream="https://github.com/verl-project/verl/pull/4036 brought the scaler; none found for its settings",
+    until="verl's scaler has a device, settings, metrics and a place in checkpoints",
+)
+
+PREPARE_MODEL_OUTPUTS = LedgerEntry(
+    module="verl.workers.engine.fsdp.transformer_impl",
+    name="FSDPEngineWithLMHead.prepare_model_outputs",
+    parameters=("self", "output", "output_args", "micro_batch", "logits_processor_func"),
+    kind="used",
+    why="temperature, log-probs and entropy are computed here in the logits' dtype, 16 bits on a CPU",
+    how="overridden in our engines, for our config only: FP32, chunk by chunk",
+    upstream="none found",
+    until="verl computes them in FP32 on every device",
+)
+
+UNPAD_PACKED = LedgerEntry(
+    module="verl.workers.engine.fsdp.transformer_impl",
+    name="FSDPEngine._gather_and_unpad_packed",
+    parameters=("self", "tensor", "pad_size"),
+    kind="used",
+    why="packed outputs are sharded over sequence-parallel ranks and padded",
+    how="called on FP32 log-probs and entropy as verl calls it on its own",
+    upstream="none: private method",
+    until="see prepare_model_outputs",
+)
+
+FOUND_INF = LedgerEntry(
+    module="torch.amp.grad_scaler",
+    name="GradScaler._found_inf_per_device",
+    parameters=("self", "optimizer"),
+    kind="used",
+    why="torch does not say publicly whether a step is being skipped",
+    how="read after `unscale_`, when torch has all-reduced it",
+    upstream="none: private method",
+    until="torch's scaler reports skipped steps",
+)
+
 LEDGER: tuple[LedgerEntry, ...] = (
     PROCESS_GROUP,
     LAYERWISE_INITIALIZE,
@@ -153,6 +197,10 @@ LEDGER: tuple[LedgerEntry, ...] = (
     METRIC_FROM_DICT,
     METRIC_AGGREGATE_DP,
     ROLLOUT_WEIGHTS,
+    BUILD_FSDP_MODULE,
+    PREPARE_MODEL_OUTPUTS,
+    UNPAD_PACKED,
+    FOUND_INF,
 )
 
 

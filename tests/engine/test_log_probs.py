@@ -1,0 +1,126 @@
+"""FP32 log-probs and entropy: right, differentiable, bounded in memory, and better than verl's on 16-bit logits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits_v2
+
+from verl_precision.engine.log_probs import log_probs_and_entropy
+from verl_precision.errors import ConfigurationError
+
+N, V = 13, 50
+
+
+def inputs(dtype, requires_grad=False):
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(N, V, generator=generator)).to(dtype)
+    labels = torch.randint(0, V, (N,), generator=generator)
+    temperature = torch.linspace(0.5, 1.5, N)
+    return logits.requires_grad_(requires_grad), labels, temperature
+
+
+def plain(logits, labels, temperature):
+    """The formulas, in float64."""
+    log_p = torch.log_softmax(logits.double() / temperature.double()[:, None], -1)
+    return log_p.gather(-1, labels[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def test_by_hand():
+    """Logits (0, ln 3) at T = 1: p = (1/4, 3/4). At T = 1/2 the logits double: p = (1/10, 9/10)."""
+    logits = torch.tensor([[1.0, 3.0]]).log()
+    for temperature, p in ((1.0, 0.75), (0.5, 0.9)):
+        log_probs, entropy = log_probs_and_entropy(
+            logits, torch.tensor([1]), torch.tensor([temperature]), chunk_tokens=8, with_entropy=True
+        )
+        q = torch.tensor([1 - p, p])
+        torch.testing.assert_close(log_probs, q[1:].log())
+        torch.testing.assert_close(entropy, -(q * q.log()).sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_and_gradient_are_the_formulas(dtype, chunk_tokens):
+    logits, labels, temperature = inputs(dtype, requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(
+        logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True
+    )
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    reference = logits.detach().double().requires_grad_()
+    expected = plain(reference, labels, temperature)
+    torch.testing.assert_close(log_probs.double(), expected[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=5e-6)
+    weights = torch.linspace(-1, 1, N)
+    (log_probs @ weights + 0.3 * entropy.sum()).backward()
+    (expected[0] @ weights.double() + 0.3 * expected[1].sum()).backward()
+    assert logits.grad.dtype == dtype
+    once_rounded = reference.grad.to(dtype)  # one rounding; FP32 noise may tip it to a neighbour
+    torch.testing.assert_close(logits.grad, once_rounded, rtol=2 * torch.finfo(dtype).eps, atol=3e-6)
+
+
+def test_only_what_is_asked_gets_a_gradient():
+    logits, labels, temperature = inputs(torch.float32, requires_grad=True)
+    log_probs, entropy = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=4, with_entropy=False)
+    assert entropy is None
+    log_probs.sum().backward()
+    expected = torch.autograd.grad(plain(logits, labels, temperature)[0].sum(), logits)[0]
+    torch.testing.assert_close(logits.grad, expected)
+
+
+def test_a_masked_logit_leaves_everything_finite():
+    logits, labels, temperature = inputs(torch.float32, requires_grad=True)
+    with torch.no_grad():
+        logits[0, (labels[0] + 1) % V] = -torch.inf
+    log_probs, entropy = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=4, with_entropy=True)
+    (log_probs.sum() + entropy.sum()).backward()
+    for tensor in (log_probs, entropy, logits.grad):
+        assert torch.isfinite(tensor).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_verls_error_on_16_bit_logits_and_ours(dtype):
+    """verl: logits / T in 16 bits, log-softmax in 16 bits. Measured over 512 tokens, vocabulary 1000, logits of std 4.
+
+    Mean absolute error in nats against float64, verl's and ours: log-probs FP16 6.1e-3 and 7e-7, BF16 3.8e-2 and 7e-7;
+    entropy FP16 5.7e-3 and 4e-7, BF16 4.7e-2 and 4e-7.
+    """
+    generator = torch.Generator().manual_seed(1)
+    logits = (4 * torch.randn(512, 1000, generator=generator)).to(dtype)
+    labels = torch.randint(0, 1000, (512,), generator=generator)
+    temperature = torch.full((512,), 0.7)
+    exact, exact_entropy = plain(logits, labels, temperature)
+    scaled = logits / temperature[:, None].to(dtype)
+    theirs, their_entropy = logprobs_from_logits_v2(scaled, labels), entropy_from_logits(scaled)
+    ours, our_entropy = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=64, with_entropy=True)
+    error = [(x.double() - exact).abs().mean().item() for x in (theirs, ours)]
+    entropy_error = [(x.double() - exact_entropy).abs().mean().item() for x in (their_entropy, our_entropy)]
+    assert error[0] > 1e-3 and error[1] < 2e-6
+    assert entropy_error[0] > 1e-3 and entropy_error[1] < 1e-5
+
+
+class LargestFP32(TorchDispatchMode):
+    """Records the largest FP32 tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 5])
+def test_no_fp32_tensor_exceeds_a_chunk_of_logits(chunk_tokens):
+    logits, labels, temperature = inputs(torch.float16, requires_grad=True)
+    with LargestFP32() as seen:
+        log_probs, entropy = log_probs_and_entropy(
+            logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True
+        )
+        (log_probs.sum() + entropy.sum()).backward()
+    assert 0 < seen.largest <= chunk_tokens * V
+
+
+def test_chunk_of_nothing_is_refused():
+    with pytest.raises(ConfigurationError, match="log_prob_chunk_tokens=0.*>= 1"):
+        log_probs_and_entropy(*inputs(torch.float32), chunk_tokens=0, with_entropy=False)

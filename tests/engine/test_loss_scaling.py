@@ -1,0 +1,134 @@
+"""The scaler in one process: bounds, static mode, underflow, state, refusals."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from verl_precision.engine.checkpoint import FILE_NAME, load_scaler, save_scaler
+from verl_precision.engine.loss_scaling import LossScaler, ScalerStep, underflow_fraction
+from verl_precision.engine.report import StepReport
+from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.errors import CheckpointStateError, EnvironmentMismatchError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def group(tmp_path_factory):
+    """A process group of one."""
+    store = tmp_path_factory.mktemp("group") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run(scaler, gradients):
+    """One optimizer step per given gradient; return the scale after each and the parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scales = []
+    for gradient in gradients:
+        optimizer.zero_grad()
+        scaler.scale((parameter * gradient).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, parameter.detach()
+
+
+INF = float("inf")
+
+
+def test_dynamic_scale_backs_off_grows_and_stays_within_bounds():
+    """Start 8, bounds [2, 16], growth after 2 good steps."""
+    scaler = LossScaler(LossScaleSettings(initial=8.0, minimum=2.0, maximum=16.0, growth_interval=2), "cpu")
+    scales, parameter = run(scaler, [INF, INF, INF, INF, 1, 1, 1, 1, 1, 1, 1, 1])
+    assert scales == [4, 2, 2, 2, 2, 4, 4, 8, 8, 16, 16, 16]
+    assert parameter.tolist() == [-8.0] * 3, "eight applied updates of the unscaled gradient 1"
+
+
+def test_static_scale_stays_and_still_skips():
+    scaler = LossScaler(
+        LossScaleSettings(mode="static", initial=8.0, growth_interval=1, stop_after_steps_at_minimum=2), "cpu"
+    )
+    scales, parameter = run(scaler, [1, INF, 1, INF])
+    assert scales == [8] * 4 and parameter.tolist() == [-2.0] * 3
+    assert not scaler.exhausted
+    run(scaler, [INF])
+    assert scaler.exhausted
+    run(scaler, [1])
+    assert not scaler.exhausted
+
+
+def test_loss_in_16_bits_is_scaled_in_fp32():
+    """10 * 65536 is beyond FP16's 65504; torch's own scaler returns inf."""
+    loss = torch.tensor(10.0, dtype=torch.float16)
+    scaler = LossScaler(LossScaleSettings(), "cpu")
+    assert scaler.scale(loss).item() == 655360.0
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    assert ShardedGradScaler("cpu").scale(loss).item() == INF
+
+
+def test_device_without_scaling_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    with pytest.warns(UserWarning, match="CUDA is not available"), pytest.raises(EnvironmentMismatchError) as error:
+        LossScaler(LossScaleSettings(), "cuda")
+    assert "device 'cuda'" in str(error.value) and "precision=bf16" in str(error.value)
+
+
+def test_underflow_fraction_by_hand():
+    """FP16's smallest normal number is 2^-14. Of four non-zero elements one is below."""
+    assert underflow_fraction([torch.tensor([0.0, 2**-14, -(2**-15)]), torch.tensor([[1.0, INF]])]) == 0.25
+    assert underflow_fraction([torch.zeros(5)]) == 0.0
+    assert underflow_fraction([]) == 0.0
+
+
+def test_underflow_is_sampled():
+    large = torch.full((1 << 20,), 2.0**-20)
+    assert underflow_fraction([large, torch.ones(1)]) == pytest.approx(1 - 1 / 65537)
+
+
+def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
+    settings = LossScaleSettings(initial=64.0, growth_interval=4)
+    scaler = LossScaler(settings, "cpu")
+    run(scaler, [INF, 1, 1])
+    assert scaler.state_dict() == {"scale": 32, "growth_tracker": 2, "steps_at_minimum": 0}
+    save_scaler(scaler, str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [FILE_NAME]
+
+    fresh = LossScaler(settings, "cpu")
+    load_scaler(fresh, str(tmp_path))
+    assert fresh.state_dict() == scaler.state_dict()
+    assert run(fresh, [1, 1])[0] == run(scaler, [1, 1])[0] == [32, 64]
+
+    used = LossScaler(LossScaleSettings(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5), "cpu")
+    run(used, [1])
+    load_scaler(used, str(tmp_path))
+    assert used.get_scale() == 16, "within the bounds of today's config"
+    assert used.get_growth_interval() == 3 and used.get_growth_factor() == 1.5
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"scale": "large"}', '{"scale": 1.0}'])
+def test_damaged_state_is_refused(tmp_path, content):
+    (tmp_path / FILE_NAME).write_text(content)
+    with pytest.raises(CheckpointStateError, match=r"loss_scale\.json is not a loss-scale state .*delete it"):
+        load_scaler(LossScaler(LossScaleSettings(), "cpu"), str(tmp_path))
+
+
+def test_report_adds_up_the_updates_of_a_step():
+    scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
+    assert not report.take_applied(), "nothing happened yet"
+    for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
+        scaler.last_step = ScalerStep(1.0, ranks, underflow)
+        report.add(INF if ranks else 1.0, scaler)
+    assert report.last_skipped and report.take_applied() and not report.take_applied()
+    found = report.metrics(scaler)
+    assert found["precision/grad_underflow_fraction"] == pytest.approx(0.2)
+    del found["precision/grad_underflow_fraction"]
+    assert found == {
+        "precision/skipped_steps": 2.0,
+        "precision/loss_scale": 65536.0,
+        "precision/overflow_rank_count": 3.0,
+    }
+    assert report.metrics(None) == {"precision/skipped_steps": 0.0}, "a new step"

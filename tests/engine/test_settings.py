@@ -1,0 +1,84 @@
+"""Bounds of the settings, and contradictions between dtypes, said before a model loads."""
+
+import math
+
+import pytest
+from verl.workers.config import FSDPEngineConfig
+
+from verl_precision.engine.config import PrecisionFSDPConfig
+from verl_precision.engine.config_check import check_engines
+from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.errors import ConfigurationError
+
+MIXED = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("mode", "automatic"),
+        ("initial", 0),
+        ("initial", "65536"),
+        ("initial", math.inf),
+        ("initial", math.nan),
+        ("initial", 2.0**40),
+        ("growth_factor", 1.0),
+        ("growth_interval", 0),
+        ("growth_interval", 2.5),
+        ("growth_interval", True),
+        ("backoff_factor", 1.0),
+        ("backoff_factor", -0.5),
+        ("minimum", 0.0),
+        ("minimum", 2.0**20),
+        ("maximum", 2.0),
+        ("maximum", 2.0**127),
+        ("stop_after_steps_at_minimum", 0),
+    ],
+)
+def test_bounds_of_the_loss_scale(setting, value):
+    with pytest.raises(ConfigurationError, match=r"loss_scale\.\w+=.*allowed is .*Remedy: "):
+        LossScaleSettings(**{setting: value})
+
+
+def test_static_scale_has_no_room():
+    assert LossScaleSettings(mode="static", initial=128.0).bounds() == (128.0, 128.0)
+
+
+def config(**changes):
+    return PrecisionFSDPConfig(**{"dtype": "float16", "mixed_precision": MIXED, **changes})
+
+
+def test_a_typed_config_is_verls_with_three_more_fields():
+    ours, theirs = config(), FSDPEngineConfig(dtype="float16", mixed_precision=MIXED)
+    assert set(ours) - set(theirs) == {"loss_scale", "fp32_log_probs", "log_prob_chunk_tokens"}
+    assert all(ours[key] == theirs[key] for key in theirs)
+    assert ours.compute_dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixed_precision": None}, r"mixed_precision=None: .*silently.*bf16.*precision=fp16"),
+        ({"mixed_precision": {"param_dtype": "fp16"}}, r"mixed_precision=.*Allowed: all of"),
+        ({"mixed_precision": {**MIXED, "param_dtype": "fp61"}}, r"param_dtype='fp61': allowed is bf16, fp16, fp32"),
+        ({"dtype": "bfloat16"}, r"dtype='bfloat16' and .*'fp16' contradict"),
+        ({"model_dtype": "fp16"}, r"model_dtype='fp16': .*Adam.*Allowed: fp32"),
+        ({"loss_scale": {"initial": 1.0}}, r"loss_scale=.*_target_"),
+        ({"log_prob_chunk_tokens": 0}, r"log_prob_chunk_tokens=0: allowed is an integer >= 1"),
+    ],
+)
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        config(**changes)
+
+
+def test_preflight_names_the_block(compose_verl):
+    check_engines(compose_verl())  # not ours: verl's business
+    check_engines(compose_verl("+precision=fp16"))
+    for path in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
+        with pytest.raises(ConfigurationError, match=rf"{path}: fsdp_config.dtype='bfloat16'.*contradict"):
+            check_engines(compose_verl("+precision=fp16", f"{path}.dtype=bfloat16"))
+    with pytest.raises(ConfigurationError, match=r"actor.fsdp_config: fsdp_config.loss_scale.growth_interval=0"):
+        check_engines(
+            compose_verl("+precision=fp16", "actor_rollout_ref.actor.fsdp_config.loss_scale.growth_interval=0")
+        )

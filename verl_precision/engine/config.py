@@ -1,0 +1,85 @@
+"""verl's FSDP engine config with our typed settings; an engine that gets one is ours, any other is verl's.
+
+Reached through `_target_` in the precision presets, so that verl builds it wherever it builds its own.
+"""
+
+from dataclasses import dataclass, field
+
+from verl.workers.config import FSDPEngineConfig
+
+from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.errors import ConfigurationError
+
+# What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+LONG_NAMES = {long: short for short, long in DTYPES.items()}
+
+
+@dataclass
+class PrecisionFSDPConfig(FSDPEngineConfig):
+    """verl's settings, of which those that decide a dtype must be said and agree, and ours.
+
+    Attributes:
+        mixed_precision: compute (`param_dtype`), gradient reduction (`reduce_dtype`) and buffer (`buffer_dtype`) dtype;
+            each bf16, fp16 or fp32; all required.
+        model_dtype: dtype of master weights, and with them of the optimizer's state; fp32.
+        dtype: verl's documented switch, which its FSDP engine never reads; must say what `param_dtype` says.
+        loss_scale: used when the compute dtype is fp16.
+        fp32_log_probs: divide by the temperature, and take log-probs and entropy, in FP32.
+        log_prob_chunk_tokens: tokens of which FP32 logits exist at a time.
+    """
+
+    loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
+    fp32_log_probs: bool = True
+    log_prob_chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Check that the dtypes are said, known and without contradiction.
+
+        Raises:
+            ConfigurationError: naming setting, value, what is allowed and what to do.
+        """
+        super().__post_init__()
+        wanted = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        found = self.mixed_precision
+        if found is None or set(found) != set(wanted):
+            raise ConfigurationError(
+                f"fsdp_config.mixed_precision={found!r}: what is not said would silently be verl's default, bf16 for "
+                f"param_dtype. Allowed: all of {', '.join(wanted)}. Choose a preset: precision=fp16."
+            )
+        for name in wanted:
+            if found[name] not in DTYPES and found[name] not in LONG_NAMES:
+                raise ConfigurationError(
+                    f"fsdp_config.mixed_precision.{name}={found[name]!r}: allowed is {', '.join(DTYPES)}. "
+                    "Choose a preset: precision=fp16."
+                )
+        if DTYPES.get(self.dtype, self.dtype) != DTYPES[self.compute_dtype]:
+            raise ConfigurationError(
+                f"fsdp_config.dtype={self.dtype!r} and mixed_precision.param_dtype={found['param_dtype']!r} contradict "
+                "each other: verl's FSDP engine reads the second and ignores the first. Allowed: the same in both. "
+                "Choose a preset (precision=fp16) instead of setting dtype."
+            )
+        if self.model_dtype not in ("fp32", "float32"):
+            raise ConfigurationError(
+                f"fsdp_config.model_dtype={self.model_dtype!r}: master weights and Adam's moments would be in 16 bits, "
+                "where eps=1e-8 is zero and small updates round away, and RoPE's frequencies would be rounded. "
+                "Allowed: fp32. The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory."
+            )
+        if not isinstance(self.loss_scale, LossScaleSettings):
+            raise ConfigurationError(
+                f"fsdp_config.loss_scale={self.loss_scale!r}: allowed is a block with "
+                f"_target_: {LossScaleSettings.__module__}.{LossScaleSettings.__qualname__}. Choose precision=fp16."
+            )
+        chunk = self.log_prob_chunk_tokens
+        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+            raise ConfigurationError(
+                f"fsdp_config.log_prob_chunk_tokens={chunk!r}: allowed is an integer >= 1, in tokens. "
+                "Leave it out for the default; halve it when memory is short."
+            )
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that parameters have in the forward: bf16, fp16 or fp32."""
+        assert self.mixed_precision is not None
+        name = self.mixed_precision["param_dtype"]
+        return LONG_NAMES.get(name, name)

@@ -1,0 +1,93 @@
+"""FP32 log-probs and entropy from 16-bit logits, without ever holding FP32 logits of the whole batch.
+
+vLLM divides by the temperature and takes the log-softmax in FP32. A trainer that does either in 16 bits adds a
+rounding of the result (2⁻⁸ relative in BF16, 2⁻¹¹ in FP16) to the mismatch.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_precision.errors import ConfigurationError
+
+# As in verl: a temperature of zero means greedy sampling, whose log-probs are a limit.
+_MIN_TEMPERATURE = 1e-8
+# exp(-200) is 0 in FP32; keeps 0·(-inf) out of the entropy's gradient where a logit is masked with -inf.
+_MIN_LOG_P = -200.0
+
+
+def log_probs_and_entropy(
+    logits_NV: Tensor, labels_N: Tensor, temperature_N: Tensor, *, chunk_tokens: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return log π(label) = x_label - logsumexp(x) and H = -Σ p·log p, p = softmax(x), with x = logits / T, in FP32.
+
+    The gradient with respect to the logits is ∂log π/∂x = 1_label - p and ∂H/∂x = -p·(log p + H), computed chunk by
+    chunk in FP32 and rounded once, to the logits' dtype.
+
+    Args:
+        logits_NV: model outputs, any float dtype; kept for the backward as they are.
+        labels_N: int64 token ids.
+        temperature_N: FP32, one per token.
+        chunk_tokens: tokens whose FP32 logits exist at a time; the extra memory is a few times chunk_tokens·V·4 bytes.
+        with_entropy: whether to compute H.
+
+    Returns:
+        log-probs and entropy (None without), FP32, shape (N,), in nats.
+
+    Raises:
+        ConfigurationError: for `chunk_tokens` below 1.
+    """
+    if chunk_tokens < 1:
+        raise ConfigurationError(
+            f"fsdp_config.log_prob_chunk_tokens={chunk_tokens!r}: allowed is an integer >= 1, in tokens. "
+            "Leave it out for the default."
+        )
+    log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy)
+    return log_probs, entropy if with_entropy else None
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, temperature_N: Tensor, chunk_tokens: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        temperature_N = temperature_N.clamp(min=_MIN_TEMPERATURE)
+        normaliser_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
+        log_probs_N, entropy_N = torch.empty_like(normaliser_N), torch.zeros_like(normaliser_N)
+        for rows in _chunks(logits_NV.shape[0], chunk_tokens):
+            x = logits_NV[rows].float() / temperature_N[rows, None]
+            normaliser_N[rows] = x.logsumexp(-1)
+            log_probs_N[rows] = x.gather(-1, labels_N[rows, None]).squeeze(-1) - normaliser_N[rows]
+            if with_entropy:
+                # -Σ p·log p: no difference of large numbers, and 0 where a logit is -inf
+                entropy_N[rows] = torch.special.entr(x.sub_(normaliser_N[rows, None]).exp_()).sum(-1)
+        ctx.save_for_backward(logits_NV, labels_N, temperature_N, normaliser_N, entropy_N)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.set_materialize_grads(False)
+        return log_probs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None, None]:
+        to_log_probs, to_entropy = gradients
+        if to_log_probs is None and to_entropy is None:
+            return None, None, None, None, None
+        logits_NV, labels_N, temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
+        gradient_NV = torch.empty_like(logits_NV)
+        for rows in _chunks(logits_NV.shape[0], ctx.chunk_tokens):
+            log_p = (logits_NV[rows].float() / temperature_N[rows, None]).sub_(normaliser_N[rows, None])
+            p = log_p.clamp_(min=_MIN_LOG_P).exp()
+            g = torch.zeros_like(p)
+            if to_log_probs is not None:
+                upstream = to_log_probs[rows, None].float()
+                g.sub_(p * upstream).scatter_add_(-1, labels_N[rows, None], upstream)
+            if to_entropy is not None:
+                g.sub_(p.mul_(log_p.add_(entropy_N[rows, None])).mul_(to_entropy[rows, None].float()))
+            gradient_NV[rows] = g.div_(temperature_N[rows, None]).to(gradient_NV.dtype)
+        return gradient_NV, None, None, None, None
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

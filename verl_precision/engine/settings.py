@@ -1,0 +1,70 @@
+"""Settings of the loss scale, with bounds."""
+
+import math
+from dataclasses import dataclass
+
+from verl_precision.errors import ConfigurationError
+
+MODES = ("dynamic", "static")
+
+
+@dataclass(frozen=True)
+class LossScaleSettings:
+    """How the loss is scaled when the forward computes in FP16; without effect in BF16 and FP32.
+
+    Attributes:
+        mode: `dynamic` (scale grows and backs off) or `static` (stays at `initial`; overflowing steps are skipped).
+        initial: S of the first step. 2^16 is verl's and torch's.
+        growth_factor: S ← S·growth_factor after `growth_interval` consecutive updates without overflow; > 1.
+        growth_interval: optimizer steps; 400 is what verl hard-wires.
+        backoff_factor: S ← S·backoff_factor after an overflow; in (0, 1).
+        minimum: S never falls below it.
+        maximum: S never rises above it. With all gradients zero nothing overflows, and an unbounded S would reach inf
+            and stay there.
+        stop_after_steps_at_minimum: consecutive overflowing steps with S at its minimum after which the run stops.
+    """
+
+    mode: str = "dynamic"
+    initial: float = 2.0**16
+    growth_factor: float = 2.0
+    growth_interval: int = 400
+    backoff_factor: float = 0.5
+    minimum: float = 1.0
+    maximum: float = 2.0**32
+    stop_after_steps_at_minimum: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the bounds of every setting.
+
+        Raises:
+            ConfigurationError: naming setting, value, what is allowed and what to do.
+        """
+        if self.mode not in MODES:
+            raise _refused("mode", self.mode, " or ".join(MODES), "dynamic suits every run")
+        for name in ("initial", "growth_factor", "backoff_factor", "minimum", "maximum"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise _refused(name, value, "a positive finite number", "powers of two scale without rounding")
+        for name in ("growth_interval", "stop_after_steps_at_minimum"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise _refused(name, value, "an integer >= 1, in optimizer steps", "leave it out for the default")
+        if self.growth_factor <= 1:
+            raise _refused("growth_factor", self.growth_factor, "> 1", "set mode=static for a scale that never grows")
+        if self.backoff_factor >= 1:
+            raise _refused("backoff_factor", self.backoff_factor, "in (0, 1)", "0.5 is torch's")
+        if not self.minimum <= self.initial <= self.maximum < 2.0**127:
+            raise _refused(
+                "initial",
+                self.initial,
+                f"minimum <= initial <= maximum < 2^127 (minimum={self.minimum}, maximum={self.maximum})",
+                "move the bound or the initial scale",
+            )
+
+    def bounds(self) -> tuple[float, float]:
+        """Return the smallest and the largest scale allowed."""
+        return (self.initial, self.initial) if self.mode == "static" else (self.minimum, self.maximum)
+
+
+def _refused(name: str, value: object, allowed: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(f"fsdp_config.loss_scale.{name}={value!r}: allowed is {allowed}. Remedy: {remedy}.")
