@@ -156,6 +156,7 @@ def precision(scratch):
     reference = gradients(make_engine("fp32"))
     return {
         "seen": seen,
+        "rope": sorted({str(b.dtype) for name, b in engine.module.named_buffers() if "inv_freq" in name}),
         "parameters": sorted({str(p.dtype) for p in engine.module.parameters()}),
         "relative_error": float((half - reference).norm() / reference.norm()),
         "upstream_bf16_relative_error": float(

@@ -36,7 +36,7 @@ def test_parameters_are_fp32_and_the_model_computes_in_fp16(seen):
     for rank in seen:
         found = rank["precision"]
         assert found["engine"] == "FSDPEngineWithLMHeadOnCPU"
-        assert found["parameters"] == ["torch.float32"]
+        assert found["parameters"] == found["rope"] == ["torch.float32"], "master weights, RoPE's frequencies"
         assert found["seen"] == dict.fromkeys(("inputs", "weight", "output"), "torch.float16")
 
 

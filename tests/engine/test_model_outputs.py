@@ -1,0 +1,62 @@
+"""Our `prepare_model_outputs` and verl's on the same FP32 logits: packed, padded, with the extras we leave to verl."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_precision.engine.config import PrecisionFSDPConfig
+from verl_precision.engine.fsdp_engine import precision_variant
+
+LENGTHS, V, PAD = (3, 5), 20, 2
+MIXED = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+
+
+def outputs(config, packed, dtype=torch.float32, **asked):
+    engine = object.__new__(precision_variant(FSDPEngineWithLMHead, "Engine"))
+    engine.engine_config, engine.use_ulysses_sp = config, False
+    from verl.utils.torch_functional import entropy_from_logits
+
+    engine.compute_entropy_from_logits = entropy_from_logits
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, V, (n,), generator=generator) for n in LENGTHS]
+    shape = (1, sum(LENGTHS) + PAD, V) if packed else (len(LENGTHS), max(LENGTHS), V)
+    logits = (3 * torch.randn(shape, generator=generator)).to(dtype)
+    temperature = torch.tensor([0.7, 1.3])
+    rolled = torch.roll(torch.cat(ids), -1)
+    args = {"pad_size": PAD, "temperature": temperature, "input_ids_rmpad_rolled": rolled}
+    if packed:
+        args["input_ids_rmpad_rolled"] = torch.cat([rolled, torch.zeros(PAD, dtype=torch.long)])
+        per_token = temperature.repeat_interleave(torch.tensor(LENGTHS))
+        args["temperature_rmpad"] = torch.cat([per_token, torch.ones(PAD)])
+    batch = tu.get_tensordict(
+        {"input_ids": torch.nested.as_nested_tensor(ids, layout=torch.jagged)},
+        non_tensor_dict={"use_remove_padding": packed, "calculate_entropy": True, **asked},
+    )
+    return engine.prepare_model_outputs(SimpleNamespace(logits=logits), args, batch, None)
+
+
+@pytest.mark.parametrize("asked", [{}, {"calculate_entropy": False}, {"calculate_sum_pi_squared": True}], ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_same_keys_shapes_and_values_as_verl(packed, asked):
+    theirs = outputs(FSDPEngineConfig(), packed, **asked)
+    ours = outputs(
+        PrecisionFSDPConfig(dtype="float32", mixed_precision=MIXED, log_prob_chunk_tokens=2), packed, **asked
+    )
+    assert ours.keys() == theirs.keys() and "log_probs" in ours
+    for key, value in theirs.items():
+        assert ours[key].is_nested and torch.equal(ours[key].offsets(), value.offsets())
+        torch.testing.assert_close(ours[key].values(), value.values(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [{}, {"calculate_sum_pi_squared": True}], ids=str)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_16_bit_logits_give_fp32_outputs_unless_switched_off(packed, asked):
+    settings = dict(dtype="float32", mixed_precision=MIXED)
+    on = outputs(PrecisionFSDPConfig(**settings), packed, torch.float16, **asked)
+    off = outputs(PrecisionFSDPConfig(**settings, fp32_log_probs=False), packed, torch.float16, **asked)
+    assert {value.dtype for value in on.values()} == {torch.float32}
+    assert off["log_probs"].dtype == torch.float16
