@@ -3,6 +3,7 @@
 import json
 
 import psutil
+import torch
 
 from verl_precision.compare.results import read_metrics
 from verl_precision.compare.run import RUN_MARK
@@ -31,11 +32,12 @@ def test_rollout_follows_the_trainer(comparison):
 
 
 def test_our_k3_is_verls(comparison):
-    """The same quantity, measured by verl from the same tensors; ours in float64."""
+    """The same quantity, measured by verl from the same tensors in float32, which loses e^g - g - 1 to rounding."""
     folder, summaries, _ = comparison
     for precision in summaries:
         for row in read_metrics(folder / precision / "metrics.jsonl"):
-            assert abs(row["mismatch/k3_kl"] / row["rollout_corr/k3_kl"] - 1) < 0.2, (precision, row["step"])
+            ours, theirs = row["mismatch/k3_kl"], row["rollout_corr/k3_kl"]
+            assert abs(ours - theirs) < 0.05 * ours + torch.finfo(torch.float32).eps, (precision, row["step"])
 
 
 def test_what_the_user_gets(comparison):
