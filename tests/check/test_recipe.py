@@ -98,7 +98,7 @@ def test_this_machine_is_a_warning_and_the_config_an_error(root):
     (fault,) = [fault for fault in report.faults if fault.name == "check_files"]
     assert report.ok and fault.severity == "warning" and fault.setting == "data.train_files"
     report = check_recipe(
-        root / RECIPE, ["+estimator=pg_seq_tis", "algorithm.rollout_correction.bypass_mode=False"], Environment()
+        root / RECIPE, ["estimator=pg_seq_tis", "algorithm.rollout_correction.bypass_mode=False"], Environment()
     )
     assert not report.ok and "check_estimator" in [fault.name for fault in report.faults]
 

@@ -266,23 +266,15 @@ def test_the_list_of_refused_architectures_is_vllms():
     assert set(ast.literal_eval(values[0])) <= set(VLLM_REFUSES_FP16)
 
 
-def test_a_preset_that_names_a_pair_is_believed_and_an_override_of_it_is_not(compose, tmp_path, monkeypatch):
-    """No list of presets is kept: the chosen one says which pair it means."""
-    from verl_precision.check import dtype_traps
-
-    folder = tmp_path / "precision"
-    folder.mkdir()
-    (folder / "fp16.yaml").write_text(
-        "actor_rollout_ref: {actor: {fsdp_config: {mixed_precision: {param_dtype: fp16}}}, rollout: {dtype: float32}}"
-    )
-    monkeypatch.setattr(dtype_traps, "PRESETS_DIR", tmp_path)
+def test_a_preset_that_names_a_pair_is_believed_and_an_override_of_it_is_not(compose):
+    """No list of pairs is kept: Hydra records which halves the chosen preset is made of."""
 
     def found(*overrides: str) -> bool:
-        faults = find_faults(compose("+precision=fp16", *overrides), Environment())
+        faults = find_faults(compose("+precision=bf16_train_fp16_rollout", *overrides), Environment())
         return "rollout-contradicts-actor" in [fault.name for fault in faults]
 
-    assert not found(f"{ROLLOUT}.dtype=float32")
-    assert found(f"{ROLLOUT}.dtype=bfloat16")
+    assert not found()
+    assert found(f"{ROLLOUT}.dtype=float32")
 
 
 def test_preflight_refuses_the_errors_and_not_the_warnings(compose, root, monkeypatch):

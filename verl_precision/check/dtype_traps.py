@@ -20,7 +20,6 @@ from verl_precision.check.dtypes import (
 )
 from verl_precision.check.fault import Environment, Fault
 from verl_precision.check.local_model import model_config
-from verl_precision.presets import PRESETS_DIR
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (compared by tests/check/test_traps.py); plamo2 was
@@ -73,17 +72,13 @@ def rollout_contradicts(config: DictConfig, environment: Environment) -> Iterato
 def asked_pair(config: DictConfig) -> tuple[str, str] | None:
     """Return the (actor, rollout) dtypes of the precision preset that was chosen, or None.
 
-    Hydra records the choice, so the preset itself says which pair it means: no list is kept here. A value overridden
-    after the choice differs from the preset's, and is then not what the preset asked for.
+    A preset is made of two halves, and Hydra records which: no list of pairs is kept here. A value overridden after the
+    choice differs from the preset's, and is then not what the preset asked for.
     """
-    choice = OmegaConf.select(config, "hydra.runtime.choices.precision")
-    path = PRESETS_DIR / "precision" / f"{choice}.yaml"
-    if choice is None or not path.is_file():
-        return None
-    preset = OmegaConf.load(path)
-    actor = OmegaConf.select(preset, "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype")
-    rollout = OmegaConf.select(preset, ROLLOUT_DTYPE)
-    return short(actor), short(rollout)
+    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
+    halves = {group.partition("@")[0]: choice for group, choice in choices.items()}
+    train, rollout = halves.get("precision/train"), halves.get("precision/rollout")
+    return None if train is None or rollout is None else (train, rollout)
 
 
 def others_differ(config: DictConfig, environment: Environment) -> Iterator[Fault]:
