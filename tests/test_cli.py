@@ -50,7 +50,7 @@ def test_check_finds_builds_that_break_torch(monkeypatch):
     ("arguments", "words"),
     [
         (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-        (["setup.py", "-p", "fp61"], "--precision fp61: no such preset. Allowed: bf16, fp16, fp32"),
+        (["setup.py", "-p", "fp61"], "--precision fp61: no such preset. Allowed: bf16, bf16_train_fp16_rollout"),
         (["setup.py", "-p", "fp16", "-p", "fp16"], "each preset can be given once"),
     ],
 )
