@@ -277,6 +277,13 @@ def test_a_preset_that_names_a_pair_is_believed_and_an_override_of_it_is_not(com
     assert found(f"{ROLLOUT}.dtype=float32")
 
 
+def test_merged_lora_rounds_with_our_engine_too(compose):
+    """verl's merged stream casts to BF16 whatever the engine's config; nothing here changes that yet."""
+    lora = "actor_rollout_ref.model.lora"
+    config = compose("+precision=fp16", f"{lora}.merge=True", f"{lora}.rank=8")
+    assert "merged-lora-rounds" in [fault.name for fault in find_faults(config, Environment())]
+
+
 def test_preflight_refuses_the_errors_and_not_the_warnings(compose, root, monkeypatch):
     monkeypatch.chdir(root)
     problems = find_problems(compose("+precision=fp16", f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.top_p=0.9"))
