@@ -5,20 +5,11 @@ import signal
 import subprocess
 import sys
 
-import psutil
-
-from verl_precision.compare.run import RUN_MARK
+from verl_precision.compare.run import marked_processes
 
 
 def _marked() -> set[int]:
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            if RUN_MARK in process.environ() and process.status() != psutil.STATUS_ZOMBIE:
-                found.add(process.pid)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    return {process.pid for process in marked_processes()}
 
 
 def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path):

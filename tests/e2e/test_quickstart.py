@@ -2,11 +2,10 @@
 
 import json
 
-import psutil
 import torch
 
 from verl_precision.compare.results import read_metrics
-from verl_precision.compare.run import RUN_MARK
+from verl_precision.compare.run import marked_processes
 
 
 def test_both_runs_learn(comparison):
@@ -52,11 +51,4 @@ def test_what_the_user_gets(comparison):
 
 
 def test_nothing_is_left_running(comparison):
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if RUN_MARK in process.environ():
-                left.append(process.cmdline())
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    assert left == []
+    assert marked_processes() == []

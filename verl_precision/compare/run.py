@@ -148,12 +148,13 @@ def end_processes(process: subprocess.Popen, mark: str) -> None:
     psutil.wait_procs(alive, timeout=5)
 
 
-def marked_processes(mark: str) -> list[psutil.Process]:
-    """Return the live processes whose environment carries the mark."""
+def marked_processes(mark: str | None = None) -> list[psutil.Process]:
+    """Return the live processes whose environment carries the mark, or with None any run's mark."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(RUN_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            carried = process.environ().get(RUN_MARK)
+            if carried is not None and mark in (None, carried) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's: not ours
             continue
