@@ -25,5 +25,9 @@ class LossScaleError(VerlPrecisionError, ArithmeticError):
     """Gradients stay non-finite however small the loss scale is."""
 
 
+class PrecisionContradictionError(VerlPrecisionError, RuntimeError):
+    """Something ran in another dtype than the config asks for."""
+
+
 class CheckpointStateError(VerlPrecisionError, RuntimeError):
     """State that this package keeps in a checkpoint cannot be read back."""

@@ -24,14 +24,23 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from verl_precision.engine.config import PrecisionFSDPConfig
-from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.errors import VerlPrecisionError
 from verl_precision.tiny_model import cached_tiny_model
 
 LONG = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
-def make_engine(dtype="fp16", plain=False, cls=None, model_type="language_model", fsdp_size=-1, **ours):
+def make_engine(
+    dtype="fp16",
+    plain=False,
+    cls=None,
+    model_type="language_model",
+    fsdp_size=-1,
+    lora=None,
+    save=("model", "optimizer", "extra"),
+    **ours,
+):
     settings = dict(
         strategy="fsdp2",
         fsdp_size=fsdp_size,
@@ -45,6 +54,7 @@ def make_engine(dtype="fp16", plain=False, cls=None, model_type="language_model"
         use_remove_padding=False,
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
+        **(lora or {}),
     )
     model.model_type = model_type
     torch.manual_seed(0)  # the value head is drawn
@@ -52,7 +62,7 @@ def make_engine(dtype="fp16", plain=False, cls=None, model_type="language_model"
         model_config=model,
         engine_config=FSDPEngineConfig(**settings) if plain else PrecisionFSDPConfig(**settings, **ours),
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=100),
-        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra"]),
+        checkpoint_config=CheckpointConfig(save_contents=list(save)),
     )
     engine.initialize()
     return engine
@@ -210,7 +220,7 @@ def minimum(scratch):
 def resume(scratch):
     """Save after a skip and a good step, load into a fresh engine: ours goes on, upstream's starts again."""
     messages = []
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("verl_precision.engine").addHandler(handler)
     settings = LossScaleSettings(initial=1024.0, growth_interval=5)
@@ -297,11 +307,135 @@ def others(scratch):
     return {"critic": step(critic), "critic_class": type(critic).__name__, "bf16": [*steps, step(bf16)]}
 
 
+def log_probs(engine):
+    with engine.eval_mode():
+        return engine.infer_batch(batch())["model_output"]["log_probs"].values()
+
+
+def importance_weighted(rollout_log_probs, ratio=None):
+    """Return Σ exp(log π - log μ), the objective of equation (5) token by token; or with the ratio given."""
+    rows = iter(rollout_log_probs), iter(ratio or rollout_log_probs)
+
+    def loss(model_output, data, dp_group):
+        log_probs, mu, r = model_output["log_probs"].values().double(), *(next(row) for row in rows)
+        return (log_probs.sub(mu).exp() if ratio is None else r * log_probs).sum(), {}
+
+    return loss
+
+
+def gradient_of(engine, loss):
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch(), loss)
+        return torch.cat([full(p.grad).flatten().double() for p in engine.module.parameters()])
+
+
+def copy_parameters(source, target):
+    with torch.no_grad():
+        for theirs, mine in zip(source.module.parameters(), target.module.parameters(), strict=True):
+            mine.to_local().copy_(theirs.to_local())
+
+
+def shadow(scratch):
+    """FP32 training with a BF16 shadow as the ratio's source, against a BF16 engine and a plain FP32 one."""
+    engine = make_engine("fp32", shadow=ShadowSettings(dtype="bf16", ratio_source="shadow"))
+    lengths = batch()["input_ids"].offsets().diff().tolist()
+    half, single = make_engine("bf16"), make_engine("fp32")
+    found = {"beta": float((log_probs(single) - log_probs(half)).abs().mean()), "same": [], "gradient_error": []}
+    for _ in range(2):
+        values = log_probs(half)
+        found["same"].append(torch.equal(log_probs(engine), values))
+        mu = [row - 0.5 for row in values.double().split(lengths)]  # α = 0.5 on every token
+        with_shadow = gradient_of(engine, importance_weighted(mu))
+        expected = gradient_of(single, importance_weighted(mu, [torch.full_like(row, 0.5).exp() for row in mu]))
+        without = gradient_of(single, importance_weighted(mu))
+        found["gradient_error"].append(
+            [float((g - expected).norm() / expected.norm()) for g in (with_shadow, without)]
+        )
+        found["changed"] = step(engine)["changed"]  # the shadow must follow
+        copy_parameters(engine, half)
+        copy_parameters(engine, single)
+    return found
+
+
+def contradiction(scratch):
+    """A forward in another dtype than the config's."""
+    engine = make_engine("bf16")
+    log_probs(engine)
+    engine._autocast_dtype = torch.float16
+    try:
+        log_probs(engine)
+    except VerlPrecisionError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {}
+
+
+def head(scratch):
+    """Log-probs of an FP16 engine against FP32, with the head in FP16 and in FP32."""
+    reference = log_probs(make_engine("fp32"))
+    errors = {}
+    for wide in (False, True):
+        engine = make_engine("fp16", fp32_output_head=wide)
+        seen = []
+        engine.module.lm_head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
+        errors[str(wide)] = {
+            "error": float((log_probs(engine) - reference).abs().mean()),
+            "logits": sorted({str(dtype) for dtype in seen}),
+        }
+    return errors
+
+
+def export(scratch):
+    """What a checkpoint with hf_model holds, and what its config says."""
+    from safetensors import safe_open
+
+    found = {}
+    for name, plain in (("ours", False), ("theirs", True)):
+        engine = make_engine("fp16", plain=plain, save=("model", "hf_model"))
+        folder = scratch / f"export_{name}"
+        engine.save_checkpoint(str(folder))
+        config = json.loads((folder / "huggingface" / "config.json").read_text())
+        with safe_open(next((folder / "huggingface").glob("*.safetensors")), "pt") as weights:
+            dtypes = sorted({weights.get_slice(key).get_dtype() for key in weights.keys()})  # noqa: SIM118
+        found[name] = {"config": config.get("dtype", config.get("torch_dtype")), "weights": dtypes}
+    return found
+
+
+def merged_lora(scratch):
+    """The weights sent with LoRA merged, against base + scale·B·A in float64; ours and verl's."""
+    found = {}
+    for name, plain in (("ours", False), ("theirs", True)):
+        lora = dict(lora_rank=4, lora_alpha=8, target_modules="all-linear", lora={"merge": True})
+        engine = make_engine("fp16", plain=plain, lora=lora)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for key, parameter in engine.module.named_parameters():
+                if "lora_B" in key:
+                    whole = torch.randn(full(parameter).shape, generator=generator) * 0.01
+                    rows = whole.chunk(dist.get_world_size())
+                    parameter.to_local().copy_(rows[dist.get_rank()])
+        state = {key: full(value).double() for key, value in engine.module.state_dict().items()}
+        sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
+        layer = "model.layers.0.mlp.up_proj"
+        base, a, b = (
+            state[f"base_model.model.{layer}.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")
+        )
+        error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max()
+        after = {key: full(value).double() for key, value in engine.module.state_dict().items()}
+        found[name] = {
+            "dtypes": sorted({str(value.dtype) for value in sent.values()}),
+            "relative_error": float(error / base.abs().max()),
+            "restored": all(torch.equal(state[key], after[key]) for key in state),
+        }
+    return found
+
+
 def main():
     rank, world, rendezvous, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    scenarios = [precision, overflow, mini_batches, minimum, resume, upstream, others] + ([hsdp] if world > 1 else [])
+    scenarios = [precision, overflow, mini_batches, minimum, resume, upstream, others]
+    scenarios += [shadow, contradiction, head, export, merged_lora] + ([hsdp] if world > 1 else [])
     found = {}
     for scenario in scenarios:
         found[scenario.__name__] = scenario(scratch)

@@ -152,3 +152,45 @@ def test_critic_scales_and_bf16_needs_no_scaler(seen):
         assert good["metrics"]["seen/log_probs_dtype"] == ["torch.float32"] * 2
         assert not bad["changed"] and bad["lr"] == good["lr"] and bad["metrics"]["precision/skipped_steps"] == [1]
         assert "precision/loss_scale" not in good["metrics"]
+
+
+def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient(seen):
+    """FP32 training, BF16 shadow: infer is bit for bit a BF16 engine's, before and after an update."""
+    for rank in seen:
+        found = rank["shadow"]
+        assert found["beta"] > 1e-4, "the two precisions differ, or this test shows nothing"
+        assert found["changed"] and found["same"] == [True, True]
+        for with_shadow, without in found["gradient_error"]:
+            assert with_shadow < 1e-6, "exp(α)·∇log π_train"
+            assert without > 1e-4, "exp(α + β)·∇log π_train"
+
+
+def test_forward_in_another_dtype_stops_the_run(seen):
+    for rank in seen:
+        found = rank["contradiction"]
+        assert found["error"] == "PrecisionContradictionError"
+        assert "asks for bfloat16" in found["message"] and "actor" in found["message"]
+        assert "model.layers.0.self_attn.q_proj: float16" in found["message"]
+
+
+def test_output_head_in_fp32(seen):
+    for rank in seen:
+        assert rank["head"]["False"]["logits"] == ["torch.float16"]
+        assert rank["head"]["True"]["logits"] == ["torch.float32"]
+        assert rank["head"]["True"]["error"] < 1.1 * rank["head"]["False"]["error"]
+
+
+def test_export_says_the_dtype_it_was_trained_in(seen):
+    """Trap 3.16: the weights are FP32, and verl's config.json tells every loader to round them to BF16."""
+    for rank in seen:
+        assert rank["export"]["ours"] == {"config": "float16", "weights": ["F32"]}
+        assert rank["export"]["theirs"] == {"config": "bfloat16", "weights": ["F32"]}
+
+
+def test_merged_lora_is_sent_as_exact_as_it_is(seen):
+    """Trap 3.15: verl rounds base + scale·B·A to BF16."""
+    for rank in seen:
+        ours, theirs = rank["merged_lora"]["ours"], rank["merged_lora"]["theirs"]
+        assert ours["dtypes"] == ["torch.float32"] and ours["relative_error"] < 1e-6
+        assert theirs["dtypes"] == ["torch.bfloat16"] and theirs["relative_error"] > 1e-3
+        assert ours["restored"] and theirs["restored"]

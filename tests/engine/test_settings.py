@@ -7,7 +7,7 @@ from verl.workers.config import FSDPEngineConfig
 
 from verl_precision.engine.config import PrecisionFSDPConfig
 from verl_precision.engine.config_check import check_engines
-from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.errors import ConfigurationError
 
 MIXED = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -48,9 +48,16 @@ def config(**changes):
     return PrecisionFSDPConfig(**{"dtype": "float16", "mixed_precision": MIXED, **changes})
 
 
-def test_a_typed_config_is_verls_with_three_more_fields():
+def test_a_typed_config_is_verls_with_more_fields():
     ours, theirs = config(), FSDPEngineConfig(dtype="float16", mixed_precision=MIXED)
-    assert set(ours) - set(theirs) == {"loss_scale", "fp32_log_probs", "log_prob_chunk_tokens"}
+    assert set(ours) - set(theirs) == {
+        "loss_scale",
+        "fp32_log_probs",
+        "log_prob_chunk_tokens",
+        "fp32_output_head",
+        "shadow",
+        "send_weight_manifest",
+    }
     assert all(ours[key] == theirs[key] for key in theirs)
     assert ours.compute_dtype == "fp16"
 
@@ -64,6 +71,7 @@ def test_a_typed_config_is_verls_with_three_more_fields():
         ({"dtype": "bfloat16"}, r"dtype='bfloat16' and .*'fp16' contradict"),
         ({"model_dtype": "fp16"}, r"model_dtype='fp16': .*Adam.*Allowed: fp32"),
         ({"loss_scale": {"initial": 1.0}}, r"loss_scale=.*_target_"),
+        ({"shadow": {"every_n_steps": 1}}, r"shadow=.*_target_.*ShadowSettings"),
         ({"log_prob_chunk_tokens": 0}, r"log_prob_chunk_tokens=0: allowed is an integer >= 1"),
     ],
 )
@@ -82,3 +90,34 @@ def test_preflight_names_the_block(compose_verl):
         check_engines(
             compose_verl("+precision=fp16", "actor_rollout_ref.actor.fsdp_config.loss_scale.growth_interval=0")
         )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio_source": "rollout"}, r"shadow.ratio_source='rollout': allowed is training or shadow"),
+        ({"every_n_steps": -1, "dtype": "bf16"}, r"shadow.every_n_steps=-1: allowed is an integer >= 0"),
+        ({"every_n_steps": True, "dtype": "bf16"}, r"shadow.every_n_steps=True: allowed is an integer >= 0"),
+        ({"every_n_steps": 1}, r"shadow.dtype=None: allowed is bf16, fp16, fp32"),
+        ({"ratio_source": "shadow", "dtype": "auto"}, r"shadow.dtype='auto'.*actor_rollout_ref.rollout.dtype"),
+    ],
+)
+def test_shadow_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ShadowSettings(**settings)
+
+
+def test_shadow_is_off_by_default_whatever_the_rollouts_dtype():
+    assert not ShadowSettings().enabled and not ShadowSettings(dtype="auto").enabled
+    assert ShadowSettings(dtype="bfloat16", every_n_steps=10).enabled
+    assert ShadowSettings(dtype="bf16", ratio_source="shadow").enabled
+
+
+def test_shadow_is_the_actors_alone_and_in_the_rollouts_dtype(compose_verl):
+    actor = "actor_rollout_ref.actor.fsdp_config.shadow"
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    check_engines(compose_verl("+precision=fp32_train_bf16_rollout", vllm, f"{actor}.ratio_source=shadow"))
+    with pytest.raises(ConfigurationError, match=r"shadow.dtype='fp16', but the rollout runs in bf16"):
+        check_engines(compose_verl("+precision=bf16", vllm, f"{actor}.every_n_steps=1", f"{actor}.dtype=fp16"))
+    with pytest.raises(ConfigurationError, match=r"^critic.fsdp.shadow is switched on: only the actor"):
+        check_engines(compose_verl("+precision=bf16", "critic.fsdp.shadow.every_n_steps=1"))

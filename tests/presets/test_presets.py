@@ -42,7 +42,8 @@ def test_the_promised_precisions_are_there():
 def test_precision_sets_actor_ref_critic_and_rollout_together(compose_verl, precision):
     train, rollout = halves(precision)
     short, long = DTYPES[train]
-    config = compose_verl(f"+precision={precision}", return_hydra_config=True)
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    config = compose_verl(f"+precision={precision}", vllm, return_hydra_config=True)
     callback = config.hydra.callbacks.verl_precision
     assert callback._target_ == "verl_precision.preflight.PreflightCallback"
     arr = config.actor_rollout_ref
@@ -54,6 +55,8 @@ def test_precision_sets_actor_ref_critic_and_rollout_together(compose_verl, prec
         assert isinstance(typed, PrecisionFSDPConfig)
         assert typed.compute_dtype == short and typed.fp32_log_probs
         assert typed.loss_scale == LossScaleSettings(), "the presets spell out the defaults"
+        assert not typed.shadow.enabled and typed.shadow.dtype == DTYPES[rollout][1]
+        assert typed.send_weight_manifest, "vLLM, fed by the trainer: the extension reads it"
         assert ("loss_scale" in engine) is (train == "fp16")
     assert arr.ref.fsdp_config.forward_only and not arr.actor.fsdp_config.forward_only
     assert arr.rollout.dtype == DTYPES[rollout][1]
@@ -98,11 +101,29 @@ def test_nothing_else_changes(compose_verl, precision):
         "._target_",
         "fp32_log_probs",
         "log_prob_chunk_tokens",
+        "fp32_output_head",
+        "send_weight_manifest",
+        "loss_scale.",
+        "shadow.",
     )
-    allowed += ("loss_scale.",)
     assert {key for key in changed if not any(word in key for word in allowed)} <= {
         ".actor_rollout_ref.rollout.engine_kwargs"  # verl's empty dict, now with one entry
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "sent"),
+    [
+        ("name=vllm", True),
+        ("name=sglang", False),
+        ("checkpoint_engine.backend=nccl", False),
+        ("engine_kwargs.vllm.worker_extension_cls=somebody.Else", False),
+    ],
+)
+def test_the_manifest_is_sent_only_to_who_reads_it(compose_verl, override, sent):
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    config = compose_verl("+precision=fp16", vllm, f"actor_rollout_ref.rollout.{override}")
+    assert config.actor_rollout_ref.actor.fsdp_config.send_weight_manifest is sent
 
 
 def test_unknown_preset_lists_the_allowed(compose_verl):

@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_precision.weight_sync import manifest
-from verl_precision.weight_sync.manifest import MANIFEST_NAME, decode, differences, digest, encode, send_with_manifest
+from verl_precision.weight_sync.manifest import (
+    MANIFEST_NAME,
+    TensorDigest,
+    decode,
+    differences,
+    digest,
+    encode,
+    rounded_on_the_way,
+    send_with_manifest,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 
@@ -72,3 +81,25 @@ def test_differences_name_the_tensor_and_what_happened():
         "lost: sent by the trainer, never received",
     ]
     assert differences(sent, dict(sent)) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "rollout", "rounded"),
+    [
+        (torch.float32, torch.float16, False),
+        (torch.float32, torch.float32, False),
+        (torch.float16, torch.float16, False),
+        (torch.float16, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float32, True),
+        (torch.float8_e4m3fn, torch.float16, False),
+        (torch.int64, torch.float16, False),
+    ],
+)
+def test_weights_with_fewer_bits_than_the_rollout_holds_are_named(sent, rollout, rounded):
+    found = rounded_on_the_way({"a.weight": digest(torch.zeros(2, dtype=torch.float32)), "b": TensorDigest(str(sent), (2,), 0, 0)}, rollout)
+    assert bool(found) is rounded
+    if rounded:
+        assert found == [f"b: arrived in {str(sent)[6:]}, too coarse for a rollout in {str(rollout)[6:]}"]

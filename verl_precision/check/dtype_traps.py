@@ -180,8 +180,8 @@ def transport_rounds(config: DictConfig, environment: Environment) -> Iterator[F
         setting,
         value,
         f"weights travel in BF16, so that the {rollout} rollout computes with 8 bits of mantissa.",
-        "False" if merged else "naive",
-        f"Set {setting}={'False' if merged else 'naive'}.",
+        "False, or this package's engine, which merges in FP32" if merged else "naive",
+        f"Choose precision={rollout}, or set {setting}=False." if merged else f"Set {setting}=naive.",
     )
 
 
@@ -224,9 +224,11 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterat
 
 
 def export_rounds(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl writes Hugging Face checkpoints in BF16."""
+    """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor = engines(config)[0]
     contents = OmegaConf.select(config, "actor_rollout_ref.actor.checkpoint.save_contents") or []
+    if actor.ours:
+        return
     if "hf_model" in contents and actor.strategy in FSDP and actor.compute == "fp16" and config.trainer.save_freq > 0:
         yield Fault(
             "export-rounds",

@@ -137,7 +137,7 @@ def transport_dtype(config: DictConfig) -> tuple[str, str]:
     backend = (rollout.get("checkpoint_engine") or {}).get("backend", "naive")
     if backend != "naive":
         return "bf16", f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} (its default rollout_dtype)"
-    if lora_is_merged(config) and actor.strategy in FSDP:
+    if lora_is_merged(config) and actor.strategy in FSDP and not actor.ours:
         return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
     return actor.master, "the master weights' own; the rollout casts on arrival"
 

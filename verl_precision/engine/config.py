@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig
 
-from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.engine.settings import DTYPES, LONG_NAMES, LossScaleSettings, ShadowSettings
 from verl_precision.errors import ConfigurationError
-
-# What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-LONG_NAMES = {long: short for short, long in DTYPES.items()}
 
 
 @dataclass
@@ -27,11 +23,19 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
         loss_scale: used when the compute dtype is fp16.
         fp32_log_probs: divide by the temperature, and take log-probs and entropy, in FP32.
         log_prob_chunk_tokens: tokens of which FP32 logits exist at a time.
+        fp32_output_head: compute the logits themselves in FP32 (weights as gathered, in `param_dtype`). vLLM's head
+            stays in the rollout's dtype, and the logits of a micro-batch take twice the memory.
+        shadow: the actor's second forward in the rollout's dtype; without effect in reference and critic.
+        send_weight_manifest: close every weight stream to the rollout with the digests that
+            `weight_sync.worker.VerifiedWeightSyncExtension` compares; any other receiver would take it for a weight.
     """
 
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
     fp32_log_probs: bool = True
     log_prob_chunk_tokens: int = 512
+    fp32_output_head: bool = False
+    shadow: ShadowSettings = field(default_factory=ShadowSettings)
+    send_weight_manifest: bool = False
 
     def __post_init__(self) -> None:
         """Check that the dtypes are said, known and without contradiction.
@@ -65,11 +69,12 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
                 "where eps=1e-8 is zero and small updates round away, and RoPE's frequencies would be rounded. "
                 "Allowed: fp32. The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory."
             )
-        if not isinstance(self.loss_scale, LossScaleSettings):
-            raise ConfigurationError(
-                f"fsdp_config.loss_scale={self.loss_scale!r}: allowed is a block with "
-                f"_target_: {LossScaleSettings.__module__}.{LossScaleSettings.__qualname__}. Choose precision=fp16."
-            )
+        for name, wanted_type in (("loss_scale", LossScaleSettings), ("shadow", ShadowSettings)):
+            if not isinstance(getattr(self, name), wanted_type):
+                raise ConfigurationError(
+                    f"fsdp_config.{name}={getattr(self, name)!r}: allowed is a block with "
+                    f"_target_: {wanted_type.__module__}.{wanted_type.__qualname__}. Choose precision=fp16."
+                )
         chunk = self.log_prob_chunk_tokens
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise ConfigurationError(

@@ -26,9 +26,27 @@ def check_engines(config: DictConfig) -> None:
         if block is None or block.get("_target_") != TARGET:
             continue
         try:
-            instantiate(block, _convert_="partial")
+            typed = instantiate(block, _convert_="partial")
         except InstantiationException as error:
             cause = error.__cause__
             if not isinstance(cause, VerlPrecisionError):
                 raise
             raise ConfigurationError(f"{path}: {cause}") from error
+        if typed.shadow.enabled:
+            _check_shadow(config, path, typed.shadow.dtype)
+
+
+def _check_shadow(config: DictConfig, path: str, dtype: str) -> None:
+    from verl_precision.check.dtypes import rollout_dtype, short
+
+    if path != ENGINES[0]:
+        raise ConfigurationError(
+            f"{path}.shadow is switched on: only the actor has a ratio. Allowed: ratio_source=training and "
+            f"every_n_steps=0. Set {ENGINES[0]}.shadow instead."
+        )
+    if short(dtype) != rollout_dtype(config):
+        raise ConfigurationError(
+            f"{path}.shadow.dtype={dtype!r}, but the rollout runs in {rollout_dtype(config)}: the shadow stands for the "
+            "rollout. Allowed: the rollout's dtype. Leave it out: the presets take it from "
+            "actor_rollout_ref.rollout.dtype."
+        )

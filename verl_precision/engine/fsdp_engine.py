@@ -1,12 +1,13 @@
-"""The rim: mixins that put loss scaling and FP32 log-probs into verl's FSDP engines.
+"""The rim: mixins that put loss scaling, FP32 log-probs, the shadow and exact weights into verl's FSDP engines.
 
 verl builds and drives the scaler as it does its own; these mixins choose which scaler that is, and read what happened.
 An engine whose config is not `PrecisionFSDPConfig` takes verl's path in every method.
 """
 
+import contextlib
 import functools
-import logging
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,15 +15,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_precision.engine.checkpoint import load_scaler, save_scaler
 from verl_precision.engine.config import PrecisionFSDPConfig
+from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler
+from verl_precision.engine.output_head import compute_in_fp32
 from verl_precision.engine.report import StepReport, diagnosis
-from verl_precision.errors import LossScaleError, RegistrationError
+from verl_precision.engine.settings import DTYPES
+from verl_precision.engine.shadow import ShadowModel, build_shadow, straight_through
+from verl_precision.engine.weights import ExactWeights, write_export_dtype
+from verl_precision.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.platforms.ledger import (
     BUILD_FSDP_MODULE,
     PREPARE_MODEL_OUTPUTS,
@@ -31,8 +38,6 @@ from verl_precision.platforms.ledger import (
 )
 
 NVIDIA = ("cuda", "nvidia")  # (device, vendor): wins over verl's device-only key without clashing with it
-
-logger = logging.getLogger("verl_precision.engine")
 
 
 class ScaledLoss:
@@ -100,11 +105,15 @@ class ScaledLoss:
         return self.lr_scheduler.get_last_lr()[0]
 
     def save_checkpoint(self, local_path, *args, **kwargs):
-        """Save verl's checkpoint and, before the barrier that ends the call, the scaler's state."""
+        """Save verl's checkpoint and, before the barrier that ends the call, the scaler's state and the export's dtype."""
         super().save_checkpoint(local_path, *args, **kwargs)
-        if self._has_scaler() and local_path is not None and self.checkpoint_manager.should_save_extra:
+        if local_path is None or not self._precise:
+            return
+        if self._has_scaler() and self.checkpoint_manager.should_save_extra:
             save_scaler(self.scaler, local_path)
-            torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            write_export_dtype(str(Path(local_path) / "huggingface"), DTYPES[self.engine_config.compute_dtype])
+        torch.distributed.barrier()
 
     def load_checkpoint(self, local_path, *args, **kwargs):
         """Load verl's checkpoint and the scaler's state; a checkpoint without it loads with a warning."""
@@ -114,6 +123,113 @@ class ScaledLoss:
 
     def _has_scaler(self) -> bool:
         return self._precise and isinstance(self.scaler, LossScaler)
+
+
+class VerifiedForward:
+    """Every forward is checked against the compute dtype of the config; the output head is FP32 if asked for."""
+
+    engine_config: Any
+    model_config: Any
+    _dtypes: ForwardDtypes
+    _precise: bool
+
+    def _build_fsdp_module(self, module):
+        if not self._precise:
+            return super()._build_fsdp_module(module)
+        head = None
+        if self.engine_config.fp32_output_head and self.model_config.model_type == "language_model":
+            head = compute_in_fp32(module)
+        module = super()._build_fsdp_module(module)
+        role = "critic" if self.model_config.model_type == "value_model" else "actor"
+        self._dtypes = ForwardDtypes(
+            module,
+            role="reference" if self.engine_config.forward_only else role,
+            expected=getattr(torch, DTYPES[self.engine_config.compute_dtype]),
+            exempt=head,
+        )
+        return module
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        """Do verl's forward step, then compare the dtypes seen in the model with the config.
+
+        Raises:
+            PrecisionContradictionError: if a matrix product gave another dtype.
+        """
+        result = super().forward_step(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        if self._precise:
+            self._dtypes.check()
+        return result
+
+
+class ShadowForward:
+    """The actor's shadow: built, refreshed, moved and used where the config asks for it."""
+
+    engine_config: Any
+    module: Any
+    _precise: bool
+    _shadow: ShadowModel | None = None
+
+    def _build_fsdp_module(self, module):
+        if self._precise and self.engine_config.shadow.enabled and not self.engine_config.forward_only:
+            # First: what verl's builder notes about the engine must be, in the end, the actor's.
+            self._shadow = build_shadow(self, module, super()._build_fsdp_module)
+        return super()._build_fsdp_module(module)
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        """Do verl's forward step; with `ratio_source=shadow`, every log-prob has the shadow's value.
+
+        Without gradients the shadow alone runs. With gradients both run, and the loss gets log-probs that are the
+        shadow's in value and the training forward's in gradient.
+        """
+        step = super().forward_step
+        if self._shadow is None or self.engine_config.shadow.ratio_source != "shadow":
+            return step(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        if forward_only:
+            with self._shadow.in_place_of_the_actor(self):
+                return step(micro_batch, loss_function=loss_function, forward_only=True)
+        if tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False):
+            raise ConfigurationError(
+                "fsdp_config.shadow.ratio_source='shadow' with top-k distillation, whose loss is taken from logits: "
+                "allowed is training. Set ratio_source=training, or distillation without use_topk."
+            )
+        with self._shadow.in_place_of_the_actor(self):
+            _, output = step(micro_batch, loss_function=None, forward_only=True)
+        values = output["model_output"]["log_probs"]
+
+        def loss_with_shadow_values(model_output, data, dp_group):
+            log_probs = straight_through(values.values(), model_output["log_probs"].values())
+            log_probs = torch.nested.nested_tensor_from_jagged(log_probs, values.offsets())
+            return loss_function(model_output={**model_output, "log_probs": log_probs}, data=data, dp_group=dp_group)
+
+        return step(micro_batch, loss_function=loss_with_shadow_values, forward_only=False)
+
+    def optimizer_step(self):
+        """Do the engine's step; the shadow's weights are then old."""
+        grad_norm = super().optimizer_step()
+        if self._shadow is not None:
+            self._shadow.invalidate()
+        return grad_norm
+
+    def load_checkpoint(self, *args, **kwargs):
+        """Load the engine's checkpoint; the shadow's weights are then old."""
+        super().load_checkpoint(*args, **kwargs)
+        if self._shadow is not None:
+            self._shadow.invalidate()
+
+    def to(self, device, model=True, optimizer=True, grad=True):
+        """Move the engine, and the shadow with the actor's weights."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        if self._shadow is not None and model:
+            (offload_fsdp_model_to_cpu if device == "cpu" else load_fsdp_model_to_gpu)(self._shadow.module)
+
+    @contextlib.contextmanager
+    def disable_adapter(self):
+        """Leave LoRA out, of the shadow as well: it then stands for the reference."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().disable_adapter())
+            if self._shadow is not None:
+                stack.enter_context(self._shadow.module.disable_adapter())
+            yield
 
 
 class FP32LogProbs:
@@ -166,7 +282,9 @@ def precision_variant(base: type, name: str, *mixins: type, module: str = __name
         mixins: further ones, first in the order of method resolution.
         module: who defines it.
     """
-    ours: tuple[type, ...] = (ScaledLoss,) if issubclass(base, FSDPEngineWithValueHead) else (FP32LogProbs, ScaledLoss)
+    ours: tuple[type, ...] = (VerifiedForward, ScaledLoss)
+    if not issubclass(base, FSDPEngineWithValueHead):
+        ours = (ShadowForward, FP32LogProbs, VerifiedForward, ExactWeights, ScaledLoss)
     return type(name, (*mixins, *ours, base), {"__module__": module, "__doc__": f"{base.__name__}; see {module}."})
 
 

@@ -1,4 +1,4 @@
-"""Settings of the loss scale, with bounds."""
+"""Settings of the loss scale and of the shadow forward, with bounds."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from verl_precision.errors import ConfigurationError
 
 MODES = ("dynamic", "static")
+RATIO_SOURCES = ("training", "shadow")
+
+# What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+LONG_NAMES = {long: short for short, long in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -66,5 +71,61 @@ class LossScaleSettings:
         return (self.initial, self.initial) if self.mode == "static" else (self.minimum, self.maximum)
 
 
-def _refused(name: str, value: object, allowed: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"fsdp_config.loss_scale.{name}={value!r}: allowed is {allowed}. Remedy: {remedy}.")
+@dataclass(frozen=True)
+class ShadowSettings:
+    """A second, no-grad forward of the actor in the rollout's dtype, on the same weights.
+
+    It splits the log-ratio: α = log π_shadow - log μ is what the policy did, β = log π_train - log π_shadow what the
+    precision did. It needs the actor's weights a second time, sharded alike, in that dtype.
+
+    Attributes:
+        dtype: of the shadow forward; the rollout's, which the presets put here.
+        ratio_source: `training`: log-probs as the training forward gives them. `shadow`: the value of every log-prob
+            of the actor is the shadow's, while its gradient goes through the training forward (straight-through), so
+            that any loss sees the ratio exp(α) without β.
+        every_n_steps: measure α and β in the first update of every n-th training step; 0 is never.
+    """
+
+    dtype: str | None = None
+    ratio_source: str = "training"
+    every_n_steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every setting.
+
+        Raises:
+            ConfigurationError: naming setting, value, what is allowed and what to do.
+        """
+        if self.ratio_source not in RATIO_SOURCES:
+            raise _refused(
+                "ratio_source",
+                self.ratio_source,
+                " or ".join(RATIO_SOURCES),
+                "training unless β is to leave the ratio",
+                "shadow",
+            )
+        if isinstance(self.every_n_steps, bool) or not isinstance(self.every_n_steps, int) or self.every_n_steps < 0:
+            raise _refused(
+                "every_n_steps",
+                self.every_n_steps,
+                "an integer >= 0, in training steps",
+                "0 measures never, 10 costs little",
+                "shadow",
+            )
+        if self.enabled and self.dtype not in DTYPES and self.dtype not in LONG_NAMES:
+            raise _refused(
+                "dtype",
+                self.dtype,
+                f"{', '.join(DTYPES)} or {', '.join(LONG_NAMES)}",
+                "the presets take it from actor_rollout_ref.rollout.dtype",
+                "shadow",
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a shadow model has to be built."""
+        return self.ratio_source == "shadow" or self.every_n_steps > 0
+
+
+def _refused(name: str, value: object, allowed: str, remedy: str, block: str = "loss_scale") -> ConfigurationError:
+    return ConfigurationError(f"fsdp_config.{block}.{name}={value!r}: allowed is {allowed}. Remedy: {remedy}.")

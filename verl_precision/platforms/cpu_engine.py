@@ -7,18 +7,14 @@ a run that asks for `strategy=fsdp` on a CPU is refused by name instead of faili
 from types import ModuleType
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.weight_sync.manifest import send_with_manifest
 
 KEY = ("cpu", "cpu")  # (device, vendor): a vendor key can not clash with a device-only registration
 
 
-class WeightManifest:
-    """Same weights as verl's engine sends, and a manifest at the end of every weight stream."""
+class AlwaysManifest:
+    """Weights can be loaded again on a CPU by `VerifiedWeightSyncExtension` only, which reads the manifest."""
 
-    def get_per_tensor_param(self, *args, **kwargs):
-        """Return verl's weight stream, closed by the manifest the rollout verifies."""
-        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
-        return send_with_manifest(weights), peft_config
+    _sends_manifest = True
 
 
 def register_engines(transformer_impl: ModuleType) -> None:
@@ -29,7 +25,7 @@ def register_engines(transformer_impl: ModuleType) -> None:
         ("language_model", transformer_impl.FSDPEngineWithLMHead),
         ("value_model", transformer_impl.FSDPEngineWithValueHead),
     ):
-        engine = precision_variant(base, f"{base.__name__}OnCPU", WeightManifest, module=__name__)
+        engine = precision_variant(base, f"{base.__name__}OnCPU", AlwaysManifest, module=__name__)
         refused = type(f"Refused{engine.__name__}", (engine,), {"__init__": _refuse_fsdp1, "__module__": __name__})
         register_variant(engine, model_type, "fsdp2", KEY)
         register_variant(refused, model_type, "fsdp", KEY)

@@ -2,17 +2,30 @@
 
 `${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
 `${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
+`${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream: in
+vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
 """
 
+from __future__ import annotations
+
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 TINY_MODEL = "verl_precision.tiny_model"
 FRACTION = "verl_precision.fraction"
+SYNC_IS_VERIFIED = "verl_precision.sync_is_verified"
 
 
 def register_resolvers(omegaconf: ModuleType) -> None:
     """Register this package's resolvers with OmegaConf, once."""
-    for name, function in ((TINY_MODEL, _tiny_model), (FRACTION, _fraction)):
+    for name, function in (
+        (TINY_MODEL, _tiny_model),
+        (FRACTION, _fraction),
+        (SYNC_IS_VERIFIED, _sync_is_verified),
+    ):
         if not omegaconf.OmegaConf.has_resolver(name):
             omegaconf.OmegaConf.register_new_resolver(name, function)
 
@@ -25,3 +38,15 @@ def _tiny_model(architecture: str) -> str:
 
 def _fraction(length: int, parts: int) -> int:
     return max(length // parts, 1)
+
+
+def _sync_is_verified(_root_: DictConfig) -> bool:
+    from omegaconf import OmegaConf
+
+    rollout = "actor_rollout_ref.rollout"
+    extension = str(OmegaConf.select(_root_, f"{rollout}.engine_kwargs.vllm.worker_extension_cls"))
+    return (
+        OmegaConf.select(_root_, f"{rollout}.name") == "vllm"
+        and OmegaConf.select(_root_, f"{rollout}.checkpoint_engine.backend") == "naive"
+        and extension.startswith("verl_precision.")
+    )

@@ -96,3 +96,21 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
         elif a != b:
             problems.append(f"{name}: {a.dtype}{list(a.shape)} arrived with other values")
     return sorted(problems)
+
+
+def rounded_on_the_way(received: dict[str, TensorDigest], rollout_dtype: torch.dtype) -> list[str]:
+    """Say, one line a tensor, which weights came with fewer bits of mantissa than the rollout holds.
+
+    Args:
+        received: digests of what arrived.
+        rollout_dtype: of the rollout's model. 8-bit formats arrive only where the rollout is quantised, and do not count.
+    """
+    problems = []
+    for name, arrived in received.items():
+        dtype = getattr(torch, arrived.dtype.removeprefix("torch."))
+        if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:
+            problems.append(
+                f"{name}: arrived in {arrived.dtype.removeprefix('torch.')}, too coarse for a rollout in "
+                f"{str(rollout_dtype).removeprefix('torch.')}"
+            )
+    return sorted(problems)

@@ -3,19 +3,21 @@
 Chosen by the presets: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. On a CPU it also makes
 loading possible at all (`platforms.vllm_cpu`).
 
-Three questions are asked after each sync, and a "no" stops the run with an error that names the tensor:
+Four questions are asked after each sync, and a "no" stops the run with an error that names the tensor:
 
 1. Did everything the trainer sent arrive bit for bit? (where the trainer closes its stream with a manifest)
-2. Did vLLM find a place for every parameter of its model?
-3. Does each chosen layer compute what the weights it was sent say? (all layers of a small model; a window that moves
+2. Did it come in a dtype that holds what the rollout can? BF16 weights in an FP16 rollout bring BF16's gap back.
+3. Did vLLM find a place for every parameter of its model?
+4. Does each chosen layer compute what the weights it was sent say? (all layers of a small model; a window that moves
    through a large one)
 
-LoRA adapter syncs and quantised rollouts ask the first only: vLLM keeps adapters apart from the layers, and stores
+LoRA adapter syncs and quantised rollouts ask the first two only: vLLM keeps adapters apart from the layers, and stores
 quantised weights in another form.
 """
 
 import logging
 import traceback
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +30,14 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl_precision.errors import WeightSyncError
 from verl_precision.platforms.ledger import ITER_MODELS, UPDATE_FROM_IPC, UPDATE_WEIGHTS, require_expected_signature
 from verl_precision.platforms.vllm_cpu import layerwise_reload
-from verl_precision.weight_sync.manifest import MANIFEST_NAME, TensorDigest, decode, differences, digest
+from verl_precision.weight_sync.manifest import (
+    MANIFEST_NAME,
+    TensorDigest,
+    decode,
+    differences,
+    digest,
+    rounded_on_the_way,
+)
 from verl_precision.weight_sync.record import choose_layers, comparable, record_loads
 from verl_precision.weight_sync.verify import LayerRecord, difference, shared_parameter_layers
 
@@ -91,7 +100,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         try:
             if (peft_config and base_sync_done) or self._is_quantised():
                 receive()
-                problems = _transfer_problems(sync)
+                problems = self._arrival_problems(sync)
             else:
                 model: Any = self.model_runner.model
                 expected = {name for name, _ in model.named_parameters()}
@@ -102,7 +111,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                     except Exception as error:  # raised by receive(), once the sender has been answered
                         sync.failure = error.with_traceback(None)
                     receive()
-                problems = _transfer_problems(sync) + _coverage_problems(expected, sync.loaded)
+                problems = self._arrival_problems(sync) + _coverage_problems(expected, sync.loaded)
                 problems += _layer_problems(model, records, sync.on_cpu)
         finally:
             self._sync = None
@@ -152,6 +161,15 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             return layerwise_reload(model, self.model_runner.vllm_config.model_config, layers)
         return record_loads(model, choose_layers(model, self._sync_index, accept=comparable))
 
+    def _arrival_problems(self, sync: _Sync) -> list[str]:
+        dtype = self.model_runner.vllm_config.model_config.dtype
+        found = [] if sync.sent is None else differences(sync.sent, sync.received)
+        if self._sync_index == 0:
+            kinds = Counter(digest.dtype.removeprefix("torch.") for digest in sync.received.values())
+            came = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
+            logger.info("first weight sync: %s arrived; the rollout holds %s", came, str(dtype).removeprefix("torch."))
+        return found + rounded_on_the_way(sync.received, dtype)
+
     def _is_quantised(self) -> bool:
         """Tell whether the rollout stores other weights than it is sent; then arrival is all that can be compared."""
         if not (self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)):
@@ -176,10 +194,6 @@ def _collect_loaded(model: Any, sync: _Sync):
         yield
     finally:
         del model.load_weights
-
-
-def _transfer_problems(sync: _Sync) -> list[str]:
-    return [] if sync.sent is None else differences(sync.sent, sync.received)
 
 
 def _coverage_problems(expected: set[str], loaded: set[str] | None) -> list[str]:

@@ -1,0 +1,64 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from verl_precision.engine.forward_dtypes import ForwardDtypes
+from verl_precision.errors import PrecisionContradictionError
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(4, 8)
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)  # no matrix of its own
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.first(self.embedding(tokens))))
+
+
+TOKENS = torch.tensor([0, 1, 2])
+
+
+def test_agreement_is_said_once(caplog):
+    model = Model()
+    dtypes = ForwardDtypes(model, "actor", torch.float32)
+    with caplog.at_level(logging.INFO, logger="verl_precision.engine"):
+        for _ in range(2):
+            model(TOKENS)
+            assert dtypes.seen == {torch.float32: 2}
+            dtypes.check()
+    assert [record.getMessage() for record in caplog.records] == [
+        "actor forward verified: 2 matrix products, all in float32"
+    ]
+
+
+def test_one_module_in_another_dtype_is_named():
+    model = Model()
+    dtypes = ForwardDtypes(model, "critic", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.head(torch.zeros(1, 8))
+    with pytest.raises(PrecisionContradictionError, match="critic's forward 1 modules.*head: bfloat16"):
+        dtypes.check()
+    model(TOKENS)
+    dtypes.check()  # an error is about one forward
+
+
+def test_exempt_module_may_differ():
+    model = Model()
+    dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=model.head)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.first(torch.zeros(1, 8))
+    model.head(torch.zeros(1, 8))
+    dtypes.check()
+
+
+def test_nothing_seen_is_a_warning(caplog):
+    dtypes = ForwardDtypes(Model(), "actor", torch.float32)
+    with caplog.at_level(logging.WARNING, logger="verl_precision.engine"):
+        dtypes.check()
+        dtypes.check()
+    assert len(caplog.records) == 1 and "NOT verified" in caplog.text

@@ -1,0 +1,39 @@
+"""The straight-through estimator, in float64, by automatic differentiation of the plain formula."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_precision.engine.shadow import straight_through
+
+
+@given(st.integers(1, 20), st.integers(0, 1000))
+def test_ratio_is_exp_alpha_and_gradient_is_the_training_forwards(tokens, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, 11, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(11, (tokens, 1), generator=generator)
+    log_probs = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
+    shadow = log_probs.detach() + 0.1 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    rollout_log_probs = shadow - 0.3 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+
+    ratio = (straight_through(shadow, log_probs) - rollout_log_probs).exp()
+    torch.testing.assert_close(ratio, (shadow - rollout_log_probs).exp(), rtol=1e-14, atol=0)
+    (gradient,) = torch.autograd.grad(ratio.sum(), logits, retain_graph=True)
+
+    alpha = shadow - rollout_log_probs
+    (expected,) = torch.autograd.grad((alpha.exp() * log_probs).sum(), logits)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_value_is_a_copy_in_the_dtype_of_the_gradient():
+    value = torch.tensor([1.0, -2.0])
+    target = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    result = straight_through(value, target)
+    value.zero_()
+    assert result.dtype == torch.float64 and result.tolist() == [1.0, -2.0]
+
+
+def test_infinite_values_make_no_nan_gradient():
+    target = torch.zeros(2, requires_grad=True)
+    straight_through(torch.tensor([-torch.inf, torch.nan]), target).sum().backward()
+    assert target.grad.tolist() == [1.0, 1.0]

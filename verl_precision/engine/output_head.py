@@ -1,0 +1,34 @@
+"""The output head in FP32: logits are the longest sums of the model, and rounded last."""
+
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from verl_precision.errors import ConfigurationError
+
+
+def compute_in_fp32(model: nn.Module) -> nn.Module:
+    """Make a model's output head compute x·Wᵀ + b in FP32, and return the head.
+
+    Args:
+        model: a Hugging Face model (or PEFT's wrapper), before it is sharded; changed in place.
+
+    Raises:
+        ConfigurationError: if the head is not a plain linear layer.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigurationError(
+            f"fsdp_config.fp32_output_head=True: the output head of {type(model).__name__} is a "
+            f"{type(head).__name__}. Allowed: a model whose head is a linear layer. Set it to False."
+        )
+    head.forward = MethodType(_forward, head)
+    return head
+
+
+def _forward(head: nn.Linear, hidden: Tensor) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden.float(), head.weight.float(), bias)

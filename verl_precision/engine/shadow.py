@@ -1,0 +1,126 @@
+"""The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype.
+
+log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (what the
+policy did). See docs/metrics.md.
+
+The copy is sharded by verl's own builder with the other dtype as its compute dtype, so that nothing of FSDP is touched;
+its shards are refreshed from the actor's after every update.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from verl_precision.engine.forward_dtypes import ForwardDtypes
+from verl_precision.engine.settings import DTYPES, LONG_NAMES, ShadowSettings
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
+        return value.to(gradient_of.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """Return a tensor that is `value` and whose gradient goes to `gradient_of` unchanged.
+
+        x̃ = value,  ∂x̃/∂gradient_of = 1
+
+    With shadow log-probs as the value and training log-probs as what gets the gradient, a ratio exp(x̃ - log μ) is
+    exp(α), and its gradient exp(α)·∇log π_train.
+
+    Args:
+        value: any shape, floating; detached by this. Non-finite elements stay as they are and make no NaN gradient.
+        gradient_of: same shape; the result has its dtype.
+    """
+    return _StraightThrough.apply(value.detach(), gradient_of)
+
+
+class ShadowModel:
+    """The actor's weights in another dtype, sharded alike.
+
+    Attributes:
+        module: the sharded copy; evaluation mode, no gradients.
+        dtype: that of its parameters and of its forward.
+        dtypes: what its forwards computed in.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, dtypes: ForwardDtypes) -> None:
+        self.module = module
+        self.dtype = dtype
+        self.dtypes = dtypes
+        self._stale = False  # built from the weights the actor starts with
+
+    def invalidate(self) -> None:
+        """Say that the actor's weights have changed."""
+        self._stale = True
+
+    @torch.no_grad()
+    def refresh(self, source: nn.Module) -> None:
+        """Round this rank's shards of the actor's weights into the copy, if they have changed.
+
+        Args:
+            source: the actor's sharded module, of the same structure.
+        """
+        if not self._stale:
+            return
+        for module in (source, self.module):  # a root that stayed gathered after a forward hides its shards
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+        for mine, theirs in zip(self.module.parameters(), source.parameters(), strict=True):
+            _local(mine).copy_(_local(theirs))
+        self._stale = False
+
+    @contextlib.contextmanager
+    def in_place_of_the_actor(self, engine: Any) -> Iterator[None]:
+        """Inside, a forward step of the engine is the shadow's."""
+        self.refresh(engine.module)
+        actors = engine.module, engine._autocast_dtype, engine._dtypes
+        engine.module, engine._autocast_dtype, engine._dtypes = self.module, self.dtype, self.dtypes
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            engine.module, engine._autocast_dtype, engine._dtypes = actors
+
+
+def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn.Module]) -> ShadowModel:
+    """Copy a model that is not sharded yet, and have it sharded with the shadow's dtype as compute dtype.
+
+    Args:
+        engine: verl's engine with our config; its config is exchanged while `build` runs.
+        module: the actor's model; left as it is.
+        build: verl's `_build_fsdp_module`.
+    """
+    config = engine.engine_config
+    short = LONG_NAMES.get(config.shadow.dtype, config.shadow.dtype)
+    dtype = getattr(torch, DTYPES[short])
+    copied = copy.deepcopy(module).eval().requires_grad_(False)
+    for parameter in copied.parameters():  # not the buffers: RoPE's frequencies stay FP32, as in the rollout
+        parameter.data = parameter.data.to(dtype)
+    engine.engine_config = dataclasses.replace(
+        config,
+        dtype=DTYPES[short],
+        mixed_precision={**config.mixed_precision, "param_dtype": short},
+        shadow=ShadowSettings(),
+    )
+    try:
+        return ShadowModel(build(copied), dtype, engine._dtypes)
+    finally:
+        engine.engine_config = config
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

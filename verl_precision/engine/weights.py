@@ -1,0 +1,71 @@
+"""Weights on their way to the rollout and into an export: as exact as the trainer holds them."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
+from verl.utils.model import convert_weight_keys
+
+from verl_precision.weight_sync.manifest import send_with_manifest
+
+
+class ExactWeights:
+    """Merged LoRA without verl's rounding to BF16, and a manifest at the end of the stream where it can be read."""
+
+    engine_config: Any
+    module: Any
+    _is_offload_param: bool
+    _precise: bool
+
+    @property
+    def _sends_manifest(self) -> bool:
+        return self._precise and self.engine_config.send_weight_manifest
+
+    def get_per_tensor_param(self, *args, **kwargs):
+        """Return verl's weight stream; if the receiver reads it, closed by a manifest."""
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+        return (send_with_manifest(weights) if self._sends_manifest else weights), peft_config
+
+    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        if not self._precise:
+            yield from super()._merged_lora_per_tensor_param()  # type: ignore[misc]
+            return
+        device = get_device_id()
+        try:
+            # Open until the last tensor has been taken: on leaving, the base weights are put back in place.
+            with merged_lora_context(self.module, backup_adapters=True):
+                wrapped = getattr(self.module, "_fsdp_wrapped_module", self.module)
+                merged = convert_weight_keys(normalize_peft_param_name(self.module.state_dict()), wrapped)
+                for name, weight in merged.items():
+                    whole = weight.to(device, non_blocking=True).full_tensor() if isinstance(weight, DTensor) else weight
+                    yield name, whole.detach().clone()  # on one rank the whole is the live storage
+        finally:
+            if self._is_offload_param:
+                offload_fsdp_model_to_cpu(self.module)
+
+
+def write_export_dtype(folder: str, dtype: str) -> None:
+    """Say in an exported model's config.json which dtype it was trained to be used in.
+
+    verl writes the dtype of the model the run started from, BF16 for most: who loads the export by its config would
+    round the weights to it. The weights themselves are exported in FP32.
+
+    Args:
+        folder: of a Hugging Face model; nothing is done without a config.json in it.
+        dtype: torch's name, e.g. "float16".
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return
+    settings = json.loads(path.read_text())
+    settings.pop("torch_dtype", None)  # the older name
+    settings["dtype"] = dtype
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(settings, indent=2) + "\n")
+    os.replace(scratch, path)
