@@ -56,9 +56,7 @@ def main() -> None:
                 if repeat:  # the first warms up
                     times[name].append(seconds)
         dist.destroy_process_group()
-    times["ours, shadow at every 10th"] = [
-        (9 * a + b) / 10 for a, b in zip(times["ours"], times[SHADOW], strict=True)
-    ]
+    times["ours, shadow at every 10th"] = [(9 * a + b) / 10 for a, b in zip(times["ours"], times[SHADOW], strict=True)]
     print(f"\n{arguments.dtype}, 4 x {arguments.tokens} tokens, {torch.get_num_threads()} threads, {SHAPE}")
     print(f"| engine | step, s | ratio to verl's |\n|{'---|' * 3}")
     for name, seconds in times.items():

@@ -156,8 +156,11 @@ def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypa
     overridden = {key for c in ours for key, value in vars(c).items() if callable(value)} & set(dir(theirs[0]))
     overridden -= set(dir(object))
     expected = {"_build_fsdp_module", "train_batch", "optimizer_step", "lr_scheduler_step"}
-    expected |= {"save_checkpoint", "load_checkpoint"}
-    assert overridden == expected | ({"prepare_model_outputs"} if model_type == "language_model" else set())
+    expected |= {"save_checkpoint", "load_checkpoint", "forward_step"}
+    if model_type == "language_model":
+        expected |= {"prepare_model_outputs", "to", "disable_adapter"}
+        expected |= {"get_per_tensor_param", "_merged_lora_per_tensor_param"}
+    assert overridden == expected
     engine = object.__new__(engine_cls)
     engine.engine_config = FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"})
     for method in sorted(overridden):
@@ -180,3 +183,18 @@ def test_import_stays_light(run_python):
     assert "verl_precision" in added
     assert not added & {"vllm", "hydra", "matplotlib", "torchvision", "typer", "flash_attn"}
     assert not {name for name in ours - theirs if name.startswith("verl.")}, "no verl module is imported early"
+
+
+def test_messages_are_heard_once_even_where_root_shows_errors_only(run_python):
+    """verl's workers end up with a root handler at level ERROR."""
+    script = """
+import logging, verl
+log = logging.getLogger("verl_precision.engine")
+log.warning("first")
+for handler in logging.root.handlers:
+    handler.setLevel(logging.ERROR)
+log.info("second"); log.error("third")
+"""
+    lines = run_python(script).stderr.splitlines()
+    for message in ("first", "second", "third"):
+        assert sum(line.endswith(f":{message}") for line in lines) == 1, lines

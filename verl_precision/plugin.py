@@ -23,6 +23,26 @@ logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
+class _Unheard(logging.Filter):
+    """Pass only what no handler of the root logger would show.
+
+    In verl's workers that handler ends up at level ERROR, so that warnings of this package would be lost there.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(handler.level <= record.levelno for handler in logging.root.handlers)
+
+
+def _make_heard() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
+    handler.addFilter(_Unheard())
+    logger.addHandler(handler)
+
+
+_make_heard()
+
+
 @dataclass(frozen=True)
 class Registration:
     """One thing offered to a host module.

@@ -349,9 +349,7 @@ def shadow(scratch):
         with_shadow = gradient_of(engine, importance_weighted(mu))
         expected = gradient_of(single, importance_weighted(mu, [torch.full_like(row, 0.5).exp() for row in mu]))
         without = gradient_of(single, importance_weighted(mu))
-        found["gradient_error"].append(
-            [float((g - expected).norm() / expected.norm()) for g in (with_shadow, without)]
-        )
+        found["gradient_error"].append([float((g - expected).norm() / expected.norm()) for g in (with_shadow, without)])
         found["changed"] = step(engine)["changed"]  # the shadow must follow
         copy_parameters(engine, half)
         copy_parameters(engine, single)
@@ -396,7 +394,7 @@ def export(scratch):
         engine.save_checkpoint(str(folder))
         config = json.loads((folder / "huggingface" / "config.json").read_text())
         with safe_open(next((folder / "huggingface").glob("*.safetensors")), "pt") as weights:
-            dtypes = sorted({weights.get_slice(key).get_dtype() for key in weights.keys()})  # noqa: SIM118
+            dtypes = sorted({weights.get_slice(key).get_dtype() for key in weights.keys()})
         found[name] = {"config": config.get("dtype", config.get("torch_dtype")), "weights": dtypes}
     return found
 
@@ -418,7 +416,8 @@ def merged_lora(scratch):
         sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
         layer = "model.layers.0.mlp.up_proj"
         base, a, b = (
-            state[f"base_model.model.{layer}.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")
+            state[f"base_model.model.{layer}.{part}.weight"]
+            for part in ("base_layer", "lora_A.default", "lora_B.default")
         )
         error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max()
         after = {key: full(value).double() for key, value in engine.module.state_dict().items()}

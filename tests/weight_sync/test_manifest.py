@@ -99,7 +99,8 @@ def test_differences_name_the_tensor_and_what_happened():
     ],
 )
 def test_weights_with_fewer_bits_than_the_rollout_holds_are_named(sent, rollout, rounded):
-    found = rounded_on_the_way({"a.weight": digest(torch.zeros(2, dtype=torch.float32)), "b": TensorDigest(str(sent), (2,), 0, 0)}, rollout)
+    digests = {"a.weight": digest(torch.zeros(2)), "b": TensorDigest(str(sent), (2,), 0, 0)}
+    found = rounded_on_the_way(digests, rollout)
     assert bool(found) is rounded
     if rounded:
         assert found == [f"b: arrived in {str(sent)[6:]}, too coarse for a rollout in {str(rollout)[6:]}"]

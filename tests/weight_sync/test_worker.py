@@ -209,3 +209,38 @@ def test_loading_error_reaches_the_caller_and_the_sender_is_answered(caplog):
         _sync(worker, config, send_with_manifest(wrong))
     assert not isinstance(caught.value, WeightSyncError)
     assert "vllm/model_executor" in caplog.text, "the log has the whole story"
+
+
+def _experts_gap(worker, config, trainer) -> float:
+    """Largest difference of one expert block's result on the same hidden states, relative to its size."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    model = worker.model_runner.model
+    hidden = torch.randn(6, trainer.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    layer, theirs = model.model.layers[0].mlp, trainer.model.layers[0].mlp
+    with set_current_vllm_config(config), set_forward_context(None, config), torch.no_grad():
+        ours = layer(hidden.to(config.model_config.dtype)).float()
+        reference = theirs(hidden[None])
+    reference = reference[0] if isinstance(reference, tuple) else reference
+    return float((ours - reference.reshape(ours.shape)).abs().max() / reference.abs().max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
+    worker, trainer, config = _worker("qwen3_moe", dtype)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in trainer.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        _sync(worker, config, send_with_manifest(_weights(trainer)))
+        assert _experts_gap(worker, config, trainer) < {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
+
+
+def test_experts_stay_unpacked_without_the_fix_and_the_guard_names_them(monkeypatch):
+    """Upstream packs expert weights for its CPU kernel at the first load only; verl and vLLM go on without a word."""
+    worker, trainer, config = _worker("qwen3_moe", "float32")
+    monkeypatch.setattr("verl_precision.platforms.vllm_cpu.forget_expert_kernel", lambda layer: None)
+    with pytest.raises(WeightSyncError, match=r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"):
+        _sync(worker, config, send_with_manifest(_weights(trainer)))
+    assert _experts_gap(worker, config, trainer) > 0.5, "the experts really compute with other weights"

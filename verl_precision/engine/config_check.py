@@ -46,7 +46,7 @@ def _check_shadow(config: DictConfig, path: str, dtype: str) -> None:
         )
     if short(dtype) != rollout_dtype(config):
         raise ConfigurationError(
-            f"{path}.shadow.dtype={dtype!r}, but the rollout runs in {rollout_dtype(config)}: the shadow stands for the "
-            "rollout. Allowed: the rollout's dtype. Leave it out: the presets take it from "
+            f"{path}.shadow.dtype={dtype!r}, but the rollout runs in {rollout_dtype(config)}: the shadow stands for "
+            "the rollout. Allowed: the rollout's dtype. Leave it out: the presets take it from "
             "actor_rollout_ref.rollout.dtype."
         )

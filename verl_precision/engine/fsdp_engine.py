@@ -105,7 +105,7 @@ class ScaledLoss:
         return self.lr_scheduler.get_last_lr()[0]
 
     def save_checkpoint(self, local_path, *args, **kwargs):
-        """Save verl's checkpoint and, before the barrier that ends the call, the scaler's state and the export's dtype."""
+        """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
         super().save_checkpoint(local_path, *args, **kwargs)
         if local_path is None or not self._precise:
             return
@@ -155,7 +155,7 @@ class VerifiedForward:
         Raises:
             PrecisionContradictionError: if a matrix product gave another dtype.
         """
-        result = super().forward_step(micro_batch, loss_function=loss_function, forward_only=forward_only)
+        result = super().forward_step(micro_batch, loss_function, forward_only)
         if self._precise:
             self._dtypes.check()
         return result
@@ -183,17 +183,17 @@ class ShadowForward:
         """
         step = super().forward_step
         if self._shadow is None or self.engine_config.shadow.ratio_source != "shadow":
-            return step(micro_batch, loss_function=loss_function, forward_only=forward_only)
+            return step(micro_batch, loss_function, forward_only)
         if forward_only:
             with self._shadow.in_place_of_the_actor(self):
-                return step(micro_batch, loss_function=loss_function, forward_only=True)
+                return step(micro_batch, loss_function, forward_only)
         if tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False):
             raise ConfigurationError(
                 "fsdp_config.shadow.ratio_source='shadow' with top-k distillation, whose loss is taken from logits: "
                 "allowed is training. Set ratio_source=training, or distillation without use_topk."
             )
         with self._shadow.in_place_of_the_actor(self):
-            _, output = step(micro_batch, loss_function=None, forward_only=True)
+            _, output = step(micro_batch, None, True)
         values = output["model_output"]["log_probs"]
 
         def loss_with_shadow_values(model_output, data, dp_group):
@@ -201,7 +201,7 @@ class ShadowForward:
             log_probs = torch.nested.nested_tensor_from_jagged(log_probs, values.offsets())
             return loss_function(model_output={**model_output, "log_probs": log_probs}, data=data, dp_group=dp_group)
 
-        return step(micro_batch, loss_function=loss_with_shadow_values, forward_only=False)
+        return step(micro_batch, loss_with_shadow_values, forward_only)
 
     def optimizer_step(self):
         """Do the engine's step; the shadow's weights are then old."""
@@ -218,18 +218,20 @@ class ShadowForward:
 
     def to(self, device, model=True, optimizer=True, grad=True):
         """Move the engine, and the shadow with the actor's weights."""
-        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        moved = super().to(device, model, optimizer, grad)
         if self._shadow is not None and model:
             (offload_fsdp_model_to_cpu if device == "cpu" else load_fsdp_model_to_gpu)(self._shadow.module)
+        return moved
 
-    @contextlib.contextmanager
     def disable_adapter(self):
         """Leave LoRA out, of the shadow as well: it then stands for the reference."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(super().disable_adapter())
-            if self._shadow is not None:
-                stack.enter_context(self._shadow.module.disable_adapter())
-            yield
+        without = super().disable_adapter()
+        if self._shadow is None:
+            return without
+        both = contextlib.ExitStack()
+        both.enter_context(without)
+        both.enter_context(self._shadow.module.disable_adapter())
+        return both
 
 
 class FP32LogProbs:

@@ -29,13 +29,15 @@ class ExactWeights:
 
     def get_per_tensor_param(self, *args, **kwargs):
         """Return verl's weight stream; if the receiver reads it, closed by a manifest."""
+        if not self._sends_manifest:
+            return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
-        return (send_with_manifest(weights) if self._sends_manifest else weights), peft_config
+        return send_with_manifest(weights), peft_config
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        if not self._precise:
-            yield from super()._merged_lora_per_tensor_param()  # type: ignore[misc]
-            return
+        return self._merged_lora() if self._precise else super()._merged_lora_per_tensor_param()  # type: ignore[misc]
+
+    def _merged_lora(self) -> Iterator[tuple[str, Tensor]]:
         device = get_device_id()
         try:
             # Open until the last tensor has been taken: on leaving, the base weights are put back in place.
@@ -43,7 +45,9 @@ class ExactWeights:
                 wrapped = getattr(self.module, "_fsdp_wrapped_module", self.module)
                 merged = convert_weight_keys(normalize_peft_param_name(self.module.state_dict()), wrapped)
                 for name, weight in merged.items():
-                    whole = weight.to(device, non_blocking=True).full_tensor() if isinstance(weight, DTensor) else weight
+                    whole = (
+                        weight.to(device, non_blocking=True).full_tensor() if isinstance(weight, DTensor) else weight
+                    )
                     yield name, whole.detach().clone()  # on one rank the whole is the live storage
         finally:
             if self._is_offload_param:

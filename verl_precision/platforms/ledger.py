@@ -104,6 +104,18 @@ UPDATE_WEIGHTS = LedgerEntry(
     until="verl offers a hook after a weight sync",
 )
 
+EXPERT_KERNEL = LedgerEntry(
+    module="vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+    name="UnquantizedFusedMoEMethod._setup_kernel",
+    parameters=("self", "layer", "w13", "w2"),
+    kind="used",
+    why="it packs expert weights for the CPU kernel only while `moe_kernel` is None: loaded again they stay unpacked, "
+    "and the experts compute with permuted weights",
+    how="`moe_kernel` is set to None before a base-weight sync, on CPU only",
+    upstream="none found",
+    until="vLLM packs expert weights on a CPU at every load",
+)
+
 METRIC_FROM_DICT = LedgerEntry(
     module="verl.utils.metric.utils",
     name="Metric.from_dict",
@@ -191,6 +203,7 @@ LEDGER: tuple[LedgerEntry, ...] = (
     PROCESS_GROUP,
     LAYERWISE_INITIALIZE,
     LAYERWISE_FINALIZE,
+    EXPERT_KERNEL,
     ITER_MODELS,
     UPDATE_FROM_IPC,
     UPDATE_WEIGHTS,

@@ -1,10 +1,11 @@
 """Load weights again into a vLLM model whose CPU kernels have repacked them.
 
 After its first load, vLLM on a CPU keeps linear weights only in the kernel's layout, so that loading again fails.
-vLLM's own layer-wise reload restores each layer's parameters, loads, repacks. Two things are added:
+vLLM's own layer-wise reload restores each layer's parameters, loads, repacks. Three things are added:
 
 * a layer that borrows another layer's parameter (tied output head) receives no weights of its own, so the reload leaves
   its repacked copy as it was, and the run samples from old weights without a word: such layers are repacked too;
+* expert weights are packed only while their kernel is built, so that the kernel has to be built again;
 * what each layer was sent is kept for `weight_sync.verify`.
 """
 
@@ -13,8 +14,18 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from verl_precision.platforms.ledger import LAYERWISE_FINALIZE, LAYERWISE_INITIALIZE, require_expected_signature
-from verl_precision.weight_sync.verify import LayerRecord, post_process, shared_parameter_layers
+from verl_precision.platforms.ledger import (
+    EXPERT_KERNEL,
+    LAYERWISE_FINALIZE,
+    LAYERWISE_INITIALIZE,
+    require_expected_signature,
+)
+from verl_precision.weight_sync.verify import (
+    LayerRecord,
+    forget_expert_kernel,
+    post_process,
+    shared_parameter_layers,
+)
 
 
 @contextlib.contextmanager
@@ -35,6 +46,11 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
 
     require_expected_signature(LAYERWISE_INITIALIZE, reload)
     require_expected_signature(LAYERWISE_FINALIZE, reload)
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    require_expected_signature(EXPERT_KERNEL, unquantized_fused_moe_method)
+    for layer in model.modules():
+        forget_expert_kernel(layer)
     reload.initialize_layerwise_reload(model)
     yield {name: _record(layer) for name, layer in model.named_modules() if name in layers}
     reload.finalize_layerwise_reload(model, model_config)

@@ -83,6 +83,17 @@ def post_process(layer: nn.Module) -> None:
         method.process_weights_after_loading(layer)
 
 
+def forget_expert_kernel(layer: nn.Module) -> None:
+    """Make the next repacking of an expert layer a first one, on a CPU.
+
+    vLLM packs expert weights for its CPU kernel only while it builds that kernel. Loaded again, they would stay as they
+    came and be read as if packed: the experts compute with permuted weights, without a word.
+    """
+    method: Any = getattr(layer, "quant_method", None)
+    if getattr(method, "moe_kernel", None) is not None:
+        method.moe_kernel = None
+
+
 def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool) -> nn.Module:
     """Return a shallow copy with fresh parameters, loaded with what was sent; everything else is shared."""
     reference = copy.copy(layer)
@@ -93,6 +104,9 @@ def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool) -> nn.Module:
         arguments.arguments["param"] = reference._parameters[name]
         record.loaders[name](*arguments.args, **arguments.kwargs)
     if repack:
+        if hasattr(reference, "quant_method"):  # its own: the live layer keeps its kernel
+            object.__setattr__(reference, "quant_method", copy.copy(reference.quant_method))
+        forget_expert_kernel(reference)
         post_process(reference)
     return reference
 
