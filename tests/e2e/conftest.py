@@ -30,13 +30,17 @@ def in_repository():
         yield
 
 
-@pytest.fixture
-def run_quickstart(tmp_path) -> Callable[..., list[dict[str, float]]]:
-    """Run the quickstart recipe with overrides; return the metrics of each step."""
+@pytest.fixture(scope="session")
+def run_quickstart(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
+    """Run the quickstart recipe with overrides; return the metrics of each step. The same overrides run once."""
+    done: dict[tuple[str, ...], list[dict[str, float]]] = {}
 
     def run(*overrides: str) -> list[dict[str, float]]:
-        run_verl(RECIPE, overrides, tmp_path / "run", on_progress=lambda progress: None)
-        return read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if overrides not in done:
+            folder = tmp_path_factory.mktemp("e2e") / "run"
+            run_verl(RECIPE, overrides, folder, on_progress=lambda progress: None)
+            done[overrides] = read_metrics(folder / "metrics.jsonl")
+        return done[overrides]
 
     return run
 

@@ -18,13 +18,13 @@ def compute_in_fp32(model: nn.Module) -> nn.Module:
     Raises:
         ConfigurationError: if the head is not a plain linear layer.
     """
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ConfigurationError(
             f"fsdp_config.fp32_output_head=True: the output head of {type(model).__name__} is a "
             f"{type(head).__name__}. Allowed: a model whose head is a linear layer. Set it to False."
         )
-    head.forward = MethodType(_forward, head)
+    head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
     return head
 
 

@@ -45,10 +45,9 @@ class ExactWeights:
                 wrapped = getattr(self.module, "_fsdp_wrapped_module", self.module)
                 merged = convert_weight_keys(normalize_peft_param_name(self.module.state_dict()), wrapped)
                 for name, weight in merged.items():
-                    whole = (
-                        weight.to(device, non_blocking=True).full_tensor() if isinstance(weight, DTensor) else weight
-                    )
-                    yield name, whole.detach().clone()  # on one rank the whole is the live storage
+                    if isinstance(weight, DTensor):
+                        weight = weight.to(device, non_blocking=True).full_tensor()  # type: ignore[attr-defined]
+                    yield name, weight.detach().clone()  # on one rank the whole is the live storage
         finally:
             if self._is_offload_param:
                 offload_fsdp_model_to_cpu(self.module)

@@ -2,8 +2,8 @@
 
 `${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
 `${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
-`${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream: in
-vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
+`${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream:
+in vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
 """
 
 from __future__ import annotations

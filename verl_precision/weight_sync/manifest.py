@@ -103,7 +103,7 @@ def rounded_on_the_way(received: dict[str, TensorDigest], rollout_dtype: torch.d
 
     Args:
         received: digests of what arrived.
-        rollout_dtype: of the rollout's model. 8-bit formats arrive only where the rollout is quantised, and do not count.
+        rollout_dtype: of the rollout's model. 8-bit formats, which only quantised rollouts get, do not count.
     """
     problems = []
     for name, arrived in received.items():
