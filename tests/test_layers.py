@@ -1,10 +1,11 @@
-"""Dependencies point one way: the core needs torch alone."""
+"""Dependencies point one way: the core needs torch alone, or nothing."""
 
 import pytest
 
 PURE = [
     "verl_precision.aggregation",
     "verl_precision.losses",
+    "verl_precision.mismatch.alarm",
     "verl_precision.mismatch.statistics",
     "verl_precision.weight_sync.manifest",
     "verl_precision.weight_sync.verify",

@@ -31,3 +31,7 @@ class PrecisionContradictionError(VerlPrecisionError, RuntimeError):
 
 class CheckpointStateError(VerlPrecisionError, RuntimeError):
     """State that this package keeps in a checkpoint cannot be read back."""
+
+
+class MismatchAlarmError(VerlPrecisionError, RuntimeError):
+    """The mismatch alarm ended a run, as `on_alarm=stop` asks."""

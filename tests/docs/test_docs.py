@@ -5,7 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
+
+from verl_precision.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
@@ -40,10 +43,7 @@ def test_paths_named_in_backticks_exist(document):
 def test_commands_name_things_that_exist(document):
     """make targets, recipes given to Hydra, scripts, and verbs of the command line."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    cli = (ROOT / "verl_precision" / "cli.py").read_text()
-    verbs = set(re.findall(r'@app\.command\(\s*"([\w-]+)"', cli)) | set(
-        re.findall(r"@app\.command\((?!\s*\").*?\)\ndef (\w+)", cli)
-    )
+    verbs = set(typer.main.get_command(app).commands)
     for command in _commands(document):
         if target := re.search(r"^make ([\w-]+)", command):
             assert target.group(1) in targets, command

@@ -1,0 +1,136 @@
+"""The two detectors of the alarm, as plain arithmetic on one number a step: sustained growth, and persistence.
+
+Both are state machines that fire once and again only after a clear recovery. Their state is plain JSON.
+"""
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+# A normal distribution's standard deviation over its median absolute deviation.
+SIGMA_PER_MAD = 1.4826
+
+
+@dataclass
+class Growth:
+    """Sustained growth of a positive number above its own baseline: a one-sided CUSUM on a bounded score.
+
+        x = power · log max(value, floor);  m, σ = median and 1.4826 MAD of x over the first `baseline_steps` values
+        tolerance = max(log allowed_growth, 2σ)
+        score = clip(2 (x - m) / tolerance - 2, -1, 1);  S ← clip(S + score, 0, evidence_steps)
+
+    The score is 0 at the allowed level, 1 from tolerance/2 above it and -1 from tolerance/2 below it (all in nats): S
+    counts steps of evidence. It fires when S reaches `evidence_steps` and has recovered when S is 0 again. CUSUM: Page,
+    Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
+
+    NaN is no evidence in either direction: it is passed over. An infinite value after the baseline counts as a full
+    step of growth; within it, it is passed over.
+
+    Attributes:
+        power: 1, or 2 for a number that grows with the square root of what `allowed_growth` speaks of.
+        floor: values below are held there; what float32 itself makes of equal numbers is no growth.
+        baseline_steps: length of the baseline, steps.
+        allowed_growth: factor above the baseline that is tolerated for ever, > 1.
+        evidence_steps: full steps of evidence before it fires.
+        baseline: x of the baseline so far, nats.
+        evidence: S, steps.
+        since: the step at which S last left 0; None at 0.
+        active: whether it has fired and not recovered.
+    """
+
+    power: int
+    floor: float
+    baseline_steps: int
+    allowed_growth: float
+    evidence_steps: int
+    baseline: list[float] = field(default_factory=list)
+    evidence: float = 0.0
+    since: int | None = None
+    active: bool = False
+
+    def update(self, step: int, value: float) -> bool:
+        """Take the value of one step; return whether it fires now."""
+        if math.isnan(value):
+            return False
+        log_value = self.power * math.log(max(value, self.floor))
+        if len(self.baseline) < self.baseline_steps:
+            if math.isfinite(log_value):
+                self.baseline.append(log_value)
+            return False
+        centre, tolerance = self.reference()
+        score = min(1.0, max(-1.0, 2 * (log_value - centre) / tolerance - 2))
+        self.evidence = min(float(self.evidence_steps), max(0.0, self.evidence + score))
+        if self.evidence == 0:
+            self.since, self.active = None, False
+            return False
+        if self.since is None:
+            self.since = step
+        if self.active or self.evidence < self.evidence_steps:
+            return False
+        self.active = True
+        return True
+
+    def reference(self) -> tuple[float, float]:
+        """Return (m, tolerance) of a complete baseline, nats."""
+        centre = median(self.baseline)
+        sigma = SIGMA_PER_MAD * median(abs(x - centre) for x in self.baseline)
+        return centre, max(math.log(self.allowed_growth), 2 * sigma)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {
+            "baseline": list(self.baseline),
+            "evidence": self.evidence,
+            "since": self.since,
+            "active": self.active,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a state; a baseline of another length is completed, or cut to the first steps."""
+        self.baseline = [float(x) for x in state["baseline"]][: self.baseline_steps]
+        self.evidence = min(float(state["evidence"]), float(self.evidence_steps))
+        self.since, self.active = state["since"], bool(state["active"])
+
+
+@dataclass
+class Persistence:
+    """A condition that holds in `steps` consecutive measurements.
+
+    Fires once, and has recovered after as many measurements without it. A step without measurement changes nothing.
+
+    Attributes:
+        steps: measurements in a row, ≥ 1.
+        run: measurements in a row with the condition, or, while active, without it.
+        since: the first of them; while active, the first of those that made it fire.
+        active: whether it has fired and not recovered.
+    """
+
+    steps: int
+    run: int = 0
+    since: int | None = None
+    active: bool = False
+
+    def update(self, step: int, holds: bool) -> bool:
+        """Take one measurement; return whether it fires now."""
+        if holds == self.active:  # nothing new: inactive and not holding, or active and still holding
+            self.run = 0
+            self.since = self.since if self.active else None
+            return False
+        self.run += 1
+        if not self.active and self.run == 1:
+            self.since = step
+        if self.run < self.steps:
+            return False
+        self.active, self.run = holds, 0
+        if not holds:
+            self.since = None
+        return holds
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {"run": self.run, "since": self.since, "active": self.active}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.run, self.since, self.active = int(state["run"]), state["since"], bool(state["active"])

@@ -1,0 +1,39 @@
+"""Names of the metrics that the alarm and the report read, in one place.
+
+verl puts `actor/` before what an update of the actor reports (`actor/precision/loss_scale`); `value_of` finds both.
+"""
+
+import math
+from collections.abc import Mapping
+
+K3_KL = "mismatch/k3_kl"
+LOG_PROB_GAP = "mismatch/log_prob_gap_abs_mean"
+PROBS_PEARSON = "mismatch/probs_pearson"
+PROB_GAP_MIN = "mismatch/prob_gap_min"
+PROB_GAP_MAX = "mismatch/prob_gap_max"
+ALPHA = "mismatch/alpha_abs_mean"
+BETA = "mismatch/beta_abs_mean"
+BETA_BEYOND_CLIP = "mismatch/beta_beyond_clip_fraction"
+PHANTOM = "phantom/fraction"
+LOSS_SCALE = "precision/loss_scale"
+SKIPPED_STEPS = "precision/skipped_steps"
+
+ACTOR = "actor/"
+
+
+def value_of(metrics: Mapping[str, object], key: str) -> float | None:
+    """Return a metric of a step, with or without verl's `actor/` before it.
+
+    Args:
+        metrics: of one step.
+        key: without prefix.
+
+    Returns:
+        The number, which may be NaN or infinite; NaN for a null (verl's file logger writes NaN so); None where the
+        metric was not measured.
+    """
+    for name in (key, ACTOR + key):
+        if name in metrics:
+            value = metrics[name]
+            return math.nan if value is None else float(value)  # type: ignore[arg-type]
+    return None

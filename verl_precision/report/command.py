@@ -1,0 +1,36 @@
+"""`verl-precision report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from verl_precision.errors import VerlPrecisionError
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="A metrics file (.jsonl), a console log, TensorBoard events, or a folder with one of them.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is not an earlier report.")] = False,
+) -> None:
+    """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms; several runs are overlaid.
+
+    The page needs no network and no other file.
+    """
+    from verl_precision.report.page import page, write_page
+    from verl_precision.report.read import read_runs
+
+    try:
+        write_page(output, page(read_runs(runs)), force)
+    except VerlPrecisionError as error:
+        errors = Console(stderr=True)
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    Console().print(f"wrote {output}: open it in a browser", soft_wrap=True)
