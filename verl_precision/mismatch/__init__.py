@@ -1,5 +1,14 @@
-"""The training-inference mismatch, measured at every step.
+"""The training-inference mismatch, measured at every step; docs/metrics.md defines every number.
 
-statistics  what is measured, as pure functions of log-prob tensors
+statistics  the gap between trainer and rollout: `MismatchSums`
+phantom     the gap split into alpha and beta, and phantom clipping: `PhantomSums`
+moments     the sums over tokens and responses
+sums        state that merges over chunks, micro-batches and ranks
+packing     from padded or jagged batches to chunks of valid tokens
+parallel    chunks over threads
+classes     tokens by probability and by sign of the advantage
+histogram   the gap on a fixed grid, and quantiles
 trainer     verl's trainers, with the statistics among their metrics (`trainer.v1.trainer_mode=vp_sync`, ...)
+
+All but `trainer` import only torch.
 """
