@@ -6,6 +6,7 @@ PURE = [
     "verl_precision.aggregation",
     "verl_precision.losses",
     "verl_precision.mismatch.alarm",
+    "verl_precision.mismatch.phantom",
     "verl_precision.mismatch.statistics",
     "verl_precision.weight_sync.manifest",
     "verl_precision.weight_sync.verify",

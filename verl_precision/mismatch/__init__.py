@@ -1,10 +1,18 @@
-"""The training-inference mismatch, measured at every step.
+"""The training-inference mismatch, measured at every step; docs/metrics.md defines every number.
 
-statistics      what is measured, as pure functions of log-prob tensors
-trainer         verl's trainers, with the statistics among their metrics (`trainer.v1.trainer_mode=vp_sync`, ...)
-alarm           says when a run is on its way to collapse, and what to do; fed the metrics of each step
-alarm_settings  its thresholds and sensitivity
-detector        sustained growth, and persistence, of one number a step
-remedies        what each alarm means and what to try
-keys            names of the metrics read
+statistics  the gap between trainer and rollout: `MismatchSums`
+phantom     the gap split into alpha and beta, and phantom clipping: `PhantomSums`
+moments     the sums over tokens and responses
+sums        state that merges over chunks, micro-batches and ranks
+packing     from padded or jagged batches to chunks of valid tokens
+parallel    chunks over threads
+classes     tokens by probability and by sign of the advantage
+histogram   the gap on a fixed grid, and quantiles
+alarm       says when a run is on its way to collapse, and what to do; fed the metrics of each step
+detector    sustained growth, and persistence, of one number a step
+remedies    what each alarm means and what to try
+keys        names of the metrics that alarm and report read
+trainer     verl's trainers, with the statistics among their metrics (`trainer.v1.trainer_mode=vp_sync`, ...)
+
+All but `trainer` import only torch.
 """

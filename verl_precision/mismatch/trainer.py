@@ -7,7 +7,7 @@ bypass mode there are none before the update (`old_log_probs` are the rollout's 
 from types import ModuleType
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch.statistics import log_prob_gap_statistics
+from verl_precision.mismatch.statistics import MismatchSums
 
 PREFIX = "vp_"
 
@@ -53,4 +53,6 @@ def _statistics(batch) -> dict[str, float]:
     fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     padded = data.to_padded_tensor()
-    return log_prob_gap_statistics(*(padded[name] for name in fields))
+    sums = MismatchSums()
+    sums.update(*(padded[name] for name in fields))
+    return sums.metrics()

@@ -1,0 +1,45 @@
+"""docs/metrics.md names exactly the metrics that the code can emit."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_precision.mismatch.classes import PROBABILITY_BINS
+from verl_precision.mismatch.phantom import PhantomSums
+from verl_precision.mismatch.statistics import MismatchSums
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def emitted() -> set[str]:
+    """Metrics of a batch on which all are defined: all bins, both signs, two lengths."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.tensor([0.5, 0.05, 5e-3, 5e-4, 5e-5]).repeat(4, 4)
+    rollout, advantages = probs.log(), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    shadow, trainer = (rollout - torch.rand(probs.shape, generator=generator) for _ in range(2))
+    mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
+    mismatch, phantom = MismatchSums(), PhantomSums()
+    mismatch.update(trainer, rollout, mask, advantages)
+    phantom.update(trainer, shadow, rollout, mask, advantages)
+    return {*mismatch.metrics(), *phantom.metrics()}
+
+
+def test_documented_are_the_emitted(emitted):
+    rows = re.findall(r"^\| `((?:mismatch|phantom)/[^`]+)` \|", TEXT, re.M)
+    documented = [row.format(bin=name) for row in rows for name in (PROBABILITY_BINS if "{bin}" in row else ("",))]
+    assert len(documented) == len(set(documented))
+    assert set(documented) == emitted
+
+
+def test_bins_are_documented():
+    assert tuple(re.findall(r"^\| `(prob_[^`]+)` \|", TEXT, re.M)) == PROBABILITY_BINS
+
+
+def test_every_row_is_complete():
+    """Name, definition, unit and direction are filled in; the range may be unknown."""
+    for line in re.findall(r"^\| `(?:mismatch|phantom)/.*", TEXT, re.M):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == 5 and cells[1] and cells[3], line

@@ -1,0 +1,64 @@
+"""Random batches as lists of responses, and their padded and jagged tensors; comparison with a tolerance."""
+
+import math
+
+import numpy as np
+import torch
+
+NAMES = ("trainer", "shadow", "proximal", "rollout", "advantage")
+
+
+def random_responses(rows, longest, seed, gap=1e-2, shortest=0):
+    """Log-probs are float32 numbers, as the engines give them; lengths are uniform."""
+    rng = np.random.default_rng(seed)
+    responses = []
+    for length in rng.integers(shortest, longest + 1, rows):
+        mu = -rng.exponential(2.5, length)
+        response = {"rollout": mu}
+        for name in ("trainer", "shadow", "proximal"):
+            response[name] = np.minimum(mu + gap * rng.standard_normal(length), 0)
+        response = {name: np.float32(values).astype(np.float64) for name, values in response.items()}
+        responses.append({**response, "advantage": np.full(length, rng.choice([-1.5, 0.0, 0.5]))})
+    return responses
+
+
+def padded(responses, junk=0.0, width=None, dtype=torch.float32):
+    """Return name -> [B, T], and the mask as int64; `junk` fills what is masked."""
+    width = max([0, *(len(r["rollout"]) for r in responses)]) if width is None else width
+    found = {name: torch.full((len(responses), width), junk, dtype=dtype) for name in NAMES}
+    mask = torch.zeros(len(responses), width, dtype=torch.int64)
+    for i, response in enumerate(responses):
+        length = len(response["rollout"])
+        mask[i, :length] = 1
+        for name in NAMES:
+            found[name][i, :length] = torch.tensor(response[name])
+    return found, mask
+
+
+def jagged(responses):
+    return {
+        name: torch.nested.nested_tensor(
+            [torch.tensor(r[name], dtype=torch.float32) for r in responses], layout=torch.jagged
+        )
+        for name in NAMES
+    }
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    """1e-6 of each metric's own size; where it is a difference of sums, of the size of what is summed (see `scale`)."""
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert math.isfinite(found[name]), name
+        assert abs(found[name] - value) <= tolerance * scale(name, expected), (name, found[name], value)
+
+
+def scale(name, expected):
+    """Means of signed numbers and spreads: the root mean square. A correlation: 1. A slope: that of the largest |s|."""
+    for stem in ("log_prob_gap", "sequence_log_ratio", "alpha", "beta"):
+        prefix = name.partition("/")[0] + "/"
+        if f"{prefix}{stem}_mean" in expected and (f"/{stem}_mean" in name or f"/{stem}_std" in name or "k1" in name):
+            return math.hypot(expected[f"{prefix}{stem}_mean"], expected[f"{prefix}{stem}_std"]) + 1e-300
+    if name.endswith("per_1k_tokens"):
+        s = max(abs(expected[f"mismatch/sequence_log_ratio_{end}"]) for end in ("min", "max"))
+        return max(abs(expected[name]), 1000 * s)
+    return 1.0 if name.endswith("pearson") else abs(expected[name]) + 1e-300
