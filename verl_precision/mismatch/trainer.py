@@ -1,22 +1,64 @@
 """verl's V1 trainers with the mismatch among their metrics: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
 
-In decoupled mode verl has recomputed the trainer's log-probs already, so the statistics need no extra forward. In
-bypass mode there are none before the update (`old_log_probs` are the rollout's own), and nothing is reported.
+In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
+forward. In bypass mode there are none before the update: the worker measures in its first one (`engine.measurement`),
+as it does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
 """
 
 from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.mismatch.watch import Watch
 
 PREFIX = "vp_"
+MODES = ("sync", "colocate_async", "separate_async")
+
+
+def measured_mode(config: DictConfig) -> str | None:
+    """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change.
+
+    Args:
+        config: the composed config.
+
+    Raises:
+        ConfigurationError: for a block `mismatch` that cannot be, and where the rollout keeps its log-probs to itself.
+    """
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    settings = settings_of(config)
+    if not settings.enabled or mode not in MODES:
+        return None
+    require_rollout_log_probs(config)
+    return PREFIX + mode
+
+
+def settings_of(config: DictConfig) -> MismatchSettings:
+    """Return the typed settings of a config's block `mismatch`."""
+    block = OmegaConf.select(config, "mismatch")
+    return MismatchSettings.from_block(None if block is None else OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]
+
+
+def require_rollout_log_probs(config: DictConfig) -> None:
+    """Require that the rollout returns its log-probs.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ConfigurationError(
+            "actor_rollout_ref.rollout.calculate_log_probs=False with mismatch.enabled=True: without the rollout's "
+            "log-probs there is no mismatch to measure. Allowed: True. Set it to True, or mismatch.enabled=False."
+        )
 
 
 def register_trainers(v1: ModuleType) -> None:
     """Register a measuring variant of each of verl's V1 trainers, once."""
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    for mode in ("sync", "colocate_async", "separate_async"):
+    for mode in MODES:
         if PREFIX + mode not in TRAINER_REGISTRY:
             v1.register_trainer(PREFIX + mode)(_measuring(TRAINER_REGISTRY[mode], mode))
 
@@ -26,33 +68,47 @@ def _measuring(base: type, mode: str) -> type:
         __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."
 
         def __init__(self, config):
-            if not config.actor_rollout_ref.rollout.calculate_log_probs:
-                raise ConfigurationError(
-                    f"actor_rollout_ref.rollout.calculate_log_probs=False with trainer.v1.trainer_mode={PREFIX}{mode}: "
-                    "without the rollout's log-probs there is no mismatch to measure. Set it to True, or "
-                    f"trainer.v1.trainer_mode={mode}."
-                )
+            require_rollout_log_probs(config)
+            self._watch = Watch(config, settings_of(config), on_policy=mode == "sync")
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
 
-        def _compute_old_log_prob(self, batch, metrics):
-            batch = super()._compute_old_log_prob(batch, metrics=metrics)
-            correction = self.config.algorithm.get("rollout_correction") or {}
-            if not correction.get("bypass_mode", False):
-                metrics.update(_statistics(batch))
+        def _compute_advantage(self, batch, metrics):
+            batch = super()._compute_advantage(batch, metrics=metrics)
+            self._watch.measure_in_driver(batch, metrics)
             return batch
+
+        def _update_actor(self, batch, metrics):
+            self._watch.ask_the_worker(batch)
+            batch = super()._update_actor(batch, metrics=metrics)
+            self._watch.take_from_the_worker(metrics)
+            return batch
+
+        def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
+            super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+            stop = self._watch.judge(global_steps, metrics)
+            self._watch.show_histograms(self.logger, global_steps)
+            if stop is not None:
+                self.logger.log(data=metrics, step=global_steps)
+                self._save_checkpoint()
+                raise stop
+
+        def _save_checkpoint(self):
+            super()._save_checkpoint()
+            self._watch.save(_checkpoint_folder(self))
+
+        def _load_checkpoint(self):
+            result = super()._load_checkpoint()
+            if self.global_steps:  # 0: from scratch
+                self._watch.load(_checkpoint_folder(self, resumed=True))
+            return result
 
     MeasuringTrainer.__name__ = MeasuringTrainer.__qualname__ = f"Measuring{base.__name__}"
     return MeasuringTrainer
 
 
-def _statistics(batch) -> dict[str, float]:
-    import transfer_queue as tq
-
-    fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    padded = data.to_padded_tensor()
-    sums = MismatchSums()
-    sums.update(*(padded[name] for name in fields))
-    return sums.metrics()
+def _checkpoint_folder(trainer: Any, resumed: bool = False) -> str:
+    if resumed and trainer.config.trainer.resume_mode == "resume_path":
+        return trainer.config.trainer.resume_from_path
+    return f"{trainer.config.trainer.default_local_dir}/global_step_{trainer.global_steps}"

@@ -1,0 +1,45 @@
+"""The block `mismatch`: typed, bounded, and every key known."""
+
+import pytest
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.presets import preset_names
+
+
+def test_no_block_is_the_default():
+    assert MismatchSettings.from_block(None) == MismatchSettings()
+
+
+def test_block_with_alarm():
+    settings = MismatchSettings.from_block({"ratio_threshold": 2, "alarm": {"on_alarm": "stop", "baseline_steps": 9}})
+    assert settings.ratio_threshold == 2 and settings.enabled
+    assert settings.alarm.on_alarm == "stop" and settings.alarm.baseline_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: alarm, enabled"),
+        ({"enabled": "yes"}, "mismatch.enabled='yes': allowed is True or False"),
+        ({"histograms": 1}, "mismatch.histograms=1: allowed is True or False"),
+        ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
+        ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
+        ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': allowed is log or stop"),
+    ],
+)
+def test_what_cannot_be_is_refused(block, message):
+    with pytest.raises(ConfigurationError, match=message):
+        MismatchSettings.from_block(block)
+
+
+@pytest.mark.parametrize("group", ["precision", "estimator", "scale"])
+def test_every_preset_switches_it_on(compose_verl, group):
+    for name in preset_names(group):
+        assert compose_verl(f"+{group}={name}").mismatch.enabled is True, name
+
+
+def test_precision_presets_spell_out_the_defaults(compose_verl):
+    from verl_precision.mismatch.trainer import settings_of
+
+    assert settings_of(compose_verl("+precision=fp16")) == MismatchSettings()
