@@ -45,6 +45,11 @@ _SHAPE: dict[str, Any] = {
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    # Weights so large that rounding them matters: BF16 moves one log-prob in 25 by more than PPO's clip range.
+    "qwen3_rough": (
+        "qwen3",
+        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "initializer_range": 0.3},
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},

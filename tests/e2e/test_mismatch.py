@@ -27,6 +27,7 @@ def test_verls_documented_fp16_switch_gives_bf16s_mismatch(run_quickstart, monke
         "actor_rollout_ref.actor.fsdp_config.dtype=float16",
         "actor_rollout_ref.rollout.dtype=float16",
         "estimator=grpo_seq_mis",
+        "trainer.v1.trainer_mode=vp_sync",
         TWO_STEPS,
     )
     ours = run_quickstart("estimator=grpo_unclipped", *FP16, TWO_STEPS)

@@ -1,0 +1,45 @@
+"""Phantom clipping in the real stack: FP32 training, BF16 rollouts, PPO's ratio against the rollout's log-probs.
+
+At the first update the policy has not changed, so that nothing should be clipped; what is, is rounding.
+"""
+
+import math
+
+import pytest
+
+RATIO_ON_ROLLOUT = (
+    "tiny_architecture=qwen3_rough",
+    "estimator=grpo",
+    "algorithm.rollout_correction.bypass_mode=True",
+    "trainer.total_training_steps=2",
+)
+SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
+MISMATCHED = (*RATIO_ON_ROLLOUT, "precision=fp32_train_bf16_rollout", f"{SHADOW}.every_n_steps=1")
+
+
+def clip_fraction(row) -> float:
+    return row["actor/clip_fraction_high"] + row["actor/clip_fraction_low"]
+
+
+def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quickstart):
+    for row in run_quickstart(*MISMATCHED):
+        assert row["phantom/beta_beyond_clip_fraction"] > 0.005
+        assert row["phantom/fraction"] > 0.002
+        assert row["phantom/clip_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"
+        assert row["actor/ratio_max"] == pytest.approx(math.exp(row["mismatch/log_prob_gap_max"]), rel=1e-5)
+        whole = row["phantom/alpha_mean"] + row["phantom/beta_mean"]
+        assert whole == pytest.approx(row["mismatch/log_prob_gap_mean"], abs=1e-6)
+        assert row["phantom/alpha_abs_mean"] < row["phantom/beta_abs_mean"], "precision, not policy"
+
+
+def test_ratio_from_the_shadow_has_no_beta(run_quickstart):
+    for row in run_quickstart(*MISMATCHED, f"{SHADOW}.ratio_source=shadow"):
+        assert row["phantom/fraction"] > 0.002, "what a ratio from the training forward would have clipped"
+        assert clip_fraction(row) < 0.5 * row["phantom/clip_fraction"], "and what this one did"
+        assert row["actor/ratio_max"] == pytest.approx(math.exp(row["phantom/alpha_max"]), rel=1e-5), "r is exp(alpha)"
+
+
+def test_matched_precision_has_next_to_none(run_quickstart):
+    for row in run_quickstart(*RATIO_ON_ROLLOUT, "precision=fp32", f"{SHADOW}.every_n_steps=1"):
+        assert row["phantom/fraction"] < 1e-4 and clip_fraction(row) < 1e-4
+        assert row["phantom/beta_abs_mean"] < 1e-5
