@@ -12,6 +12,7 @@ from rich.console import Console
 
 from verl_precision import __version__
 from verl_precision.errors import VerlPrecisionError
+from verl_precision.sanity_set.command import sanity_set
 
 app = typer.Typer(
     name="verl-precision",
@@ -172,6 +173,8 @@ def tiny_model(
         raise typer.Exit(1) from None
     console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
 
+
+app.command("sanity-set")(sanity_set)
 
 if __name__ == "__main__":
     app()
