@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from verl_precision import __version__
+from verl_precision.arithmetic.command import arithmetic
 from verl_precision.errors import VerlPrecisionError
 from verl_precision.sanity_set.command import sanity_set
 
@@ -174,6 +175,7 @@ def tiny_model(
     console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
 
 
+app.command("arithmetic")(arithmetic)
 app.command("sanity-set")(sanity_set)
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ def write_rows() -> Callable[[Path, Sequence[dict]], Path]:
     return _write_rows
 
 
+@pytest.fixture
+def record() -> Callable[..., Path]:
+    return _record
+
+
 def make_row(number: int, **changes) -> dict:
     """One row in verl's format."""
     values = {
@@ -39,7 +44,7 @@ def _write_rows(path: Path, rows: Sequence[dict]) -> Path:
     return path
 
 
-def record(path: Path, data: Path, verdicts: Sequence[Sequence[bool]], tokens: int = 10) -> Path:
+def _record(path: Path, data: Path, verdicts: Sequence[Sequence[bool]], tokens: int = 10) -> Path:
     """Write a recorded response for each verdict: one row a problem, one column a response."""
     lines = [
         {"problem": problem.identifier, "response": index, "correct": correct, "tokens": tokens}
@@ -57,7 +62,7 @@ def replay(tmp_path) -> Callable:
         data = tmp_path / "data.jsonl"
         if not data.exists():
             _write_rows(data, [make_row(number) for number in range(len(verdicts))])
-        recorded = record(tmp_path / "recorded.jsonl", data, verdicts)
+        recorded = _record(tmp_path / "recorded.jsonl", data, verdicts)
         chosen = Options(
             data=data,
             model="recorded",

@@ -65,7 +65,8 @@ def test_two_processes_cannot_write_one_journal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["garbage", "[]", '{"problem": "a"}', json.dumps({"problem": "a", "response": 1, "correct": 1, "tokens": 1})]
+    "line",
+    ["garbage", "[]", '{"problem": "a"}', json.dumps({"problem": "a", "response": 1, "correct": 1, "tokens": 1})],
 )
 def test_damage_before_the_last_line_is_refused(tmp_path, line):
     path = written(tmp_path / "journal.jsonl")

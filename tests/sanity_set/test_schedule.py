@@ -18,7 +18,9 @@ TABLES = st.lists(st.lists(st.booleans(), min_size=N, max_size=N), min_size=1, m
 def tables(draw):
     """Problems of all difficulties: independent coins with an accuracy of their own."""
     generator = random.Random(draw(st.integers(0, 2**32)))
-    accuracies = draw(st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.25, 0.5, 0.75, 0.8, 0.9, 1.0]), min_size=1, max_size=8))
+    accuracies = draw(
+        st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.25, 0.5, 0.75, 0.8, 0.9, 1.0]), min_size=1, max_size=8)
+    )
     return [[generator.random() < accuracy for _ in range(N)] for accuracy in accuracies]
 
 

@@ -111,9 +111,7 @@ def test_prompts_that_are_too_long(tmp_path, row, write_rows, monkeypatch):
     model = str(cached_tiny_model("qwen3"))
     monkeypatch.setattr("verl_precision.sanity_set.session._source", lambda options: pytest.fail("engine started"))
     with pytest.raises(ConfigurationError, match="--max-prompt-length 8: every prompt is longer, up to"):
-        build_sanity_set(
-            options(tmp_path, row, write_rows, model=model, max_prompt_length=8), Console(quiet=True)
-        )
+        build_sanity_set(options(tmp_path, row, write_rows, model=model, max_prompt_length=8), Console(quiet=True))
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
 """Resolvers of this package's configs.
 
 `${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
+`${verl_precision.arithmetic_model:}`: the folder of the model that does sums, trained when first asked for.
 `${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
 """
 
 from types import ModuleType
 
 TINY_MODEL = "verl_precision.tiny_model"
+ARITHMETIC_MODEL = "verl_precision.arithmetic_model"
 FRACTION = "verl_precision.fraction"
 
 
 def register_resolvers(omegaconf: ModuleType) -> None:
     """Register this package's resolvers with OmegaConf, once."""
-    for name, function in ((TINY_MODEL, _tiny_model), (FRACTION, _fraction)):
+    for name, function in ((TINY_MODEL, _tiny_model), (ARITHMETIC_MODEL, _arithmetic_model), (FRACTION, _fraction)):
         if not omegaconf.OmegaConf.has_resolver(name):
             omegaconf.OmegaConf.register_new_resolver(name, function)
 
@@ -21,6 +23,12 @@ def _tiny_model(architecture: str) -> str:
     from verl_precision.tiny_model import cached_tiny_model
 
     return str(cached_tiny_model(architecture))
+
+
+def _arithmetic_model() -> str:
+    from verl_precision.arithmetic.model import cached_arithmetic_model
+
+    return str(cached_arithmetic_model())
 
 
 def _fraction(length: int, parts: int) -> int:

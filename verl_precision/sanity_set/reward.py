@@ -11,6 +11,7 @@ from typing import Any
 from verl_precision.errors import ConfigurationError
 from verl_precision.sanity_set.problems import Problem
 
+PACKAGE = "pkg://"
 Score = Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number, or dict with score
 
 
@@ -90,7 +91,7 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
 
     Args:
         name: `verl` (its default_compute_score, chosen by data_source), `math-verify`, or FILE.py[:FUNCTION] with
-            verl's signature (FUNCTION is compute_score if not given).
+            verl's signature (FUNCTION is compute_score if not given); pkg://MODULE[:FUNCTION] as in verl's configs.
         correct_at: the smallest score of a correct response.
 
     Raises:
@@ -102,19 +103,32 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
         return Reward("verl", default_compute_score, _has_text, correct_at)
     if name == "math-verify":
         return Reward(name, *_math_verify(), correct_at)
+    if name.startswith(PACKAGE):
+        module, _, function = name.removeprefix(PACKAGE).partition(":")
+        return _from_file(name, _module_file(name, module), function or "compute_score", correct_at)
     file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "compute_score")
     if not file.endswith(".py"):
         raise ConfigurationError(
-            f"--reward {name}: no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION with verl's signature."
+            f"--reward {name}: no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION or "
+            "pkg://MODULE:FUNCTION with verl's signature."
         )
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigurationError(f"--reward {name}: no file {path} (relative to {Path.cwd()}). Check the path.")
-    digest = sha256(path.read_bytes()).hexdigest()[:12]
-    return Reward(f"{path.name}:{function}@{digest}", _from_file(name, path, function), lambda truth: True, correct_at)
+    return _from_file(name, path, function, correct_at)
 
 
-def _from_file(name: str, path: Path, function: str) -> Score:
+def _module_file(name: str, module: str) -> Path:
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # of the package that it is in
+        found = None
+    if found is None or found.origin is None:
+        raise ConfigurationError(f"--reward {name}: there is no module {module}. Check the spelling.")
+    return Path(found.origin)
+
+
+def _from_file(name: str, path: Path, function: str, correct_at: float) -> Reward:
     from verl.utils.import_utils import load_extern_object  # the loader of verl's custom_reward_function
 
     try:
@@ -126,7 +140,8 @@ def _from_file(name: str, path: Path, function: str) -> Score:
         ) from error
     if not callable(score):
         raise ConfigurationError(f"--reward {name}: {function} is no function. Name one with verl's signature.")
-    return score  # type: ignore[return-value]
+    digest = sha256(path.read_bytes()).hexdigest()[:12]
+    return Reward(f"{path.name}:{function}@{digest}", score, lambda truth: True, correct_at)
 
 
 def _has_text(ground_truth: Any) -> bool:
