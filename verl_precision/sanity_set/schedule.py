@@ -1,5 +1,6 @@
 """Which responses to draw next: those that some verdict needs first, more only where an engine would idle."""
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -57,7 +58,7 @@ class Schedule:
         self.early_stopping = early_stopping
         self.tallies = {problem: Tally() for problem in problems}
         self._open = dict.fromkeys(self.tallies)  # in order
-        self._wanting = dict(self._open)  # those that need more than is in flight
+        self._wanting = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
         self.in_flight = 0
 
     @property
@@ -152,3 +153,4 @@ class Schedule:
             self._wanting.pop(problem, None)
         else:
             self._wanting[problem] = None
+            self._wanting.move_to_end(problem, last=False)

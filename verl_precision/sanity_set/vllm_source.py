@@ -1,12 +1,14 @@
 """One vLLM engine: responses are handed over one by one, as they end, and new ones take their place at once."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from verl_precision.sanity_set.source import Request, Response
 
-# vLLM compiles a graph only where that pays.
-_CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True}
+# On a CPU: compiling costs more than it saves, and memory is the machine's own, of which a small part is enough.
+_CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+_CPU_KV_CACHE = "1"  # GiB
 
 
 class VllmSource:
@@ -22,10 +24,14 @@ class VllmSource:
             temperature: of the draw; top_p is 1 and top_k off, so that responses come from the policy itself.
             engine: further settings of `vllm.LLM`.
         """
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        settings = {**(_CPU_SETTINGS if current_platform.is_cpu() else {}), **engine}
+        settings = dict(engine)
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE)
+            settings = {**_CPU_SETTINGS, **engine}
         # generation_config="vllm": a model's own generation_config.json may set top_k or top_p.
         self._llm = LLM(
             model=model,
@@ -54,7 +60,8 @@ class VllmSource:
                 seed=request.seed,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self._llm.llm_engine.add_request(key, {"prompt_token_ids": list(request.prompt_token_ids)}, parameters)
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+            self._llm.llm_engine.add_request(key, prompt, parameters)
 
     def poll(self) -> list[Response]:
         """Step the engine until at least one response has ended."""
