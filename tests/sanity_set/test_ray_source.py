@@ -1,45 +1,33 @@
 """Two engines as Ray actors on this machine, on logical GPUs: every request comes back once."""
 
+from functools import partial
+
 import pytest
 
 from verl_precision.errors import EnvironmentMismatchError
 from verl_precision.sanity_set.ray_source import RaySource
-from verl_precision.sanity_set.source import Request, Response
+from verl_precision.sanity_set.source import RecordedSource, Request
 
 
-class Echo:
-    """An engine that gives back two responses a time."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Request] = []
-
-    def submit(self, requests):
-        self._waiting += requests
-
-    def poll(self):
-        ready, self._waiting = self._waiting[:2], self._waiting[2:]
-        return [Response(r.problem, r.response, "text", 1) for r in ready]
-
-    def close(self):
-        pass
-
-
-def test_requests_come_back_once_from_two_engines():
+def test_requests_come_back_once_from_two_engines(tmp_path, write_rows):
     ray = pytest.importorskip("ray")
+    wanted = sorted((str(problem), index) for problem in range(5) for index in range(3))
+    lines = [{"problem": problem, "response": index, "tokens": 1, "correct": True} for problem, index in wanted]
+    build = partial(RecordedSource, write_rows(tmp_path / "recorded.jsonl", lines))
     ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with pytest.raises(EnvironmentMismatchError, match="Allowed: 1 to 2"):
-            RaySource(Echo, "local", engines=3)
-        source = RaySource(Echo, "local", engines=None)
+            RaySource(build, "local", engines=3)
+        source = RaySource(build, "local", engines=None)
         assert source.engines == 2
-        wanted = {(str(problem), index) for problem in range(5) for index in range(3)}
-        source.submit([Request(problem, index, (), 1, 0) for problem, index in sorted(wanted)])
         back = []
+        for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
+            source.submit([Request(problem, index, (), 1, 0) for problem, index in share])
         while len(back) < len(wanted):
             responses = source.poll()
             assert responses
             back += [(response.problem, response.response) for response in responses]
-        assert sorted(back) == sorted(wanted)
+        assert sorted(back) == wanted
         assert source.poll() == []
         source.close()
         assert ray.is_initialized()  # somebody else's: left running

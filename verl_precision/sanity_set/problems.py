@@ -87,7 +87,7 @@ def read_data_set(path: Path) -> DataSet:
     """
     if not path.is_file():
         raise ConfigurationError(f"{path}: no such file. Allowed: a .parquet or .jsonl file with verl's columns.")
-    table = _read_table(path)
+    table = read_table(path)
     if table.num_rows == 0:
         raise ConfigurationError(f"{path}: no rows in it.")
     for column, meaning in REQUIRED.items():
@@ -104,7 +104,12 @@ def read_data_set(path: Path) -> DataSet:
     return DataSet(path, table, list(problems.values()))
 
 
-def _read_table(path: Path) -> pyarrow.Table:
+def read_table(path: Path) -> pyarrow.Table:
+    """Read a parquet or JSONL file as it is.
+
+    Raises:
+        ConfigurationError: if it cannot be read.
+    """
     try:
         if path.suffix == ".parquet":
             return parquet.read_table(path)
