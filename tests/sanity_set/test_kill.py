@@ -44,7 +44,8 @@ class Throttled(RecordedSource):
 session.RecordedSource = Throttled
 session.build_sanity_set(
     session.Options(data=folder / "data.jsonl", model="recorded", output=folder / "out", window=Window(),
-                    recorded=folder / "recorded.jsonl", in_flight=12),
+                    recorded=folder / "recorded.jsonl", in_flight=12,
+                    reward=str(folder / "reward.py")),
     Console(quiet=True),
 )
 """
@@ -53,6 +54,7 @@ session.build_sanity_set(
 @pytest.fixture
 def case(tmp_path, row, write_rows, record):
     """Eight problems of all difficulties, 40 recorded responses each."""
+    (tmp_path / "reward.py").write_text("def compute_score(**values): return 0.0")  # recorded verdicts need none
     data = write_rows(tmp_path / "data.jsonl", [row(number) for number in range(8)])
     generator = random.Random(1)
     verdicts = [[generator.random() < number / 7 for _ in range(40)] for number in range(8)]
@@ -143,6 +145,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(case, monkeypat
             window=session.Window(),
             recorded=folder / "recorded.jsonl",
             in_flight=1,
+            reward=str(folder / "reward.py"),
         )
         session.build_sanity_set(options, Console(quiet=True))
         problems = json.loads((folder / output / "summary.json").read_text())["problems"]

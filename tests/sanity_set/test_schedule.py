@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_precision.errors import CheckpointStateError
@@ -48,6 +48,7 @@ def kept_by_definition(table):
     return [str(i) for i, row in enumerate(table) if 8 <= sum(row) <= 32]
 
 
+@settings(deadline=None)
 @given(tables() | TABLES, st.integers(1, 300), st.randoms(use_true_random=False))
 def test_kept_set_is_that_of_all_responses(table, in_flight, order):
     schedule, drawn = play(table, in_flight, order=order)
@@ -58,6 +59,7 @@ def test_kept_set_is_that_of_all_responses(table, in_flight, order):
     assert len(all_drawn) == N * len(table)
 
 
+@settings(deadline=None)
 @given(tables(), st.integers(1, 60), st.data())
 def test_what_is_known_already_is_not_drawn_again(table, in_flight, data):
     pairs = [(str(i), j) for i in range(len(table)) for j in range(N)]
@@ -67,6 +69,7 @@ def test_what_is_known_already_is_not_drawn_again(table, in_flight, data):
     assert schedule.kept() == kept_by_definition(table)
 
 
+@settings(deadline=None)
 @given(tables())
 def test_no_response_is_wasted_while_problems_outnumber_the_slots(table):
     """One slot: every response is drawn because a verdict needed it, so none could have been left out at its end."""
