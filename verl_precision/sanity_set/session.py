@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from verl_precision.sanity_set.schedule import Schedule
 from verl_precision.sanity_set.source import RecordedSource, Source
 from verl_precision.sanity_set.verdict import Window
 
+REFRESH = 0.5  # seconds between two updates of the bar
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -181,4 +183,12 @@ def _shown(schedule: Schedule, console: Console) -> Iterator[Callable[[Schedule]
     columns = (TextColumn("decided"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task(text(schedule), total=total, completed=schedule.decided)
-        yield lambda now: bar.update(task, completed=now.decided, description=text(now))
+        shown = [monotonic()]
+
+        def move(now: Schedule) -> None:
+            # Counting goes over all problems, and responses come by the thousand.
+            if now.finished or monotonic() - shown[0] > REFRESH:
+                shown[0] = monotonic()
+                bar.update(task, completed=now.decided, description=text(now))
+
+        yield move
