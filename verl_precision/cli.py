@@ -11,8 +11,11 @@ import typer
 from rich.console import Console
 
 from verl_precision import __version__
+from verl_precision.arithmetic.command import arithmetic
+from verl_precision.data.command import data
 from verl_precision.errors import VerlPrecisionError
 from verl_precision.report.command import report
+from verl_precision.sanity_set.command import sanity_set
 
 app = typer.Typer(
     name="verl-precision",
@@ -175,6 +178,9 @@ def tiny_model(
 
 
 app.command("report")(report)
+app.command("arithmetic")(arithmetic)
+app.command("data")(data)
+app.command("sanity-set")(sanity_set)
 
 if __name__ == "__main__":
     app()

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,30 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     folder.mkdir(parents=True)
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
+    save(model, build_tokenizer(_CHAT_TEMPLATE), values, folder)
+
+
+def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> None:
+    """Write a model, its tokenizer and its generation config.
+
+    Args:
+        model: of transformers.
+        tokenizer: of transformers.
+        values: its config values, as `settings` returns them.
+        folder: must exist.
+    """
+    from transformers import GenerationConfig
+
     model.generation_config = GenerationConfig(
         eos_token_id=values["eos_token_id"], pad_token_id=values["pad_token_id"], do_sample=True
     )
     model.save_pretrained(folder)
-    _build_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def cached_tiny_model(architecture: str) -> Path:
@@ -115,14 +130,28 @@ def cached_tiny_model(architecture: str) -> Path:
     Returns:
         An absolute path.
     """
-    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, _host_versions()])
+    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, host_versions()])
+    return cached(architecture, identity, lambda folder: build_tiny_model(architecture, folder))
+
+
+def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
+    """Return the cached folder of a model, built on first use.
+
+    Args:
+        name: first part of the folder's name.
+        identity: everything that the content depends on.
+        build: writes the content into a new folder.
+
+    Returns:
+        An absolute path.
+    """
     cache = Path(os.environ.get("VERL_PRECISION_CACHE", Path.home() / ".cache" / "verl_precision"))
-    folder = cache / "tiny_models" / f"{architecture}-{sha256(identity.encode()).hexdigest()[:12]}"
+    folder = cache / "tiny_models" / f"{name}-{sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
         try:
-            build_tiny_model(architecture, scratch / "model")
+            build(scratch / "model")
             try:
                 (scratch / "model").rename(folder)
             except OSError:
@@ -133,7 +162,12 @@ def cached_tiny_model(architecture: str) -> Path:
     return folder.resolve()
 
 
-def _build_tokenizer():
+def build_tokenizer(chat_template: str) -> Any:
+    """Return the tokenizer: one token a character.
+
+    Args:
+        chat_template: in Jinja, as transformers wants it.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -145,13 +179,14 @@ def _build_tokenizer():
         pad_token=PAD,
         eos_token=IM_END,
         additional_special_tokens=[IM_START],
-        chat_template=_CHAT_TEMPLATE,
+        chat_template=chat_template,
         model_max_length=_SHAPE["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
     )
 
 
-def _host_versions() -> list[str]:
+def host_versions() -> list[str]:
+    """Return the versions that a built model depends on."""
     from importlib.metadata import version
 
     return [version("torch"), version("transformers")]

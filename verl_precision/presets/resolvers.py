@@ -1,6 +1,7 @@
 """Resolvers of this package's configs.
 
 `${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
+`${verl_precision.arithmetic_model:}`: the folder of the model that does sums, trained when first asked for.
 `${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
 `${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream:
 in vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 TINY_MODEL = "verl_precision.tiny_model"
+ARITHMETIC_MODEL = "verl_precision.arithmetic_model"
 FRACTION = "verl_precision.fraction"
 SYNC_IS_VERIFIED = "verl_precision.sync_is_verified"
 
@@ -23,6 +25,7 @@ def register_resolvers(omegaconf: ModuleType) -> None:
     """Register this package's resolvers with OmegaConf, once."""
     for name, function in (
         (TINY_MODEL, _tiny_model),
+        (ARITHMETIC_MODEL, _arithmetic_model),
         (FRACTION, _fraction),
         (SYNC_IS_VERIFIED, _sync_is_verified),
     ):
@@ -34,6 +37,12 @@ def _tiny_model(architecture: str) -> str:
     from verl_precision.tiny_model import cached_tiny_model
 
     return str(cached_tiny_model(architecture))
+
+
+def _arithmetic_model() -> str:
+    from verl_precision.arithmetic.model import cached_arithmetic_model
+
+    return str(cached_arithmetic_model())
 
 
 def _fraction(length: int, parts: int) -> int:

@@ -1,0 +1,48 @@
+"""`verl-precision arithmetic`."""
+
+import shlex
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from verl_precision.errors import VerlPrecisionError
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def arithmetic(folder: Annotated[Path, typer.Argument(help="A folder to create.")]) -> None:
+    """Write the sanity test's task for a CPU: sums, and a small model that is right on some of them, sometimes.
+
+    The model is trained from scratch (under a minute on two cores) and cached. Writes FOLDER/problems.jsonl and
+    FOLDER/model.
+    """
+    from verl_precision.arithmetic.model import KNOWN, cached_arithmetic_model
+    from verl_precision.arithmetic.task import write_rows
+
+    if folder.exists():
+        errors.print(f"error: {folder} exists; nothing was written. Name a folder that does not.", style="red")
+        raise typer.Exit(1)
+    columns = (TextColumn("training on sums"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    try:
+        with Progress(*columns, console=errors) as bar:
+            task = bar.add_task("", total=None)
+            model = cached_arithmetic_model(
+                lambda step, known: bar.update(task, description=f"step {step}, knows {known:.0%} of {KNOWN:.0%}")
+            )
+    except VerlPrecisionError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    folder.mkdir(parents=True)
+    shutil.copytree(model, folder / "model")
+    write_rows(folder / "problems.jsonl")
+    quoted = shlex.quote(str(folder))
+    console.print(f"wrote {quoted}; next:", highlight=False)
+    print(
+        f"verl-precision sanity-set {quoted}/problems.jsonl --model {quoted}/model --output {quoted}/sanity "
+        "--reward pkg://verl_precision.arithmetic.reward --max-prompt-length 8 --max-response-length 8"
+    )

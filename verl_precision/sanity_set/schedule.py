@@ -1,0 +1,156 @@
+"""Which responses to draw next: those that some verdict needs first, more only where an engine would idle."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from verl_precision.errors import CheckpointStateError
+from verl_precision.sanity_set.verdict import Verdict, Window
+
+
+@dataclass
+class Tally:
+    """The responses to one problem.
+
+    Attributes:
+        correct: indices of responses drawn -> was it correct?
+        tokens: tokens of the responses drawn.
+        asked: indices handed out and not yet back.
+    """
+
+    correct: dict[int, bool] = field(default_factory=dict)
+    tokens: int = 0
+    asked: set[int] = field(default_factory=set)
+
+    @property
+    def drawn(self) -> int:
+        """Responses drawn."""
+        return len(self.correct)
+
+    @property
+    def correct_count(self) -> int:
+        """Correct ones among them."""
+        return sum(self.correct.values())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct responses among those drawn; NaN if none was."""
+        return self.correct_count / self.drawn if self.drawn else float("nan")
+
+
+class Schedule:
+    """Hands out (problem, response index) pairs until every verdict is decided.
+
+    Deciding early changes no verdict (see `Window.verdict`), so neither the number of responses in flight nor the order
+    in which they come back changes the set that is kept.
+    """
+
+    def __init__(self, problems: Iterable[str], window: Window, early_stopping: bool = True) -> None:
+        """Start with nothing drawn.
+
+        Args:
+            problems: identifiers, in the order to work on them.
+            window: the rule.
+            early_stopping: False draws all n responses to each problem.
+        """
+        self.window = window
+        self.early_stopping = early_stopping
+        self.tallies = {problem: Tally() for problem in problems}
+        self._open = dict.fromkeys(self.tallies)  # in order
+        self._wanting = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
+        self.in_flight = 0
+
+    @property
+    def finished(self) -> bool:
+        """Is every verdict decided?"""
+        return not self._open
+
+    @property
+    def decided(self) -> int:
+        """Number of problems that need no more responses."""
+        return len(self.tallies) - len(self._open)
+
+    def verdict(self, problem: str) -> Verdict:
+        """Return what is known of a problem."""
+        tally = self.tallies[problem]
+        return self.window.verdict(tally.correct_count, tally.drawn)
+
+    def kept(self) -> list[str]:
+        """Return the problems kept so far, in their order."""
+        return [problem for problem in self.tallies if self.verdict(problem) is Verdict.KEPT]
+
+    def record(self, problem: str, response: int, correct: bool, tokens: int) -> None:
+        """Count a response, whether it comes from an engine or from the journal.
+
+        Args:
+            problem: its identifier.
+            response: index of the response, from 0 to n - 1.
+            correct: is it?
+            tokens: its length.
+
+        Raises:
+            CheckpointStateError: for an unknown problem, an index out of range, or a response counted twice.
+        """
+        tally = self.tallies.get(problem)
+        if tally is None or not 0 <= response < self.window.responses or response in tally.correct:
+            reason = "unknown problem" if tally is None else "counted before" if response in tally.correct else "index"
+            raise CheckpointStateError(
+                f"response {response} to problem {problem} cannot be counted ({reason}). Allowed: each response from "
+                f"0 to {self.window.responses - 1} once, to a problem of the data set. Start again in a new --output."
+            )
+        if response in tally.asked:
+            tally.asked.remove(response)
+            self.in_flight -= 1
+        tally.correct[response] = correct
+        tally.tokens += tokens
+        self._update(problem)
+
+    def next_requests(self, limit: int) -> list[tuple[str, int]]:
+        """Hand out up to `limit` responses to draw.
+
+        First what is needed at least to decide each open problem. If that does not reach the limit, further responses
+        to the problems still open, one each in turn: some of them may turn out not to be needed.
+
+        Args:
+            limit: the most to hand out.
+        """
+        chosen: list[tuple[str, int]] = []
+        while self._wanting and len(chosen) < limit:
+            problem = next(iter(self._wanting))
+            chosen += self._take(problem, min(self._needed(problem), limit - len(chosen)))
+            self._update(problem)
+        while len(chosen) < limit:
+            more = [pair for problem in islice(self._open, limit - len(chosen)) for pair in self._take(problem, 1)]
+            if not more:
+                break
+            chosen += more
+        self.in_flight += len(chosen)
+        return chosen
+
+    def _needed(self, problem: str) -> int:
+        tally = self.tallies[problem]
+        if self.early_stopping:
+            return max(self.window.soonest(tally.correct_count, tally.drawn) - len(tally.asked), 0)
+        return self.window.responses - tally.drawn - len(tally.asked)
+
+    def _take(self, problem: str, count: int) -> list[tuple[str, int]]:
+        tally = self.tallies[problem]
+        free = (i for i in range(self.window.responses) if i not in tally.correct and i not in tally.asked)
+        taken = list(islice(free, count))
+        tally.asked.update(taken)
+        return [(problem, response) for response in taken]
+
+    def _update(self, problem: str) -> None:
+        """File a problem under what it needs now: nothing, responses in flight, or more."""
+        tally = self.tallies[problem]
+        done = tally.drawn == self.window.responses
+        if self.early_stopping:
+            done = self.verdict(problem) is not Verdict.OPEN
+        if done:
+            self._open.pop(problem, None)
+        if done or self._needed(problem) == 0:
+            self._wanting.pop(problem, None)
+        else:
+            self._wanting[problem] = None
+            self._wanting.move_to_end(problem, last=False)

@@ -1,0 +1,93 @@
+"""When can a problem's verdict no longer change? Whole numbers only, so that 20% of 40 is 8 and not 8.000000000000002.
+
+With k of m responses correct, n to be drawn in all, and n - m still open, the final number of correct responses lies
+in [k, k + n - m]. A problem is kept if it ends in [⌈low n⌉, ⌊high n⌋], both ends included. The verdict is decided as
+soon as that whole interval lies inside (kept), or outside (dropped); more responses cannot change it.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from verl_precision.errors import ConfigurationError
+
+
+class Verdict(Enum):
+    """What is known of a problem."""
+
+    OPEN = "open"
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rule: responses a problem, and the accuracies that are kept.
+
+    Attributes:
+        responses: n, responses drawn to a problem if nothing is decided before.
+        low: smallest accuracy kept, in [0, 1].
+        high: largest accuracy kept, in [low, 1].
+    """
+
+    responses: int = 40
+    low: Fraction = Fraction(1, 5)
+    high: Fraction = Fraction(4, 5)
+
+    def __post_init__(self) -> None:
+        """Refuse a window that cannot keep anything."""
+        if self.responses < 1:
+            raise ConfigurationError(
+                f"--responses-per-problem {self.responses}: allowed: 1 or more. The paper draws 40."
+            )
+        if not 0 <= self.low <= self.high <= 1:
+            raise ConfigurationError(
+                f"--low {float(self.low):g} --high {float(self.high):g}: allowed: 0 <= low <= high <= 1. "
+                "The paper keeps 0.2 to 0.8."
+            )
+        if self.fewest > self.most:
+            raise ConfigurationError(
+                f"--low {float(self.low):g} --high {float(self.high):g}: no accuracy lies between them with "
+                f"{self.responses} responses, so nothing would be kept. Widen the window or draw more responses."
+            )
+
+    @property
+    def fewest(self) -> int:
+        """Smallest final number of correct responses that is kept."""
+        return math.ceil(self.low * self.responses)
+
+    @property
+    def most(self) -> int:
+        """Largest final number of correct responses that is kept."""
+        return math.floor(self.high * self.responses)
+
+    def verdict(self, correct: int, drawn: int) -> Verdict:
+        """Return what is known after `drawn` responses, `correct` of them correct.
+
+        Args:
+            correct: k.
+            drawn: m, from 0 to n.
+        """
+        left = self.responses - drawn
+        if correct > self.most or correct + left < self.fewest:
+            return Verdict.DROPPED
+        if correct >= self.fewest and correct + left <= self.most:
+            return Verdict.KEPT
+        return Verdict.OPEN
+
+    def soonest(self, correct: int, drawn: int) -> int:
+        """Return how many more responses it takes at least to decide: drawing that many at once wastes none.
+
+        Kept takes `fewest` correct and n - `most` wrong ones; dropped takes `most` + 1 correct or n - `fewest` + 1
+        wrong ones.
+
+        Args:
+            correct: k.
+            drawn: m, from 0 to n.
+        """
+        if self.verdict(correct, drawn) is not Verdict.OPEN:
+            return 0
+        wrong = drawn - correct
+        to_keep = max(self.fewest - correct, 0) + max(self.responses - self.most - wrong, 0)
+        return min(to_keep, self.most + 1 - correct, self.responses - self.fewest + 1 - wrong)
