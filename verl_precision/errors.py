@@ -25,5 +25,9 @@ class LossScaleError(VerlPrecisionError, ArithmeticError):
     """Gradients stay non-finite however small the loss scale is."""
 
 
+class PatchError(VerlPrecisionError, RuntimeError):
+    """A tree cannot be patched, or not safely."""
+
+
 class CheckpointStateError(VerlPrecisionError, RuntimeError):
     """State that this package keeps in a checkpoint cannot be read back."""
