@@ -14,7 +14,7 @@ runner = CliRunner()
 
 def test_help_names_every_verb_and_version_prints():
     text = runner.invoke(app, ["--help"]).output
-    for verb in ("check", "compare", "tiny-model"):
+    for verb in ("check", "compare", "patch", "tiny-model"):
         assert verb in text
     assert runner.invoke(app, ["--version"]).output.strip() == __version__
 
