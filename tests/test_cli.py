@@ -14,7 +14,7 @@ runner = CliRunner()
 
 def test_help_names_every_verb_and_version_prints():
     text = runner.invoke(app, ["--help"]).output
-    for verb in ("arithmetic", "check", "compare", "data", "report", "sanity-set", "tiny-model"):
+    for verb in ("arithmetic", "check", "compare", "data", "patch", "report", "sanity-set", "tiny-model"):
         assert verb in text
     assert runner.invoke(app, ["--version"]).output.strip() == __version__
 

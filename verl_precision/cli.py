@@ -158,6 +158,39 @@ def compare(
         raise typer.Exit(130) from None
 
 
+@app.command("patch")
+def patch(
+    tree: Annotated[Path | None, typer.Argument(help="Holds verl/: a checkout or an unpacked release.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Print every series and its patches.")] = False,
+    check_: Annotated[bool, typer.Option("--check", help="Would it apply or revert? Writes nothing.")] = False,
+    apply_: Annotated[bool, typer.Option("--apply", help="Apply the series of the tree's release.")] = False,
+    revert: Annotated[bool, typer.Option("--revert", help="Take it back, byte for byte.")] = False,
+    installed: Annotated[bool, typer.Option("--installed", help="TREE is an installed package; patch that.")] = False,
+) -> None:
+    """Patch a verl that no plugin can reach, or take the patches back: all of them or none.
+
+    Refused, naming the file: a tree that is not exactly a release with a series, or that release with the whole series
+    applied. A call that was killed is finished by the next one. What each patch does: patches/README.md.
+    """
+    if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
+        raise typer.BadParameter("give --list, or one of --check, --apply, --revert with TREE")
+    from verl_precision.patching.command import State, change_tree, check_tree, list_series
+
+    try:
+        if list_:
+            lines = list_series()
+        elif check_:
+            assert tree is not None  # parameters were checked above
+            lines = [check_tree(tree)]
+        else:
+            assert tree is not None
+            lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
+    except (VerlPrecisionError, OSError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command("tiny-model")
 def tiny_model(
     architecture: Annotated[str, typer.Argument(help="Its architecture; an unknown name lists them.")],

@@ -29,6 +29,10 @@ class PrecisionContradictionError(VerlPrecisionError, RuntimeError):
     """Something ran in another dtype than the config asks for."""
 
 
+class PatchError(VerlPrecisionError, RuntimeError):
+    """A tree cannot be patched, or not safely."""
+
+
 class CheckpointStateError(VerlPrecisionError, RuntimeError):
     """State that this package keeps in a checkpoint cannot be read back."""
 

@@ -116,6 +116,15 @@ def test_damaged_state_is_refused(tmp_path, content):
         load_scaler(LossScaler(LossScaleSettings(), "cpu"), str(tmp_path))
 
 
+def test_state_of_torchs_scaler_is_understood():
+    """A verl patched to save its scaler (patches/verl-0.9.1) hands this over when a run goes on with the plugin."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=100)
+    run(theirs, [INF, 1, 1, 1])
+    scaler = LossScaler(LossScaleSettings(), "cpu")
+    scaler.load_state_dict(theirs.state_dict())
+    assert scaler.state_dict() == {"scale": 64, "growth_tracker": 3, "steps_at_minimum": 0}
+
+
 def test_report_adds_up_the_updates_of_a_step():
     scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
     assert not report.take_applied(), "nothing happened yet"

@@ -135,16 +135,17 @@ class LossScaler(ShardedGradScaler):
         """Go on from a state; factors, interval and bounds stay those of the settings.
 
         Args:
-            state_dict: of `state_dict`.
+            state_dict: of `state_dict`, or of torch's scaler, which a verl patched to save it hands over.
         """
+        tracker = state_dict["growth_tracker" if "growth_tracker" in state_dict else "_growth_tracker"]
         super().load_state_dict(
             {
                 **super().state_dict(),
                 "scale": min(max(state_dict["scale"], self.settings.bounds()[0]), self.settings.bounds()[1]),
-                "_growth_tracker": int(state_dict["growth_tracker"]),
+                "_growth_tracker": int(tracker),
             }
         )
-        self.steps_at_minimum = int(state_dict["steps_at_minimum"])
+        self.steps_at_minimum = int(state_dict.get("steps_at_minimum", 0))
 
     def _keep_bounds(self) -> None:
         low, high = self.settings.bounds()

@@ -1,0 +1,429 @@
+"""What the series for verl 0.6.1 promises, run by test_releases.py in a process whose verl is the tree.
+
+Every test here fails in the release and passes with the series, but for those named test_default_..., which pass in
+both. Oracles are written plainly, in float64, from the equations.
+"""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_module
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.metric import reduce_metrics
+from verl.workers.actor import DataParallelPPOActor
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
+
+ROWS, PROMPT, WIDTH, VOCABULARY = 4, 3, 5, 32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_process(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("dist") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def actor_config(**settings):
+    return FSDPActorConfig(
+        **{
+            "strategy": "fsdp",
+            "rollout_n": 1,
+            "ppo_mini_batch_size": ROWS,
+            "ppo_micro_batch_size_per_gpu": 2,
+            "use_torch_compile": False,
+            **settings,
+        }
+    )
+
+
+def make_actor(**settings):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = Qwen2ForCausalLM(config)
+    return DataParallelPPOActor(actor_config(**settings), model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def make_data(rollout_log_probs=None, advantages=None):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator)
+    mask = torch.ones(ROWS, PROMPT + WIDTH, dtype=torch.long)
+    mask[1, -2:] = 0
+    tensors = {
+        "input_ids": tokens,
+        "responses": tokens[:, PROMPT:],
+        "attention_mask": mask,
+        "position_ids": torch.arange(PROMPT + WIDTH).expand(ROWS, -1).clone(),
+        "response_mask": mask[:, PROMPT:],
+        "old_log_probs": torch.full((ROWS, WIDTH), -3.0),
+        "advantages": torch.ones(ROWS, WIDTH) if advantages is None else advantages,
+    }
+    if rollout_log_probs is not None:
+        tensors["rollout_log_probs"] = rollout_log_probs
+    return DataProto.from_dict(tensors=tensors, meta_info={"temperature": 1.0})
+
+
+def parameters(actor):
+    return torch.cat([p.detach().flatten() for p in actor.actor_module.parameters()])
+
+
+def compose_ppo(*overrides, name="ppo_trainer"):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(name, overrides=list(overrides))
+
+
+# 0001
+
+
+@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 1, 1, 1], [3, 1]])
+def test_aggregation_is_dr_grpo_however_the_mini_batch_is_cut(cut):
+    """(1/N) Σ_b Σ_t loss_bt / T, from micro-batches weighed by their share of rows as the actor weighs them."""
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    mask = (torch.arange(6) < torch.tensor([[6], [2], [0], [4]])).double()  # one response has no token
+    oracle = sum(losses[b, t] * mask[b, t] for b in range(4) for t in range(6)) / 4 / 6
+    parts = zip(losses.split(cut), mask.split(cut), strict=True)
+    total = sum(agg_loss(part, valid, "seq-mean-token-sum-norm") * len(part) / 4 for part, valid in parts)
+    if cut != [1, 1, 1, 1]:  # with one row each, sum and mean agree: the release is right by accident
+        torch.testing.assert_close(total, oracle)
+    wider = agg_loss(torch.cat([losses, losses]), torch.cat([mask, mask]), "seq-mean-token-sum-norm")
+    torch.testing.assert_close(wider, oracle)  # twice the same responses: the same mean
+
+
+def test_default_aggregation_is_the_mean_over_tokens():
+    losses, mask = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert actor_config().loss_agg_mode == "token-mean"
+    torch.testing.assert_close(agg_loss(losses, mask, "token-mean"), torch.tensor(7 / 3))
+
+
+# 0002
+
+
+def test_param_dtype_decides_on_autocast_and_scaling():
+    half = make_actor(fsdp_config=FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"}))
+    full = make_actor(fsdp_config=FSDPEngineConfig(mixed_precision={"param_dtype": "fp32"}, dtype="float16"))
+    seen = []
+    half.actor_module.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    half.update_policy(make_data())
+    assert half.scaler is not None and set(seen) == {torch.float16}
+    assert full.scaler is None and full.param_dtype == torch.float32
+
+
+def test_default_dtype_is_bfloat16_without_scaler():
+    actor = make_actor()
+    assert actor.param_dtype == torch.bfloat16 and actor.scaler is None
+
+
+# 0003
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_default_dtypes_resolve_to_bfloat16(name):
+    config = compose_ppo(name=name).actor_rollout_ref
+    assert config.rollout.dtype == "bfloat16"
+    assert (config.ref.fsdp_config if name == "ppo_trainer" else config.ref.megatron).dtype == "bfloat16"
+
+
+def test_reference_and_rollout_follow_the_actor_until_told_otherwise():
+    config = compose_ppo("actor_rollout_ref.actor.fsdp_config.dtype=float16").actor_rollout_ref
+    assert (config.ref.fsdp_config.dtype, config.rollout.dtype) == ("float16", "float16")
+    config = compose_ppo(
+        "actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.rollout.dtype=bfloat16"
+    ).actor_rollout_ref
+    assert (config.ref.fsdp_config.dtype, config.rollout.dtype) == ("float16", "bfloat16")
+
+
+# 0004
+
+
+def half_actor(**grad_scaler):
+    from verl.workers.config import GradScalerConfig
+
+    return make_actor(fsdp_config=FSDPEngineConfig(dtype="float16", grad_scaler=GradScalerConfig(**grad_scaler)))
+
+
+def test_scaler_is_on_with_its_settings_and_reports():
+    actor = half_actor(init_scale=1024.0, growth_interval=1)
+    assert actor.scaler.is_enabled() and actor.scaler.get_scale() == 1024.0
+    metrics = actor.update_policy(make_data())
+    assert metrics["actor/loss_scale"] == [2048.0]  # grown after one step
+    assert metrics["actor/skipped_update"] == [0.0]
+    assert math.isfinite(metrics["actor/grad_norm"][0])
+
+
+def test_overflow_skips_the_update_backs_off_and_leaves_the_mean_norm_finite():
+    actor = half_actor(init_scale=2.0**100)
+    before = parameters(actor)
+    metrics = actor.update_policy(make_data())
+    assert torch.equal(parameters(actor), before)
+    assert metrics["actor/loss_scale"] == [2.0**99]
+    assert metrics["actor/skipped_update"] == [1.0]
+    assert "actor/grad_norm" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("init_scale", 0.0), ("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)]
+)
+def test_settings_out_of_bounds_are_refused_by_name(setting, value):
+    with pytest.raises(ValueError, match=f"grad_scaler.{setting}"):
+        half_actor(**{setting: value})
+
+
+def test_settings_come_from_the_command_line():
+    config = compose_ppo("actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=7")
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config).grad_scaler.growth_interval == 7
+
+
+# 0005
+
+
+def manager(actor):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(actor.actor_module, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler, grad_scaler=actor.scaler)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_resumed_run_goes_on_with_its_scale_and_counter(tmp_path, used):
+    actor = half_actor(init_scale=2.0**100)
+    for _ in range(3):  # 2^100 to 2^97
+        actor.update_policy(make_data())
+    actor.scaler.update(new_scale=1024.0)  # a scale that does not overflow
+    for _ in range(2):
+        actor.update_policy(make_data())
+    manager(actor).save_checkpoint(str(tmp_path))
+
+    resumed = half_actor(init_scale=8.0, backoff_factor=0.25)
+    if used:
+        resumed.update_policy(make_data())
+    manager(resumed).load_checkpoint(str(tmp_path))
+    assert resumed.scaler.get_scale() == actor.scaler.get_scale() == 1024.0
+    assert resumed.scaler.state_dict()["_growth_tracker"] == actor.scaler.state_dict()["_growth_tracker"] > 0
+    assert resumed.scaler.get_backoff_factor() == 0.25  # of the configuration
+
+
+def test_default_checkpoint_has_the_keys_it_had(tmp_path):
+    actor = make_actor()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(actor.actor_module, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    FSDPCheckpointManager(model=model, optimizer=optimizer).save_checkpoint(str(tmp_path))
+    extra = torch.load(tmp_path / "extra_state_world_size_1_rank_0.pt", weights_only=False)
+    assert set(extra) == {"lr_scheduler", "rng"}
+
+
+# 0006
+
+C = 3.0
+# log-ratio of each response as a whole: far below, at, just within and just above C, and beyond what exp can hold
+SEQUENCE_LOG_RATIOS = [-500.0, -2.0, 0.0, math.log(C) - 1e-3, math.log(C) + 1e-3, 20.0, 500.0]
+
+
+def weight(estimator, log_ratio):
+    """ρ (5), min(ρ, C) (6), ρ 1{ρ ≤ C} (7), of arXiv 2510.26788."""
+    if estimator == "pg_seq_is":
+        return math.exp(log_ratio)
+    if estimator == "pg_seq_tis":
+        return math.exp(min(log_ratio, math.log(C)))
+    return math.exp(log_ratio) if log_ratio <= math.log(C) else 0.0
+
+
+def policy_gradient(estimator, trainer, rollout, advantages, mask):
+    config = actor_config(policy_loss=PolicyLossConfig(loss_mode=estimator, rollout_is_threshold=C))
+    trainer = trainer.clone().requires_grad_()
+    loss, metrics = get_policy_loss_fn(estimator)(
+        old_log_prob=rollout,
+        log_prob=trainer,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode="seq-mean-token-sum-norm",
+        config=config,
+    )
+    loss.backward()
+    return trainer.grad, metrics
+
+
+@pytest.mark.parametrize("estimator", ["pg_seq_is", "pg_seq_tis", "pg_seq_mis"])
+def test_gradient_is_the_equation(estimator):
+    log_ratios = [r for r in SEQUENCE_LOG_RATIOS if estimator != "pg_seq_is" or r < 60]
+    rows, width = len(log_ratios), 4
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.ones(rows, width)
+    mask[0, 3:] = 0
+    trainer = -torch.rand(rows, width, generator=generator) * 5
+    rollout = trainer.double() - torch.tensor(log_ratios).double().unsqueeze(-1) * mask / mask.sum(-1, keepdim=True)
+    advantages = torch.randn(rows, 1, generator=generator).expand(rows, width).clone()
+    masked = mask == 0
+    trainer[masked], rollout[masked], advantages[masked] = torch.nan, torch.inf, torch.nan  # must not matter
+    gradient, _ = policy_gradient(estimator, trainer.double(), rollout, advantages.double(), mask.double())
+    for b, log_ratio in enumerate(log_ratios):
+        for t in range(width):
+            wanted = 0.0 if masked[b, t] else -weight(estimator, log_ratio) * advantages[b, t].item() / rows / width
+            assert gradient[b, t].item() == pytest.approx(wanted, rel=1e-6, abs=0.0), (b, t)
+
+
+def test_the_guard_is_beyond_every_ratio_of_use_and_finite():
+    for log_ratio, wanted in ((65.0, math.exp(65.0)), (500.0, torch.finfo(torch.float32).max / 1e10)):
+        rollout = torch.full((1, 1), -1.0 - log_ratio)
+        gradient, _ = policy_gradient(
+            "pg_seq_is", torch.full((1, 1), -1.0), rollout, torch.ones(1, 1), torch.ones(1, 1)
+        )
+        assert -gradient.item() == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0, float("nan")])
+def test_truncation_without_its_threshold_is_refused_by_name(threshold):
+    config = actor_config(policy_loss=PolicyLossConfig(loss_mode="pg_seq_mis", rollout_is_threshold=threshold))
+    one = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="policy_loss.rollout_is_threshold"):
+        get_policy_loss_fn("pg_seq_mis")(
+            old_log_prob=one, log_prob=one, advantages=one, response_mask=one, loss_agg_mode="token-mean", config=config
+        )
+
+
+def test_the_actor_weighs_on_policy_too():
+    """One mini-batch, one epoch: the release then takes log_prob.detach() for old_log_probs; every ratio is 1."""
+    rollout = torch.full((ROWS, WIDTH), -4.0)  # the model is near uniform, -log 32 = -3.47: ratios of about e^(0.5 n)
+    actor = make_actor(policy_loss=PolicyLossConfig(loss_mode="pg_seq_tis", rollout_is_threshold=1e6))
+    metrics = reduce_metrics(actor.update_policy(make_data(rollout)))
+    assert metrics["actor/is_weight_max"] > 5
+    assert metrics["actor/truncated_fraction"] == 0
+    other = make_actor(policy_loss=PolicyLossConfig(loss_mode="pg_seq_tis", rollout_is_threshold=1e6))
+    other.update_policy(make_data(rollout + 0.5))
+    assert not torch.equal(parameters(actor), parameters(other))  # mu matters
+
+
+# 0007
+
+
+def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denominator():
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    log_ratios = [r for r in SEQUENCE_LOG_RATIOS if r > -19]  # the release holds log-ratios at -20
+    rows = len(log_ratios)
+    mask = torch.ones(rows, 2)
+    batch = DataProto.from_dict(
+        tensors={
+            "old_log_probs": torch.full((rows, 2), -1.0),
+            "rollout_log_probs": -1.0 - torch.tensor(log_ratios).unsqueeze(-1) * torch.tensor([[0.25, 0.75]]),
+            "response_mask": mask.clone(),
+        }
+    )
+    config = compose_ppo(
+        "algorithm.rollout_correction.rollout_is=sequence",
+        f"algorithm.rollout_correction.rollout_is_threshold={C}",
+        "algorithm.rollout_correction.rollout_is_mode=mask",
+    ).algorithm.rollout_correction
+    batch, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+    for row, log_ratio in enumerate(log_ratios):
+        wanted = weight("pg_seq_mis", log_ratio)
+        assert batch.batch["rollout_is_weights"][row].tolist() == pytest.approx([wanted] * 2, rel=1e-5)
+    assert torch.equal(batch.batch["response_mask"], mask)
+    assert metrics["rollout_corr/rollout_is_masked_fraction"] == pytest.approx(3 / rows)
+
+
+def test_an_unknown_mode_is_refused_by_name():
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    with pytest.raises(ValueError, match="rollout_is_mode: cut"):
+        compute_rollout_correction_weights(torch.zeros(1, 1), torch.ones(1, 1), rollout_is_mode="cut")
+
+
+def test_default_weights_are_truncated():
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    weights, _ = compute_rollout_correction_weights(torch.tensor([[2.0], [0.5]]), torch.ones(2, 1))
+    assert weights.flatten().tolist() == pytest.approx([2.0, math.exp(0.5)])
+
+
+# 0008
+
+
+def test_mismatch_metrics_are_their_formulas():
+    from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
+
+    nan = float("nan")
+    trainer = torch.tensor([[-1.0, -2.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
+    rollout = torch.tensor([[-1.5, -1.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    gaps = [0.5, -1.0, 0.0]
+    metrics = compute_mismatch_metrics(trainer, rollout, mask)
+    assert metrics == pytest.approx(
+        {
+            "mismatch/log_prob_gap_abs_mean": 0.5,
+            "mismatch/log_prob_gap_abs_max": 1.0,
+            "mismatch/k3_kl": sum(math.exp(d) - d - 1 for d in gaps) / 3,
+            "mismatch/prob_gap_max": math.exp(-1.0) - math.exp(-1.5),
+            "mismatch/prob_gap_min": math.exp(-2.0) - math.exp(-1.0),
+            "mismatch/seq_log_ratio_max": 0.0,
+            "mismatch/seq_log_ratio_min": -0.5,
+        }
+    )
+    assert compute_mismatch_metrics(trainer, rollout, torch.zeros(3, 3)) == {}
+
+
+def test_k3_of_a_small_gap_is_not_rounding():
+    from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
+
+    rollout = torch.tensor([[-1.0]])
+    trainer = rollout + 2.0**-16  # k3 = d²/2 = 1.16e-10; float32 has nothing left of exp(d) - d - 1
+    metrics = compute_mismatch_metrics(trainer, rollout, torch.ones(1, 1))
+    assert metrics["mismatch/k3_kl"] == pytest.approx(2.0**-33, rel=1e-4)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_actor_measures_before_the_first_update_whatever_the_cut(epochs):
+    found = []
+    for micro_batch_size in (1, 2, 4):
+        actor = make_actor(mismatch_metrics=True, ppo_micro_batch_size_per_gpu=micro_batch_size, ppo_epochs=epochs)
+        metrics = actor.update_policy(make_data(torch.full((ROWS, WIDTH), -4.0)))
+        metrics = {key: value for key, value in metrics.items() if key.startswith("mismatch/")}
+        assert len(metrics) == 7 and all(len(values) == 1 for values in metrics.values())
+        found.append({key: values[0] for key, values in metrics.items()})
+    assert found[0] == pytest.approx(found[2], rel=2e-2) and found[1] == pytest.approx(found[2], rel=2e-2)
+    assert found[0]["mismatch/log_prob_gap_abs_mean"] == pytest.approx(0.53, abs=0.1)
+
+
+def test_measuring_without_rollout_log_probs_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"actor\.mismatch_metrics=True needs .*calculate_log_probs=True"):
+        make_actor(mismatch_metrics=True).update_policy(make_data())
+
+
+def test_default_update_has_no_new_metric():
+    metrics = make_actor().update_policy(make_data(torch.full((ROWS, WIDTH), -4.0)))
+    assert not [key for key in metrics if key.startswith("mismatch/")]
+    assert not {"actor/loss_scale", "actor/skipped_update", "actor/is_weight_mean"} & set(metrics)
+
+
+# What whoever sets nothing gets, bit for bit: test_releases.py compares what the release and the patched tree write.
+
+
+def test_default_update_is_written_down():
+    actor = make_actor(ppo_epochs=2, entropy_coeff=0.01)
+    data = make_data(torch.full((ROWS, WIDTH), -4.0), advantages=torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH))
+    metrics = [actor.update_policy(data) for _ in range(2)]
+    digest = hashlib.sha256(parameters(actor).numpy().tobytes()).hexdigest()
+    Path(os.environ["DEFAULT_UPDATE"]).write_text(json.dumps({"parameters": digest, "metrics": metrics}))
