@@ -47,7 +47,7 @@ def test_ratio_is_the_first_run_over_the_others():
 
 def test_a_run_that_measured_no_mismatch_is_named():
     rows = [{key: value for key, value in row.items() if "mismatch" not in key} for row in _rows(1)]
-    with pytest.raises(ConfigurationError, match="mismatch/k3_kl.*trainer_mode=vp_sync"):
+    with pytest.raises(ConfigurationError, match="mismatch/k3_kl.*mismatch.enabled=True"):
         summarise("bf16", rows, 1)
 
 

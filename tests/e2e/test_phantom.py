@@ -1,6 +1,7 @@
 """Phantom clipping in the real stack: FP32 training, BF16 rollouts, PPO's ratio against the rollout's log-probs.
 
-At the first update the policy has not changed, so that nothing should be clipped; what is, is rounding.
+At the first update the policy has not changed, so that nothing should be clipped; what is, is rounding: beta, and in alpha
+what two BF16 engines differ by.
 """
 
 import math
@@ -29,7 +30,6 @@ def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quick
         assert row["actor/ratio_max"] == pytest.approx(math.exp(row["mismatch/log_prob_gap_max"]), rel=1e-5)
         whole = row["phantom/alpha_mean"] + row["phantom/beta_mean"]
         assert whole == pytest.approx(row["mismatch/log_prob_gap_mean"], abs=1e-6)
-        assert row["phantom/alpha_abs_mean"] < row["phantom/beta_abs_mean"], "precision, not policy"
 
 
 def test_ratio_from_the_shadow_has_no_beta(run_quickstart):

@@ -67,9 +67,9 @@ def summarise(precision: str, rows: list[dict[str, float]], seconds_total: float
     missing = [key for key in (REWARD, LENGTH, GAP, K3, PEARSON, STEP_SECONDS) if not any(key in row for row in rows)]
     if missing:
         raise ConfigurationError(
-            f"precision={precision}: the run did not report {', '.join(missing)}. The mismatch is measured by "
-            "trainer.v1.trainer_mode=vp_sync (or vp_colocate_async, vp_separate_async), outside bypass mode: set it in "
-            "the recipe, and algorithm.rollout_correction.bypass_mode=False."
+            f"precision={precision}: the run did not report {', '.join(missing)}. The mismatch is measured with "
+            "mismatch.enabled=True, which every preset sets. Leave it so, and look into the log for a measurement that "
+            "failed."
         )
     return Summary(
         precision=precision,

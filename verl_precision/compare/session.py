@@ -15,6 +15,8 @@ from verl_precision.compare.results import Summary, read_metrics, summarise, tab
 from verl_precision.compare.run import Progress, run_verl
 from verl_precision.errors import ConfigurationError
 from verl_precision.presets import preset_names
+from verl_precision.report.page import page, write_page
+from verl_precision.report.read import read_runs
 
 
 def compare_precisions(
@@ -47,8 +49,10 @@ def compare_precisions(
         # After each run, so that an interrupted comparison leaves what it had.
         write_summary(folder / "summary.json", summaries, sys.argv, versions())
         write_figure(folder / "comparison.png", runs, title=config.stem)
+        write_page(folder / "report.html", page(read_runs([folder / name for name in runs])), force=True)
     console.print(table(summaries))
-    console.print(f"figure   {folder / 'comparison.png'}\nsummary  {folder / 'summary.json'}", highlight=False)
+    for what, name in (("figure", "comparison.png"), ("report", "report.html"), ("summary", "summary.json")):
+        console.print(f"{what:8} {folder / name}", highlight=False, soft_wrap=True)
     console.print(f"metrics  {folder}/<precision>/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
     return summaries
 

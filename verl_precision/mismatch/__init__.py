@@ -12,7 +12,10 @@ alarm       says when a run is on its way to collapse, and what to do; fed the m
 detector    sustained growth, and persistence, of one number a step
 remedies    what each alarm means and what to try
 keys        names of the metrics that alarm and report read
-trainer     verl's trainers, with the statistics among their metrics (`trainer.v1.trainer_mode=vp_sync`, ...)
+settings    the block `mismatch` of a config
+carry       sums from the worker's micro-batches to the driver
+watch       what the measuring trainer does at each point of a step
+trainer     verl's trainers, with all this among their metrics; `mismatch.enabled` chooses them
 
-All but `trainer` import only torch.
+All but the last four import only torch, or nothing.
 """
