@@ -12,6 +12,7 @@ from rich.console import Console
 
 from verl_precision import __version__
 from verl_precision.errors import VerlPrecisionError
+from verl_precision.offline.command import mismatch
 from verl_precision.report.command import report
 
 app = typer.Typer(
@@ -175,6 +176,7 @@ def tiny_model(
 
 
 app.command("report")(report)
+app.command("mismatch")(mismatch)
 
 if __name__ == "__main__":
     app()

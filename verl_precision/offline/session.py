@@ -1,0 +1,112 @@
+"""An analysis from end to end: what is missing is sampled and scored, then table and figures are written."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from verl_precision.check import versions
+from verl_precision.offline.figures import write_figures
+from verl_precision.offline.measure import Pair, measure
+from verl_precision.offline.plan import Work, all_work, missing, responses_asked, responses_done
+from verl_precision.offline.prompts import Prompt, tokenised
+from verl_precision.offline.settings import OfflineSettings, check_model, described_model, model_folder
+from verl_precision.offline.store import Store, create_or_resume, write_whole
+from verl_precision.offline.table import console_table, markdown, summary
+from verl_precision.offline.work import run_here, run_on_ray
+
+_VERBS = {"sample": "rollout", "score": "train"}
+
+
+def analyse(
+    settings: OfflineSettings, prompts: list[Prompt], folder: Path, console: Console, ray_address: str | None = None
+) -> list[Pair]:
+    """Do what is missing in the folder, and write the results.
+
+    Args:
+        settings: what is measured.
+        prompts: as read.
+        folder: new, empty, or of an earlier run with the same settings.
+        console: where progress and table are shown.
+        ray_address: of a Ray cluster whose GPUs share the work; None works here.
+
+    Returns:
+        One entry a pair of dtypes.
+
+    Raises:
+        ConfigurationError: before a model loads, for what cannot work.
+        RunFailedError: when a process fails; what was done is kept.
+    """
+    prompt_ids = _tokens(settings, prompts)
+    check_model(settings, described_model(settings.model), max(map(len, prompt_ids)))
+    store = create_or_resume(folder.resolve(), settings, prompt_ids, versions())
+    for kind in ("sample", "score"):
+        _do(store, all_work(store, kind), console, ray_address)
+    pairs = [measure(store, rollout, train) for rollout, train in settings.pairs]
+    count = len(prompt_ids)
+    write_whole(folder / "table.md", markdown(pairs, settings, versions(), count))
+    write_whole(folder / "summary.json", summary(pairs, settings, versions(), count, sys.argv))
+    figures = write_figures(folder, pairs, title=settings.model)
+    console.print(console_table(pairs))
+    for name, path in (("table", folder / "table.md"), ("summary", folder / "summary.json")):
+        console.print(f"{name:8} {path}", highlight=False, soft_wrap=True)
+    console.print(f"figures  {folder}/: {', '.join(path.name for path in figures)}", highlight=False, soft_wrap=True)
+    return pairs
+
+
+def _tokens(settings: OfflineSettings, prompts: list[Prompt]) -> list[list[int]]:
+    described_model(settings.model)  # a name that is no model is refused in our words
+    from transformers import AutoTokenizer
+
+    return tokenised(prompts, AutoTokenizer.from_pretrained(model_folder(settings.model)))
+
+
+def _do(store: Store, works: list[Work], console: Console, ray_address: str | None) -> None:
+    left = [part for work in works if (part := missing(store, work))]
+    with _shown(store, works, console) as on_poll:
+        if left and ray_address is not None:
+            run_on_ray(ray_address, store.folder, left, on_poll)
+        else:
+            run_here(store.folder, left, on_poll)
+        on_poll()
+
+
+@contextmanager
+def _shown(store: Store, works: list[Work], console: Console) -> Iterator[Callable[[], None]]:
+    """Show responses done, one line a dtype: live bars on a terminal, a line whenever a number changes elsewhere."""
+    names = {work: f"{work.kind} in {work.dtype}" for work in works}
+    if not console.is_terminal:
+        last: dict[Work, int] = {}
+
+        def lines() -> None:
+            for work, name in names.items():
+                done = responses_done(store, work)
+                if done != last.get(work, 0):
+                    console.print(f"{name}: {done}/{responses_asked(store, work)} responses", highlight=False)
+                last[work] = done
+
+        lines()
+        yield lines
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks = {
+            work: bars.add_task(name, total=responses_asked(store, work), start=False) for work, name in names.items()
+        }
+
+        def update() -> None:
+            running = False
+            for work, task in tasks.items():
+                done, total = responses_done(store, work), responses_asked(store, work)
+                if done < total and not running or done:
+                    running = running or done < total
+                    bars.start_task(task)
+                bars.update(task, completed=done)
+                if done == total:
+                    bars.stop_task(task)
+
+        update()
+        yield update
