@@ -6,8 +6,13 @@
     plan       which samples and scores are missing, and who computes them
     sample     one process: vLLM in one dtype samples and keeps its log-probs
     score      one process: verl's FSDP engine in one dtype gives the trainer's log-probs of the same tokens
+    entry      how those two processes begin and end
     work       runs those processes one after the other, or over the GPUs of a Ray cluster
-    table      statistics of each pair of dtypes: console, Markdown, JSON
+    measure    statistics of each pair of dtypes
+    table      the same as text: console, Markdown, JSON
     figures    tokens, sequences, grid
+    session    an analysis from end to end
     command    `verl-precision mismatch`
+
+Only `sample` and `score` load a model, each in a process of its own.
 """

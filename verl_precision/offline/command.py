@@ -18,9 +18,7 @@ def mismatch(
     ] = None,
     prompt_field: Annotated[str, typer.Option(help="Its field: a chat, as verl's, or text.")] = "prompt",
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts only.")] = None,
-    rollout_dtype: Annotated[
-        list[str] | None, typer.Option(help="vLLM's; repeat it. Default: fp16 and bf16.")
-    ] = None,
+    rollout_dtype: Annotated[list[str] | None, typer.Option(help="vLLM's; repeat it. Default: fp16 and bf16.")] = None,
     train_dtype: Annotated[
         list[str] | None, typer.Option(help="The trainer's; repeat it. Default: fp16 and bf16.")
     ] = None,

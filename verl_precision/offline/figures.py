@@ -11,7 +11,7 @@ from verl_precision.offline.measure import Pair
 from verl_precision.offline.table import ranked
 
 _POINTS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
-_LINE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 0.8}
+_LINE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 0.5}
 _COLOURS = {"same": "tab:blue", "mixed": "tab:orange"}
 
 
@@ -85,12 +85,12 @@ def _note(axis: Any, text: str) -> None:
 
 def _draw_tokens(pairs: list[Pair], title: str) -> Any:
     finite = [pair.probs[np.isfinite(pair.probs) & (pair.probs > 0)] for pair in pairs]
-    lowest, highest = _range(np.concatenate(finite), 0.0, 1.0)
+    lowest, highest, scale = _axis(np.concatenate(finite))
 
     def draw(axis: Any, pair: Pair) -> None:
         axis.plot([lowest, highest], [lowest, highest], **_LINE)
         axis.scatter(pair.probs[1], pair.probs[0], color=_colour(pair), **_POINTS)
-        axis.set(xscale="log", yscale="log", aspect="equal")
+        axis.set(xscale=scale, yscale=scale, aspect="equal")
         pearson = pair.metrics.get("mismatch/probs_pearson", math.nan)
         _note(axis, f"k3 {pair.k3:.1e}\n1 - Pearson {1 - pearson:.1e}")
 
@@ -98,10 +98,13 @@ def _draw_tokens(pairs: list[Pair], title: str) -> Any:
 
 
 def _draw_gaps(pairs: list[Pair], title: str) -> Any:
+    finite = [pair.probs[1][np.isfinite(pair.probs[1]) & (pair.probs[1] > 0)] for pair in pairs]
+    scale = _axis(np.concatenate(finite))[2]
+
     def draw(axis: Any, pair: Pair) -> None:
         axis.axhline(0, **_LINE)
         axis.scatter(pair.probs[1], pair.gaps, color=_colour(pair), **_POINTS)
-        axis.set(xscale="log")
+        axis.set(xscale=scale)
         mean = pair.metrics.get("mismatch/log_prob_gap_abs_mean", math.nan)
         _note(axis, f"mean abs {mean:.1e}")
 
@@ -128,13 +131,11 @@ def _draw_grid(pairs: list[Pair], title: str) -> Any:
     for pair in pairs:
         if pair.k3 > 0:
             exponents[rollouts.index(pair.rollout), trains.index(pair.train)] = math.log10(pair.k3)
-    figure, axis = pyplot.subplots(
-        figsize=(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.3), layout="constrained"
-    )
+    figure, axis = pyplot.subplots(figsize=(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.3), layout="constrained")
     image = axis.imshow(exponents, cmap="YlOrRd", aspect="auto")
     for pair in pairs:
         row, column = rollouts.index(pair.rollout), trains.index(pair.train)
-        dark = image.norm(exponents[row, column]) > 0.6
+        dark = float(np.ma.filled(image.norm(exponents[row, column]), 0.0)) > 0.6
         axis.text(
             *(column, row, f"{pair.k3:.1e}\nrank {ranks[pair.rollout, pair.train]}"),
             ha="center", va="center", color="white" if dark else "black",
@@ -146,5 +147,9 @@ def _draw_grid(pairs: list[Pair], title: str) -> Any:
     return figure
 
 
-def _range(values: np.ndarray, lowest: float, highest: float) -> tuple[float, float]:
-    return (float(values.min()), float(values.max())) if values.size else (lowest, highest)
+def _axis(probs: np.ndarray) -> tuple[float, float, str]:
+    """Return smallest and largest probability, and the scale that shows what lies between."""
+    if not probs.size:
+        return 0.0, 1.0, "linear"
+    lowest, highest = float(probs.min()), float(probs.max())
+    return lowest, highest, "log" if highest > 10 * lowest else "linear"

@@ -72,8 +72,8 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
         tokens.append(np.stack([pi_N[drawn], mu_N[drawn]]))
     if empty == store.total_responses:
         raise ConfigurationError(
-            f"all {empty} responses sampled in {rollout} are empty: there is nothing to compare. The model ends at once; "
-            "allowed are prompts that it answers. Check --prompts and the model's chat template."
+            f"all {empty} responses sampled in {rollout} are empty: there is nothing to compare. The model ends at "
+            "once; allowed are prompts that it answers. Check --prompts and the model's chat template."
         )
     log_probs = np.concatenate(tokens, axis=1)
     return Pair(

@@ -6,10 +6,10 @@ work is done, because only that gives all memory back.
 
 from typing import Any
 
+from verl_precision.engine.settings import DTYPES
 from verl_precision.offline.entry import Task, entry
 from verl_precision.offline.settings import model_folder
 from verl_precision.offline.store import Store, write_rows
-from verl_precision.engine.settings import DTYPES
 
 
 def sample(task: Task) -> None:

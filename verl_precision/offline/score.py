@@ -107,9 +107,7 @@ def score_rows(engine: Any, store: Store, rows: list[dict[str, Any]]) -> list[di
             # at position t the engine gives the log-prob of token t + 1
             start = len(store.prompt_ids[rows[i]["prompt"]]) - 1
             found[i] = log_probs.float().cpu()[start:-1].tolist()
-    return [
-        {"response": row["response"], "trainer_log_probs": values} for row, values in zip(rows, found, strict=True)
-    ]
+    return [{"response": row["response"], "trainer_log_probs": values} for row, values in zip(rows, found, strict=True)]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from verl_precision.offline.store import Store, create_or_resume, write_whole
 from verl_precision.offline.table import console_table, markdown, summary
 from verl_precision.offline.work import run_here, run_on_ray
 
-_VERBS = {"sample": "rollout", "score": "train"}
-
 
 def analyse(
     settings: OfflineSettings, prompts: list[Prompt], folder: Path, console: Console, ray_address: str | None = None
@@ -49,7 +47,7 @@ def analyse(
     count = len(prompt_ids)
     write_whole(folder / "table.md", markdown(pairs, settings, versions(), count))
     write_whole(folder / "summary.json", summary(pairs, settings, versions(), count, sys.argv))
-    figures = write_figures(folder, pairs, title=settings.model)
+    figures = write_figures(folder, pairs, title=Path(settings.model).name)
     console.print(console_table(pairs))
     for name, path in (("table", folder / "table.md"), ("summary", folder / "summary.json")):
         console.print(f"{name:8} {path}", highlight=False, soft_wrap=True)
@@ -76,37 +74,39 @@ def _do(store: Store, works: list[Work], console: Console, ray_address: str | No
 
 @contextmanager
 def _shown(store: Store, works: list[Work], console: Console) -> Iterator[Callable[[], None]]:
-    """Show responses done, one line a dtype: live bars on a terminal, a line whenever a number changes elsewhere."""
-    names = {work: f"{work.kind} in {work.dtype}" for work in works}
+    """Show responses done: a live bar on a terminal, a line whenever the number changes elsewhere."""
+    total = sum(responses_asked(store, work) for work in works)
+
+    def state() -> tuple[int, str]:
+        left = [work.dtype for work in works if missing(store, work)]
+        done = sum(responses_done(store, work) for work in works)
+        return done, works[0].kind + (f", still in {', '.join(left)}" if left else "d")
+
     if not console.is_terminal:
-        last: dict[Work, int] = {}
+        last: list[int] = []
 
-        def lines() -> None:
-            for work, name in names.items():
-                done = responses_done(store, work)
-                if done != last.get(work, 0):
-                    console.print(f"{name}: {done}/{responses_asked(store, work)} responses", highlight=False)
-                last[work] = done
+        def line() -> None:
+            done, text = state()
+            if last != [done]:
+                console.print(f"{text}: {done}/{total} responses", highlight=False)
+                last[:] = [done]
 
-        lines()
-        yield lines
+        line()
+        yield line
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console) as bars:
-        tasks = {
-            work: bars.add_task(name, total=responses_asked(store, work), start=False) for work, name in names.items()
-        }
+        task = bars.add_task("", total=total)
 
         def update() -> None:
-            running = False
-            for work, task in tasks.items():
-                done, total = responses_done(store, work), responses_asked(store, work)
-                if done < total and not running or done:
-                    running = running or done < total
-                    bars.start_task(task)
-                bars.update(task, completed=done)
-                if done == total:
-                    bars.stop_task(task)
+            done, text = state()
+            bars.update(task, completed=done, description=text)
 
         update()
         yield update

@@ -113,8 +113,8 @@ def described_model(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(
-            f"--model {model}: no model could be read there ({reason[:160]}). Allowed: a folder with config.json, a hub "
-            f"name, or {TINY}qwen3. Check the spelling."
+            f"--model {model}: no model could be read there ({reason[:160]}). Allowed: a folder with config.json, a "
+            f"hub name, or {TINY}qwen3. Check the spelling."
         ) from error
 
 

@@ -1,10 +1,12 @@
 """The folder of an analysis. Every file appears complete or not at all, so that what exists need not be done again.
 
     settings.json                                settings, prompts as token ids, versions
-    samples/<rollout dtype>/<shard>.parquet      token ids, log μ(yₜ), one response a row
-    scores/<train dtype>/<rollout dtype>/<shard>.parquet   log π(yₜ) of the same rows
+    samples/<rollout>/<shard>.parquet            token ids, log μ(yₜ), one response a row
+    scores/<train>/<rollout>/<shard>.parquet     log π(yₜ) of the same rows
     logs/                                        what vLLM and verl printed
     table.md, summary.json, *.png                the results, written again each time
+
+shard: consecutive responses, `shard_responses` of them.
 """
 
 import json
@@ -38,7 +40,7 @@ class Store:
     def open(cls, folder: Path) -> "Store":
         """Return the analysis in a folder that `create_or_resume` made."""
         recorded = json.loads((folder / SETTINGS).read_text())
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in recorded["settings"].items()}
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in recorded["settings"].items()}
         return cls(folder, OfflineSettings(**values), recorded["prompt_ids"])
 
     @property
@@ -50,9 +52,7 @@ class Store:
     def shards(self) -> list[range]:
         """Responses of each shard; response i answers prompt i // settings.responses."""
         size = self.settings.shard_responses
-        return [
-            range(start, min(start + size, self.total_responses)) for start in range(0, self.total_responses, size)
-        ]
+        return [range(start, min(start + size, self.total_responses)) for start in range(0, self.total_responses, size)]
 
     def sample_file(self, rollout: str, shard: int) -> Path:
         """Return where a shard's samples are or will be."""
