@@ -38,6 +38,10 @@ def test_by_hand(store):
     assert pair.metrics["mismatch/log_prob_gap_abs_mean"] == pytest.approx(1 / 3)
     # k3 of gaps -0.5, 0, 0.5 is (2 cosh 0.5 - 2)/3
     assert pair.k3 == pytest.approx((2 * math.cosh(0.5) - 2) / 3, rel=1e-12)
+    # k3 of the two responses: a = e^-0.5 - 0.5 on two tokens, b = e^0.5 - 1.5 on one; residuals of the ratio (a + b)/3
+    a, b = math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5
+    residual = a - (a + b) / 3 * 2
+    assert pair.k3_error == pytest.approx(math.sqrt(2 * 2 * residual**2) / 3)
     assert sorted(pair.gaps.tolist()) == [-0.5, 0.0, 0.5]
     assert np.log(pair.probs[0]) - np.log(pair.probs[1]) == pytest.approx(pair.gaps)
 

@@ -4,12 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from made import VERSIONS, settings_of, written
+from made import written
 
 from verl_precision.compare.run import RunFailedError
 from verl_precision.offline.entry import arguments
 from verl_precision.offline.plan import all_work
-from verl_precision.offline.store import create_or_resume
 from verl_precision.offline.work import run_here
 
 
@@ -18,15 +17,16 @@ def test_a_process_whose_files_exist_does_nothing(store, fill, kind):
     fill(store)
     before = written(store.folder)
     work = all_work(store, kind)[0]
-    command = arguments(kind, store.folder, work.dtype, work.shards)
-    subprocess.run(command, stdin=subprocess.PIPE, check=True, timeout=60)
+    process = subprocess.Popen(arguments(kind, store.folder, work.dtype, work.shards), stdin=subprocess.PIPE)
+    assert process.wait(timeout=60) == 0
+    process.stdin.close()
     assert written(store.folder) == before
 
 
-def test_a_process_that_fails_is_named_with_its_log(tmp_path):
-    settings = settings_of(model=str(tmp_path / "no-model"), attention="sdpa")
-    store = create_or_resume(tmp_path / "analysis", settings, [[5, 6], [7]], VERSIONS)
-    with pytest.raises(RunFailedError, match=r"(?s)score in fp16 ended with exit code 1.*logs/score-fp16-.*Error"):
+def test_a_process_that_fails_is_named_with_its_log(store):
+    (store.folder / "settings.json").unlink()
+    words = r"(?s)to score in fp16 ended with exit code 1.*logs/score-fp16-fp16-00000.log:.*FileNotFoundError"
+    with pytest.raises(RunFailedError, match=words):
         run_here(store.folder, all_work(store, "score")[:1], lambda: None)
     assert written(store.folder) == {}
 

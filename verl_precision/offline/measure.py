@@ -21,6 +21,7 @@ class Pair:
         rollout: dtype of vLLM.
         train: dtype of the trainer's forward.
         metrics: `mismatch/...`, of docs/metrics.md.
+        k3_error: standard error of the k3 over responses, nats; NaN with fewer than two.
         empty_responses: responses without a token, which count nowhere else.
         probs: [2, K] trainer's and rollout's probability of tokens drawn at random, the same ones each time.
         gaps: [K] log π - log μ of those tokens, nats.
@@ -31,6 +32,7 @@ class Pair:
     rollout: str
     train: str
     metrics: dict[str, float]
+    k3_error: float
     empty_responses: int
     probs: np.ndarray
     gaps: np.ndarray
@@ -58,16 +60,19 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
     sums = MismatchSums()
     drawing = np.random.default_rng(0)
     share = -(-TOKENS_DRAWN // len(store.shards))
-    empty, lengths, ratios, tokens = 0, [], [], []
+    empty, lengths, ratios, distances, tokens = 0, [], [], [], []
     for shard in range(len(store.shards)):
         lengths_B, pi_N, mu_N = read_shard(store, rollout, train, shard)
         offsets = np.concatenate([[0], np.cumsum(lengths_B)])
         pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
         sums.update(pi, mu, None)
-        filled = lengths_B > 0
+        filled, gap_N = lengths_B > 0, pi_N - mu_N
+        starts = offsets[:-1][filled]
         empty += int((~filled).sum())
         lengths.append(lengths_B[filled])
-        ratios.append(np.add.reduceat(pi_N - mu_N, offsets[:-1][filled]) if filled.any() else np.empty(0))
+        if starts.size:
+            ratios.append(np.add.reduceat(gap_N, starts))
+            distances.append(np.add.reduceat(np.expm1(gap_N) - gap_N, starts))
         drawn = drawing.choice(len(pi_N), min(share, len(pi_N)), replace=False)
         tokens.append(np.stack([pi_N[drawn], mu_N[drawn]]))
     if empty == store.total_responses:
@@ -75,17 +80,31 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
             f"all {empty} responses sampled in {rollout} are empty: there is nothing to compare. The model ends at "
             "once; allowed are prompts that it answers. Check --prompts and the model's chat template."
         )
-    log_probs = np.concatenate(tokens, axis=1)
+    log_probs, lengths_B = np.concatenate(tokens, axis=1), np.concatenate(lengths)
     return Pair(
         rollout=rollout,
         train=train,
         metrics=sums.metrics(),
+        k3_error=_ratio_error(np.concatenate(distances), lengths_B),
         empty_responses=empty,
         probs=np.exp(log_probs),
         gaps=log_probs[0] - log_probs[1],
-        lengths=np.concatenate(lengths),
+        lengths=lengths_B,
         sequence_log_ratios=np.concatenate(ratios),
     )
+
+
+def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:
+    """Return the standard error of Σ sums / Σ lengths: tokens of one response are not independent, responses are.
+
+    With residuals eᵢ = sumᵢ - ratio·lengthᵢ it is √(B/(B - 1) Σ eᵢ²) / Σ lengths (ratio estimator, linearised).
+    """
+    whole = np.isfinite(sums_B)
+    count, tokens = int(whole.sum()), lengths_B[whole].sum()
+    if count < 2:
+        return math.nan
+    residuals = sums_B[whole] - sums_B[whole].sum() / tokens * lengths_B[whole]
+    return float(math.sqrt(count / (count - 1) * (residuals**2).sum()) / tokens)
 
 
 def read_shard(store: Store, rollout: str, train: str, shard: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,7 +10,6 @@ from verl_precision.offline.measure import Pair
 from verl_precision.offline.settings import OfflineSettings
 
 _COLUMNS = (
-    ("k3 KL", "mismatch/k3_kl", ".2e"),
     ("mean abs gap", "mismatch/log_prob_gap_abs_mean", ".2e"),
     ("p99 abs gap", "mismatch/log_prob_gap_abs_p99", ".2e"),
     ("Pearson", "mismatch/probs_pearson", ".6f"),
@@ -32,12 +31,13 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
         pairs: in any order. Tokens whose log-prob is not finite, or positive, get a column if there are any.
     """
     extra = [column for column in _SHOWN_IF_ANY if any(pair.metrics.get(column[1]) for pair in pairs)]
-    header = ["rank", "rollout", "train", *(name for name, _, _ in _COLUMNS), *(name for name, _ in extra)]
+    header = ["rank", "rollout", "train", "k3 KL", *(name for name, _, _ in _COLUMNS), *(name for name, _ in extra)]
     rows = []
     for rank, pair in enumerate(ranked(pairs), 1):
         values = [_text(pair.metrics.get(key), form) for _, key, form in _COLUMNS]
         values += [_text(pair.metrics.get(key), ".0f") for _, key in extra]
-        rows.append([str(rank), pair.rollout, pair.train, *values])
+        k3 = _text(pair.k3, ".2e") + ("" if math.isnan(pair.k3_error) else f" ± {pair.k3_error:.0e}")
+        rows.append([str(rank), pair.rollout, pair.train, k3, *values])
     return header, rows
 
 
@@ -48,7 +48,10 @@ def _text(value: float | None, form: str) -> str:
 def console_table(pairs: list[Pair]) -> Table:
     """Return the table for a console."""
     header, rows = cells(pairs)
-    result = Table(title="Training-inference mismatch per token, nats", title_justify="left")
+    result = Table(
+        title="Training-inference mismatch per token, nats; ± is the standard error over responses",
+        title_justify="left",
+    )
     for column in header:
         result.add_column(column, justify="left" if column in ("rollout", "train") else "right", no_wrap=True)
     for row in rows:
@@ -76,6 +79,8 @@ def markdown(pairs: list[Pair], settings: OfflineSettings, versions: dict[str, s
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),
         *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        "Per token, in nats; ± is the standard error over responses.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -98,6 +103,7 @@ def summary(
                 "rollout": pair.rollout,
                 "train": pair.train,
                 "empty_responses": pair.empty_responses,
+                "k3_kl_standard_error": None if math.isnan(pair.k3_error) else pair.k3_error,
                 **{key: value if math.isfinite(value) else None for key, value in pair.metrics.items()},
             }
             for pair in ranked(pairs)

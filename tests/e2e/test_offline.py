@@ -1,0 +1,52 @@
+"""vLLM samples, verl's engine scores, on a CPU: the ranking of the dtypes, and nothing done twice."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from verl_precision.offline.prompts import read_prompts
+from verl_precision.offline.session import analyse
+from verl_precision.offline.settings import OfflineSettings
+
+# In a small flat model both engines make nearly the same errors in BF16, and mixed dtypes are nearly as bad.
+MODEL = "tiny:qwen3_sharp"
+DTYPES = ("fp16", "bf16")
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offline") / "analysis"
+    settings = OfflineSettings(
+        model=MODEL,
+        prompts="built-in",
+        rollout_dtypes=DTYPES,
+        train_dtypes=DTYPES,
+        responses=2,
+        max_response_tokens=96,
+        shard_responses=16,
+    )
+
+    def run() -> dict[tuple[str, str], float]:
+        pairs = analyse(settings, read_prompts(None, "prompt", 16), folder, Console(file=io.StringIO()))
+        assert all(pair.metrics["mismatch/nonfinite_tokens"] == 0 for pair in pairs)
+        return {(pair.rollout, pair.train): pair.k3 for pair in pairs}
+
+    return run(), run, folder
+
+
+def test_fp16_then_mixed_then_bf16(analysis):
+    """The ranking of the paper's reproductions; BF16 is eight times coarser, and k3 goes with the square."""
+    k3 = analysis[0]
+    mixed = k3["bf16", "fp16"], k3["fp16", "bf16"]
+    assert k3["fp16", "fp16"] < min(mixed) / 8
+    assert max(mixed) < k3["bf16", "bf16"]
+
+
+def test_going_on_with_a_finished_analysis_computes_nothing(analysis):
+    k3, run, folder = analysis
+    kept = {
+        path: path.stat().st_mtime_ns for part in ("samples", "scores", "logs") for path in (folder / part).rglob("*")
+    }
+    assert run() == k3
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
