@@ -6,7 +6,7 @@ import pytest
 from made import settings_of
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.offline.settings import check_model, described_model
+from verl_precision.offline.settings import check_model, described_model, load_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ def test_pairs_are_every_rollout_with_every_trainer():
 def test_a_model_that_is_not_there(model):
     with pytest.raises(ConfigurationError, match="Allowed:"):
         described_model(model)
+
+
+def test_a_model_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigurationError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_tiny_model_describes_itself():

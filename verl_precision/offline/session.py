@@ -13,7 +13,7 @@ from verl_precision.offline.figures import write_figures
 from verl_precision.offline.measure import Pair, measure
 from verl_precision.offline.plan import Work, all_work, missing, responses_asked, responses_done
 from verl_precision.offline.prompts import Prompt, tokenised
-from verl_precision.offline.settings import OfflineSettings, check_model, described_model, model_folder
+from verl_precision.offline.settings import OfflineSettings, check_model, described_model, load_tokenizer
 from verl_precision.offline.store import Store, create_or_resume, write_whole
 from verl_precision.offline.table import console_table, markdown, summary
 from verl_precision.offline.work import run_here, run_on_ray
@@ -38,8 +38,9 @@ def analyse(
         ConfigurationError: before a model loads, for what cannot work.
         RunFailedError: when a process fails; what was done is kept.
     """
-    prompt_ids = _tokens(settings, prompts)
-    check_model(settings, described_model(settings.model), max(map(len, prompt_ids)))
+    description = described_model(settings.model)
+    prompt_ids = tokenised(prompts, load_tokenizer(settings.model))
+    check_model(settings, description, max(map(len, prompt_ids)))
     store = create_or_resume(folder.resolve(), settings, prompt_ids, versions())
     for kind in ("sample", "score"):
         _do(store, all_work(store, kind), console, ray_address)
@@ -53,13 +54,6 @@ def analyse(
         console.print(f"{name:8} {path}", highlight=False, soft_wrap=True)
     console.print(f"figures  {folder}/: {', '.join(path.name for path in figures)}", highlight=False, soft_wrap=True)
     return pairs
-
-
-def _tokens(settings: OfflineSettings, prompts: list[Prompt]) -> list[list[int]]:
-    described_model(settings.model)  # a name that is no model is refused in our words
-    from transformers import AutoTokenizer
-
-    return tokenised(prompts, AutoTokenizer.from_pretrained(model_folder(settings.model)))
 
 
 def _do(store: Store, works: list[Work], console: Console, ray_address: str | None) -> None:

@@ -110,12 +110,38 @@ def described_model(model: str) -> dict[str, Any]:
 
     try:
         return PretrainedConfig.get_config_dict(model_folder(model))[0]
+    except ConfigurationError:  # names the tiny models
+        raise
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(
             f"--model {model}: no model could be read there ({reason[:160]}). Allowed: a folder with config.json, a "
             f"hub name, or {TINY}qwen3. Check the spelling."
         ) from error
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return the model's tokenizer.
+
+    Args:
+        model: as in `OfflineSettings`.
+
+    Raises:
+        ConfigurationError: if it has none.
+    """
+    from transformers import AutoTokenizer
+
+    reason = "it is empty"  # what transformers gives for a folder without one
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(model))
+        if len(tokenizer) > 1:
+            return tokenizer
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+    raise ConfigurationError(
+        f"--model {model}: its tokenizer cannot be loaded ({reason}). Allowed: a folder or hub name with model and "
+        "tokenizer. Copy the tokenizer's files beside config.json."
+    )
 
 
 def check_model(settings: OfflineSettings, description: Mapping[str, Any], longest_prompt: int) -> None:

@@ -70,12 +70,18 @@ def run_on_ray(address: str, folder: Path, works: list[Work], on_poll: Callable[
         on_poll: called about twice a second.
 
     Raises:
-        EnvironmentMismatchError: if the cluster has no GPU.
+        EnvironmentMismatchError: if there is no such cluster, or it has no GPU.
         RunFailedError: if a process fails; the others are ended.
     """
     import ray
 
-    ray.init(address=address, log_to_driver=False)
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, ValueError) as error:
+        raise EnvironmentMismatchError(
+            f"--ray-address {address}: no Ray cluster answers there ({error}). Allowed: auto, or host:port of a "
+            "running cluster. Start one with `ray start --head`, or leave --ray-address out."
+        ) from error
     try:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus < 1:
