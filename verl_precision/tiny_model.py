@@ -45,8 +45,6 @@ _SHAPE: dict[str, Any] = {
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
-    # Likely and unlikely tokens, and rounding errors that grow through the layers, as in a trained model.
-    "qwen3_sharp": ("qwen3", {"num_hidden_layers": 8, "initializer_range": 0.3}),
     "qwen3_moe": (
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},

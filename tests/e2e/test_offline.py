@@ -10,7 +10,7 @@ from verl_precision.offline.session import analyse
 from verl_precision.offline.settings import OfflineSettings
 
 # In a small flat model both engines make nearly the same errors in BF16, and mixed dtypes are nearly as bad.
-MODEL = "tiny:qwen3_sharp"
+MODEL = "tiny:qwen3_rough"
 DTYPES = ("fp16", "bf16")
 
 
