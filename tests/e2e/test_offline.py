@@ -1,4 +1,4 @@
-"""vLLM samples, verl's engine scores, on a CPU: the ranking of the dtypes, and nothing done twice."""
+"""vLLM samples, verl's engine scores, on a CPU: FP16 against BF16 on either side, and nothing done twice."""
 
 import io
 
@@ -9,7 +9,6 @@ from verl_precision.offline.prompts import read_prompts
 from verl_precision.offline.session import analyse
 from verl_precision.offline.settings import OfflineSettings
 
-# In a small flat model both engines make nearly the same errors in BF16, and mixed dtypes are nearly as bad.
 MODEL = "tiny:qwen3_rough"
 DTYPES = ("fp16", "bf16")
 
@@ -35,12 +34,16 @@ def analysis(tmp_path_factory):
     return run(), run, folder
 
 
-def test_fp16_then_mixed_then_bf16(analysis):
-    """The ranking of the paper's reproductions; BF16 is eight times coarser, and k3 goes with the square."""
+def test_bf16_on_either_side_brings_the_mismatch_of_bf16(analysis):
+    """k3 goes with the square of the rounding, and BF16's is eight times FP16's: 64 times, measured 84.
+
+    Mixed pairs and BF16/BF16 lie within each other's standard error here: both engines make partly the same errors in
+    BF16 (docs/offline.md), so that their order is not asserted, only that no pair is far from the others.
+    """
     k3 = analysis[0]
-    mixed = k3["bf16", "fp16"], k3["fp16", "bf16"]
-    assert k3["fp16", "fp16"] < min(mixed) / 8
-    assert max(mixed) < k3["bf16", "bf16"]
+    with_bf16 = [k3["bf16", "fp16"], k3["fp16", "bf16"], k3["bf16", "bf16"]]
+    assert k3["fp16", "fp16"] < min(with_bf16) / 16
+    assert max(with_bf16) < 2 * min(with_bf16)
 
 
 def test_going_on_with_a_finished_analysis_computes_nothing(analysis):
