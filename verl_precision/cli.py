@@ -14,6 +14,7 @@ from verl_precision import __version__
 from verl_precision.arithmetic.command import arithmetic
 from verl_precision.data.command import data
 from verl_precision.errors import VerlPrecisionError
+from verl_precision.offline.command import mismatch
 from verl_precision.report.command import report
 from verl_precision.sanity_set.command import sanity_set
 
@@ -214,6 +215,7 @@ app.command("report")(report)
 app.command("arithmetic")(arithmetic)
 app.command("data")(data)
 app.command("sanity-set")(sanity_set)
+app.command("mismatch")(mismatch)
 
 if __name__ == "__main__":
     app()
