@@ -1,7 +1,7 @@
 """Phantom clipping in the real stack: FP32 training, BF16 rollouts, PPO's ratio against the rollout's log-probs.
 
-At the first update the policy has not changed, so that nothing should be clipped; what is, is rounding: beta, and in alpha
-what two BF16 engines differ by.
+At the first update the policy has not changed, so that nothing should be clipped; what is, is rounding: beta, and in
+alpha what two BF16 engines differ by.
 """
 
 import math
