@@ -49,6 +49,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     ),
+    # vLLM takes Qwen2's head_dim from hidden_size / heads, whatever the config says: 64 / 2 = 32.
+    "qwen2": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "llama": ("llama", {}),
 }
 
 SEED = 0
