@@ -98,7 +98,8 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
         eos_token_id=values["eos_token_id"], pad_token_id=values["pad_token_id"], do_sample=True
     )
     model.save_pretrained(folder)
-    _build_tokenizer().save_pretrained(folder)
+    tokenizer = _build_qwen2_tokenizer() if model_type == "qwen2" else _build_tokenizer()
+    tokenizer.save_pretrained(folder)
 
 
 def cached_tiny_model(architecture: str) -> Path:
@@ -140,6 +141,27 @@ def _build_tokenizer():
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=IM_END,
+        additional_special_tokens=[IM_START],
+        chat_template=_CHAT_TEMPLATE,
+        model_max_length=_SHAPE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _build_qwen2_tokenizer():
+    """Return the same as a `Qwen2Tokenizer`: what `AutoTokenizer` makes of any file beside a Qwen2 model.
+
+    Byte-level BPE without merges has one token a character too; it writes space and newline in letters of its own.
+    """
+    from transformers import Qwen2Tokenizer
+
+    byte_level = {" ": "Ġ", "\n": "Ċ"}
+    return Qwen2Tokenizer(
+        vocab={byte_level.get(token, token): i for i, token in enumerate(VOCABULARY)},
+        merges=[],
+        unk_token=PAD,
         pad_token=PAD,
         eos_token=IM_END,
         additional_special_tokens=[IM_START],
