@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from discovered import ROOT
 
 LAUNCH = ROOT / "recipes" / "launch"
 RECIPE, OVERRIDES = "recipes/moe/moe.yaml", ["scale=2x8_h100", "precision=bf16", "data.seed=[1, 2]"]
@@ -78,10 +78,58 @@ def test_job_submit_runs_the_same_with_a_cluster_check(fake):
     ]
 
 
-def test_slurm_submits_what_it_is_given():
-    """Every `srun` step is known; recipe and overrides come last, so that they win over the number of nodes."""
+SLURM = {
+    "scontrol": "echo one; echo two",
+    "hostname": "echo 10.0.0.1 10.0.0.2",
+    # run the command behind srun's options, with the environment they ask for, saying where
+    "srun": """
+for word; do
+    case $word in
+        --nodelist=*) echo "srun $word" >&2 ;;
+        --export=ALL,*) IFS=, read -ra more <<<"${word#--export=ALL,}"; export "${more[@]}" ;;
+        --*) ;;
+        *) break ;;
+    esac
+    shift
+done
+exec "$@"
+""",
+    "ray": 'echo "ray $*" >&2; if [ "$1" = status ]; then echo " 1 node_a"; echo " 1 node_b"; fi',
+    "python": 'printf "%s\\n" "$@"',
+}
+
+
+def test_slurm_starts_head_workers_and_recipe(tmp_path):
+    """With a Slurm of shell scripts: the commands it would give, in order."""
+    for name, script in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        **{"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "any"},
+        **{"SLURM_GPUS_ON_NODE": "8", "ACTIVATE": "/dev/null"},
+    }
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", RECIPE, *OVERRIDES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    overrides = ["trainer.nnodes=2", *OVERRIDES]
+    assert done.stdout.splitlines() == [
+        *("-m", "verl_precision.cli", "check", RECIPE, *overrides, "--cluster", "auto"),
+        *("-m", "verl.trainer.main_ppo", "--config-dir", "recipes/moe", "--config-name", "moe", *overrides),
+    ], "the user's overrides come last, so that they win over the number of nodes"
+    starts = [line for line in done.stderr.splitlines() if line.startswith("ray start")]
+    shared = "ray start --num-gpus=8 --temp-dir=/tmp/ray-12345 --disable-usage-stats --block"
+    assert sorted(starts) == [
+        f"{shared} --address=10.0.0.1:22345",
+        f"{shared} --head --node-ip-address=10.0.0.1 --port=22345",
+    ]
+    assert done.stderr.index("srun --nodelist=two") > done.stderr.index("ray status"), "workers wait for the head"
     text = (LAUNCH / "slurm.sbatch").read_text()
-    assert 'run.sh "$RECIPE" "trainer.nnodes=${#HOSTS[@]}" "$@"' in text
     assert text.index("#SBATCH") < text.index("set -euo pipefail"), "sbatch reads options up to the first command"
 
 

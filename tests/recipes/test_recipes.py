@@ -1,4 +1,4 @@
-"""Whatever lies under recipes/ works: found on disk, composed, validated by verl, checked, at every scale and precision."""
+"""Whatever lies under recipes/: found on disk, composed, validated by verl, checked, at every scale and precision."""
 
 import itertools
 import json
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import RECIPES, ROOT
+from discovered import RECIPES, ROOT
 from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 

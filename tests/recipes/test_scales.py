@@ -4,7 +4,7 @@ import functools
 import re
 
 import pytest
-from conftest import RECIPES, ROOT
+from discovered import RECIPES, ROOT
 from hydra import compose, initialize_config_dir
 
 from verl_precision.check.memory import (

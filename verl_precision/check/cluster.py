@@ -225,7 +225,7 @@ def _probe() -> Callable[[list[str]], dict[str, Any]]:
         import sys
         from importlib import metadata
 
-        versions = {}
+        versions: dict[str, str] = {}
         # not metadata.version, which on a CPU answers to vllm once verl is imported (platforms/vllm_distribution.py)
         for distribution in metadata.distributions():
             if distribution.name in compared:

@@ -73,8 +73,8 @@ def state_bytes(model: ModelShape, gpus: int) -> int:
 def gathered_bytes(model: ModelShape) -> int:
     """Return bytes a GPU of what FSDP2 gathers.
 
-    Embedding and head stay, in 16 bits; with them their gradient, in 16 bits and in FP32 for its reduction: 2 + 2 + 4. Of
-    the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
+    Embedding and head stay, in 16 bits; with them their gradient, in 16 bits and in FP32 for its reduction: 2 + 2 + 4.
+    Of the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
     """
     return (2 * HALF + SINGLE) * model.ends_parameters + (3 * HALF + SINGLE) * model.layer_parameters
 

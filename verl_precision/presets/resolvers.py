@@ -5,8 +5,8 @@
 `${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream:
 in vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
 `${verl_precision.run_name:}`: precisions and estimator of a run, e.g. fp16_pg_seq_is or
-bf16_train_fp16_rollout_grpo_vp_token_tis: runs that differ in them must not resume from each other's checkpoints. (Hydra's
-own `hydra:runtime.choices` cannot be resolved in verl's Ray workers.)
+bf16_train_fp16_rollout_grpo_vp_token_tis: runs that differ in them must not resume from each other's checkpoints.
+(Hydra's own `hydra:runtime.choices` cannot be resolved in verl's Ray workers.)
 """
 
 from __future__ import annotations
