@@ -79,6 +79,11 @@ def test_on_a_cpu_a_recipe_keeps_what_it_is_about(recipe):
         *("actor_rollout_ref.actor.fsdp_config.mixed_precision", "actor_rollout_ref.rollout.dtype"),
     ):
         assert OmegaConf.select(tiny, key) == OmegaConf.select(real, key), key
+    for scale, ranks in (("cpu", 1), ("cpu_2nodes", 2)):
+        config = compose_recipe(recipe, [f"scale={scale}"])
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        assert actor.ppo_mini_batch_size * rollout.n == ranks * actor.ppo_micro_batch_size_per_gpu, "verl's condition"
+        assert config.data.train_batch_size * rollout.n == ranks * rollout.log_prob_micro_batch_size_per_gpu
     if real.actor_rollout_ref.actor.loss_scale_factor is not None:
         assert tiny.actor_rollout_ref.actor.loss_scale_factor == tiny.data.max_response_length == 64
     assert tiny.tiny_architecture in ARCHITECTURES
@@ -89,6 +94,7 @@ def test_quickstart_is_what_it_was():
     config = compose_recipe(ROOT / "recipes/quickstart/quickstart.yaml", [])
     actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
     assert (data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (8, 8, 8)
+    assert actor.ppo_micro_batch_size_per_gpu == rollout.log_prob_micro_batch_size_per_gpu == 64
     assert (data.max_prompt_length, data.max_response_length, actor.optim.lr) == (48, 64, 3e-3)
     assert data.train_files == data.val_files == "recipes/quickstart/prompts.jsonl"
     assert config.reward.custom_reward_function.path == "recipes/quickstart/reward.py"

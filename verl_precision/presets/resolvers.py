@@ -2,6 +2,8 @@
 
 `${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
 `${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
+`${verl_precision.per_rank:<prompts>,<responses>,<ranks>}`: responses to that many prompts, divided by the ranks; a
+micro-batch of that size takes a rank's whole share (verl wants the share to be a multiple of it).
 `${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream:
 in vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
 `${verl_precision.run_name:}`: precisions and estimator of a run, e.g. fp16_pg_seq_is or
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 TINY_MODEL = "verl_precision.tiny_model"
 FRACTION = "verl_precision.fraction"
+PER_RANK = "verl_precision.per_rank"
 SYNC_IS_VERIFIED = "verl_precision.sync_is_verified"
 RUN_NAME = "verl_precision.run_name"
 
@@ -28,6 +31,7 @@ def register_resolvers(omegaconf: ModuleType) -> None:
     for name, function in (
         (TINY_MODEL, _tiny_model),
         (FRACTION, _fraction),
+        (PER_RANK, _per_rank),
         (SYNC_IS_VERIFIED, _sync_is_verified),
         (RUN_NAME, _run_name),
     ):
@@ -43,6 +47,10 @@ def _tiny_model(architecture: str) -> str:
 
 def _fraction(length: int, parts: int) -> int:
     return max(length // parts, 1)
+
+
+def _per_rank(prompts: int, responses: int, ranks: int) -> int:
+    return max(prompts * responses // ranks, 1)
 
 
 def _sync_is_verified(_root_: DictConfig) -> bool:
