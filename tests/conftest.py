@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
 from hydra import compose, initialize_config_dir, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,8 +52,9 @@ def compose_verl() -> Iterator[Callable[..., DictConfig]]:
 def compose_recipe(root) -> Iterator[Callable[..., DictConfig]]:
     def run(path: str, *overrides: str, **kwargs) -> DictConfig:
         config = root / path
-        searchpath = "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_precision.presets]"
+        own = OmegaConf.select(OmegaConf.load(config), "hydra.searchpath") or []
+        folders = ",".join(["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"])
         with initialize_config_dir(str(config.parent), version_base=None):
-            return compose(config.stem, overrides=[searchpath, *overrides], **kwargs)
+            return compose(config.stem, overrides=[f"hydra.searchpath=[{folders}]", *overrides], **kwargs)
 
     yield run

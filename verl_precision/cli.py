@@ -54,23 +54,36 @@ def check(
     loss_scale: Annotated[
         float, typer.Option(min=1, help="With --activations: gradients are multiplied by it.")
     ] = 65536,
+    cluster: Annotated[
+        str | None, typer.Option(help="A running Ray, host:port or auto: is every node ready for the recipe?")
+    ] = None,
+    path: Annotated[
+        list[Path] | None, typer.Option(help="With --cluster: a file or folder every node must see; repeat it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
     """What will run in which dtype, what is wrong, and what to do.
 
     With a recipe: its config, composed as verl would. Without: versions, what is registered, is the plugin loaded.
+    With --cluster: also, on every node of that Ray, the same packages, the plugin, GPUs, and the recipe's files.
     With --model: would its weights, and with --activations its activations and gradients, fit FP16.
     Exit code 0 when there is no error, 1 otherwise.
     """
     if (activations and model is None) or (model is not None and config is not None):
         raise typer.BadParameter("give a recipe, or --model PATH [--activations]")
+    if (cluster is not None and (model is not None or as_json)) or (path and cluster is None):
+        raise typer.BadParameter("give --cluster ADDRESS [--path PATH], with or without a recipe; it has no --json")
     try:
         if model is not None:
             ok = _check_model(model, activations, loss_scale, as_json)
         elif config is not None:
             ok = _check_recipe(config, overrides or [], gpu, as_json)
-        else:
+        elif cluster is None:
             ok = _check_installation(as_json)
+        else:
+            ok = True
+        if cluster is not None:
+            ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
     except VerlPrecisionError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -115,16 +128,27 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
 
 def _check_installation(as_json: bool) -> bool:
     from verl_precision.check import findings, versions
+    from verl_precision.check.show import show_findings
 
     found = list(findings())
     if as_json:
         print(json.dumps({"versions": versions(), "findings": [vars(f) for f in found]}, indent=2))
     else:
         console.print("  ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
-        for finding in found:
-            mark = "[green]ok  [/]" if finding.ok else "[red]FAIL[/]"
-            console.print(f"{mark} {finding.what}: ", finding.detail, highlight=False, sep="", markup=True)
+        show_findings(found, console)
     return all(f.ok for f in found)
+
+
+def _check_cluster(address: str, config: Path | None, overrides: list[str], paths: list[Path]) -> bool:
+    from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
+    from verl_precision.check.recipe import compose_recipe
+    from verl_precision.check.show import show_findings
+
+    given = [str(path) for path in paths]
+    needs = Needs(paths=tuple(given)) if config is None else needs_of(compose_recipe(config, overrides), given)
+    found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
+    show_findings(found, console)
+    return all(finding.ok for finding in found)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

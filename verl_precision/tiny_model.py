@@ -55,6 +55,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     ),
+    # vLLM takes Qwen2's head_dim from hidden_size / heads, whatever the config says: 64 / 2 = 32.
+    "qwen2": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "llama": ("llama", {}),
 }
 
 SEED = 0
@@ -97,7 +100,8 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
-    save(model, build_tokenizer(_CHAT_TEMPLATE), values, folder)
+    tokenizer = _build_qwen2_tokenizer() if model_type == "qwen2" else build_tokenizer(_CHAT_TEMPLATE)
+    save(model, tokenizer, values, folder)
 
 
 def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> None:
@@ -180,6 +184,27 @@ def build_tokenizer(chat_template: str) -> Any:
         eos_token=IM_END,
         additional_special_tokens=[IM_START],
         chat_template=chat_template,
+        model_max_length=_SHAPE["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _build_qwen2_tokenizer():
+    """Return the same as a `Qwen2Tokenizer`: what `AutoTokenizer` makes of any file beside a Qwen2 model.
+
+    Byte-level BPE without merges has one token a character too; it writes space and newline in letters of its own.
+    """
+    from transformers import Qwen2Tokenizer
+
+    byte_level = {" ": "Ġ", "\n": "Ċ"}
+    return Qwen2Tokenizer(
+        vocab={byte_level.get(token, token): i for i, token in enumerate(VOCABULARY)},
+        merges=[],
+        unk_token=PAD,
+        pad_token=PAD,
+        eos_token=IM_END,
+        additional_special_tokens=[IM_START],
+        chat_template=_CHAT_TEMPLATE,
         model_max_length=_SHAPE["max_position_embeddings"],
         clean_up_tokenization_spaces=False,
     )

@@ -23,7 +23,7 @@ def _at_root(root, monkeypatch):
 
 
 def test_every_recipe_passes(root):
-    recipes = sorted((root / "recipes").rglob("*.yaml"))
+    recipes = sorted(path for path in (root / "recipes").rglob("*.yaml") if path.parent.name != "launch")
     assert recipes
     for recipe in recipes:
         report = check_recipe(recipe, [], Environment())

@@ -20,6 +20,8 @@ def test_every_yaml_is_a_listed_preset_in_a_group():
         if path.parent.parent == PRESETS_DIR / "precision":  # the halves presets are made of
             assert path.parent.name in ("train", "rollout") and path.stem in DTYPES
             continue
+        if path.parent == PRESETS_DIR / "scale" / "parts":  # what several scales share
+            continue
         assert path.parent.parent == PRESETS_DIR
         assert path.stem in preset_names(path.parent.name)
         assert yaml.safe_load(path.read_text())["hydra"]["callbacks"]["verl_precision"], path
@@ -138,7 +140,39 @@ def test_recipe_composes_and_passes_verls_validation(compose_recipe, precision, 
     config = compose_recipe("recipes/quickstart/quickstart.yaml", f"precision={precision}", f"scale={scale}")
     OmegaConf.resolve(config)
     validate_config(config, use_reference_policy=False, use_critic=False)
-    assert config.trainer.device == "cpu" and config.actor_rollout_ref.actor.strategy == "fsdp2"
+    assert (config.trainer.device == "cpu") is scale.startswith("cpu")
+    assert config.actor_rollout_ref.actor.strategy == "fsdp2"
+
+
+def test_the_promised_scales_are_there():
+    assert preset_names("scale") == ["1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100", "cpu", "cpu_2nodes"]
+
+
+@pytest.mark.parametrize("scale", [name for name in preset_names("scale") if name[0].isdigit()])
+def test_gpu_scales_say_hosts_and_gpus(compose_verl, scale):
+    config = compose_verl(f"+scale={scale}", "+precision=fp16")
+    hosts, gpus = scale.partition("_")[0].split("x")
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (int(hosts), int(gpus))
+    assert config.trainer.device == "cuda" and config.actor_rollout_ref.ref.strategy == "fsdp2"
+    assert config.ray_kwargs.ray_init.get("address") == (None if hosts == "1" else "auto")
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.get("disable_cascade_attn", False) is ("a100" in scale)
+    assert "worker_extension_cls" in kwargs, "the precision's own settings stay"
+    assert not config.actor_rollout_ref.actor.fsdp_config.offload_policy
+    asked = compose_verl(f"+scale={scale}", "+state_exceeds_8_gpus=True")
+    assert asked.actor_rollout_ref.actor.fsdp_config.offload_policy is (hosts == "1")
+
+
+def test_two_cpu_nodes_are_scale_cpu_in_a_cluster(compose_verl):
+    one, two = compose_verl("+scale=cpu"), compose_verl("+scale=cpu_2nodes")
+    assert (two.trainer.nnodes, two.trainer.n_gpus_per_node) == (2, 1)
+    ray = two.ray_kwargs.ray_init
+    assert (ray.address, ray.num_cpus, ray.num_gpus) == ("auto", None, None), (
+        "Ray refuses numbers for a running cluster"
+    )
+    assert ray.runtime_env.env_vars == one.ray_kwargs.ray_init.runtime_env.env_vars
+    two.trainer.nnodes, two.ray_kwargs = 1, one.ray_kwargs
+    assert one == two
 
 
 def test_scale_cpu_works_on_verls_own_config(compose_verl):

@@ -9,6 +9,8 @@
     recipe.py           compose a recipe as verl would, and ask every trap
     checkpoint.py       do a checkpoint's weights survive FP16? tensor by tensor, in slices
     activations.py      do activations and gradients? forward and backward, layer by layer
+    cluster.py          is every node of a Ray cluster ready for a run?
+    memory.py           what a run needs of each GPU, by arithmetic
     show.py             the tables a terminal gets
 
 The traps are pure functions of a composed config and an `Environment`.

@@ -9,6 +9,7 @@ from rich.text import Text
 from verl_precision.check.activations import ActivationReport
 from verl_precision.check.checkpoint import CheckpointReport
 from verl_precision.check.fault import Fault
+from verl_precision.check.installation import Finding
 from verl_precision.check.recipe import RecipeReport
 
 WORST = 12
@@ -65,6 +66,13 @@ def show_activations(report: ActivationReport, console: Console) -> None:
 def _rest(count: int, what: str, console: Console) -> None:
     if count > WORST:
         console.print(f"the {WORST} worst of {count} {what}; --json has all", highlight=False)
+
+
+def show_findings(findings: Iterable[Finding], console: Console) -> None:
+    """Print each finding, one line a finding."""
+    for finding in findings:
+        mark = Text("ok   ", "green") if finding.ok else Text("FAIL ", "red")
+        console.print(mark, Text(f"{finding.what}: {finding.detail}"), sep="", soft_wrap=True, highlight=False)
 
 
 def show_faults(faults: Iterable[Fault], console: Console) -> None:

@@ -4,7 +4,8 @@ A run = recipe x precision x estimator x scale. Each preset is a small YAML of d
 
     precision/    bf16, fp16, fp32: actor, ref, critic and rollout set together
     estimator/    grpo, pg_seq_is, gspo, dapo, ...: loss, advantage, aggregation, clipping, bypass (docs/math.md)
-    scale/        cpu: a tiny model of the same architecture through the same code path
+    scale/        cpu, cpu_2nodes: a tiny model of the same architecture through the same code path
+                  1x8_a100, 1x8_h100, 2x8_h100, 8x8_h100: layout, offload and memory on GPUs (docs/scales.md)
 
 With the plugin loaded they also work on your own config: `python -m verl.trainer.main_ppo ... +precision=fp16`.
 """

@@ -3,8 +3,13 @@
 `${verl_precision.tiny_model:<architecture>}`: the folder of a tiny model, built when first asked for.
 `${verl_precision.arithmetic_model:}`: the folder of the model that does sums, trained when first asked for.
 `${verl_precision.fraction:<length>,<parts>}`: a length divided by a whole number, at least 1.
+`${verl_precision.per_rank:<prompts>,<responses>,<ranks>}`: responses to that many prompts, divided by the ranks; a
+micro-batch of that size takes a rank's whole share (verl wants the share to be a multiple of it).
 `${verl_precision.sync_is_verified:}`: whether `VerifiedWeightSyncExtension` is at the other end of the weight stream:
 in vLLM, fed by the trainer itself. Other rollouts and backends would take the manifest for a weight.
+`${verl_precision.run_name:}`: precisions and estimator of a run, e.g. fp16_pg_seq_is or
+bf16_train_fp16_rollout_grpo_vp_token_tis: runs that differ in them must not resume from each other's checkpoints.
+(Hydra's own `hydra:runtime.choices` cannot be resolved in verl's Ray workers.)
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ if TYPE_CHECKING:
 TINY_MODEL = "verl_precision.tiny_model"
 ARITHMETIC_MODEL = "verl_precision.arithmetic_model"
 FRACTION = "verl_precision.fraction"
+PER_RANK = "verl_precision.per_rank"
 SYNC_IS_VERIFIED = "verl_precision.sync_is_verified"
+RUN_NAME = "verl_precision.run_name"
 
 
 def register_resolvers(omegaconf: ModuleType) -> None:
@@ -27,7 +34,9 @@ def register_resolvers(omegaconf: ModuleType) -> None:
         (TINY_MODEL, _tiny_model),
         (ARITHMETIC_MODEL, _arithmetic_model),
         (FRACTION, _fraction),
+        (PER_RANK, _per_rank),
         (SYNC_IS_VERIFIED, _sync_is_verified),
+        (RUN_NAME, _run_name),
     ):
         if not omegaconf.OmegaConf.has_resolver(name):
             omegaconf.OmegaConf.register_new_resolver(name, function)
@@ -49,6 +58,10 @@ def _fraction(length: int, parts: int) -> int:
     return max(length // parts, 1)
 
 
+def _per_rank(prompts: int, responses: int, ranks: int) -> int:
+    return max(prompts * responses // ranks, 1)
+
+
 def _sync_is_verified(_root_: DictConfig) -> bool:
     from omegaconf import OmegaConf
 
@@ -59,3 +72,13 @@ def _sync_is_verified(_root_: DictConfig) -> bool:
         and OmegaConf.select(_root_, f"{rollout}.checkpoint_engine.backend") == "naive"
         and extension.startswith("verl_precision.")
     )
+
+
+def _run_name(_root_: DictConfig) -> str:
+    from verl_precision.check.dtypes import engines, rollout_dtype
+
+    train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)
+    precision = train if train == rollout else f"{train}_train_{rollout}_rollout"
+    weights = _root_.algorithm.rollout_correction.rollout_is
+    loss = _root_.actor_rollout_ref.actor.policy_loss.loss_mode
+    return "_".join([precision, loss, *([weights] if weights else [])])

@@ -1,0 +1,112 @@
+"""The GPU scales hold every recipe, by the arithmetic of docs/scales.md, whose table is this module's."""
+
+import functools
+import re
+
+import pytest
+from discovered import RECIPES, ROOT
+from hydra import compose, initialize_config_dir
+
+from verl_precision.check.memory import (
+    GIB,
+    ModelShape,
+    activation_bytes,
+    gathered_bytes,
+    host_bytes,
+    kv_tokens,
+    rollout_bytes,
+    state_bytes,
+    training_bytes,
+)
+
+# From each model's config.json on Hugging Face.
+SHAPES = {
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ModelShape(28, 1536, 151936, 12, 2, 128, 8960),
+    "Qwen/Qwen3-30B-A3B-Base": ModelShape(48, 2048, 151936, 32, 4, 128, 768, experts=128, experts_per_token=8),
+    "Qwen/Qwen3-14B-Base": ModelShape(40, 5120, 151936, 40, 8, 128, 17408),
+    "Qwen/Qwen2.5-Math-1.5B": ModelShape(28, 1536, 151936, 12, 2, 128, 8960, tied=True),
+    "OctoThinker/OctoThinker-3B-Hybrid-Base": ModelShape(28, 3072, 128256, 24, 8, 128, 8192, tied=True),
+}
+PUBLISHED = {  # billions of parameters, from the model cards
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
+    "Qwen/Qwen3-30B-A3B-Base": 30.5,
+    "Qwen/Qwen3-14B-Base": 14.8,
+    "Qwen/Qwen2.5-Math-1.5B": 1.54,
+    "OctoThinker/OctoThinker-3B-Hybrid-Base": 3.21,
+}
+GPU = 80 * GIB
+FILLED = 0.9  # of a GPU, at most, since the arithmetic is good to some GiB
+SCALES = ("1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100")
+TRAINED = [path.stem for path in RECIPES if path.stem not in ("quickstart", "precision_ablation")]
+
+
+@functools.cache
+def composed(recipe: str, scale: str):
+    folders = "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_precision.presets]"
+    with initialize_config_dir(str(ROOT / "recipes" / recipe), version_base=None):
+        return compose(recipe, overrides=[folders, f"scale={scale}"])
+
+
+def row(recipe: str, scale: str) -> dict[str, float]:
+    """Return the arithmetic of one recipe at one scale, in GiB."""
+    config = composed(recipe, scale)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    model, fsdp = SHAPES[config.actor_rollout_ref.model.path], actor.fsdp_config
+    gpus, tokens = config.trainer.nnodes * config.trainer.n_gpus_per_node, actor.ppo_max_token_len_per_gpu
+    away = fsdp.offload_policy or (fsdp.param_offload and fsdp.optimizer_offload)
+    share, parallel = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
+    return {
+        "state": 0 if fsdp.offload_policy else state_bytes(model, gpus) / GIB,
+        "gathered": gathered_bytes(model) / GIB,
+        "activations": activation_bytes(model, tokens) / GIB,
+        "training": training_bytes(model, gpus, tokens, fsdp.offload_policy) / GIB,
+        "rollout": rollout_bytes(model, gpus, share, GPU, away) / GIB,
+        "host": host_bytes(model, config.trainer.nnodes) / GIB if away else 0,
+        "longest responses at a time": kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
+    }
+
+
+def line(recipe: str, scale: str) -> str:
+    return f"| {recipe} | `{scale}` | " + " | ".join(f"{value:.0f}" for value in row(recipe, scale).values()) + " |"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_published_number_of_parameters(name):
+    assert SHAPES[name].parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_fits(recipe, scale):
+    numbers = row(recipe, scale)
+    assert max(numbers["training"], numbers["rollout"]) < FILLED * GPU / GIB, numbers
+    assert numbers["longest responses at a time"] > 8
+    config = composed(recipe, scale)
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert gpus % config.actor_rollout_ref.rollout.tensor_model_parallel_size == 0
+    sequences = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    assert sequences % gpus == 0, "every GPU gets as many sequences of a mini-batch"
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= longest
+    assert config.actor_rollout_ref.rollout.max_model_len >= longest
+
+
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_a_recipe_says_truly_whether_its_state_fits_8_gpus(recipe):
+    config = composed(recipe, "1x8_h100")
+    model = SHAPES[config.actor_rollout_ref.model.path]
+    tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    peak = max(training_bytes(model, 8, tokens), rollout_bytes(model, 8, 0.6, GPU))
+    assert bool(config.get("state_exceeds_8_gpus")) is (peak >= FILLED * GPU)
+
+
+def test_the_table_of_the_docs_is_this_arithmetic():
+    text = (ROOT / "docs" / "scales.md").read_text()
+    found = re.findall(r"^\| \w+ \| `\w+` \|.*$", text, re.M)
+    assert found == [line(recipe, scale) for recipe in TRAINED for scale in SCALES[1:]]
+    for recipe in TRAINED:
+        assert line(recipe, "1x8_a100").replace("a100", "h100") == line(recipe, "1x8_h100")
+
+
+if __name__ == "__main__":
+    print("\n".join(line(recipe, scale) for recipe in TRAINED for scale in SCALES[1:]))

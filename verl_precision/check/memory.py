@@ -1,0 +1,142 @@
+"""What a run needs of each GPU, by arithmetic: the numbers of docs/scales.md.
+
+Bytes, from the shape of a model and the settings of a scale; pure. It says whether a scale can hold a recipe, to some
+GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU.
+"""
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+HALF, SINGLE = 2, 4  # bytes
+# FP32 master weight, gradient, Adam's two moments
+STATE = 4 * SINGLE
+# Of one transformer layer being recomputed: 34 bytes a token and hidden element in 16 bits (Korthikanti et al. 2022,
+# arXiv:2205.05198, section 4.1, without the attention matrix, which flash-attn does not keep).
+LAYER_ACTIVATIONS = 34
+# FP32 logits of one chunk, their softmax and its gradient; `log_prob_chunk_tokens` of the precision presets
+CHUNK_TOKENS, CHUNK_COPIES = 512, 3
+# CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
+REST = 6 * GIB
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A transformer, as its `config.json` says.
+
+    Attributes:
+        layers: number of them.
+        hidden: hidden size.
+        vocabulary: its size.
+        heads: of queries.
+        kv_heads: of keys and values.
+        head_dim: of each.
+        intermediate: of one (expert's) MLP.
+        experts: number of them; 1 for a dense model.
+        experts_per_token: used at a time.
+        tied: whether the output head is the embedding.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    experts: int = 1
+    experts_per_token: int = 1
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer; norms and biases are left out (below 0.1%)."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return attention + router + 3 * self.experts * self.hidden * self.intermediate
+
+    @property
+    def ends_parameters(self) -> int:
+        """Parameters of embedding and output head."""
+        return (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.layers * self.layer_parameters + self.ends_parameters
+
+
+def state_bytes(model: ModelShape, gpus: int) -> int:
+    """Return bytes a GPU of sharded FP32 weights, gradients and Adam's moments: 16 x parameters / GPUs."""
+    return STATE * model.parameters // gpus
+
+
+def gathered_bytes(model: ModelShape) -> int:
+    """Return bytes a GPU of what FSDP2 gathers.
+
+    Embedding and head stay, in 16 bits; with them their gradient, in 16 bits and in FP32 for its reduction: 2 + 2 + 4.
+    Of the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
+    """
+    return (2 * HALF + SINGLE) * model.ends_parameters + (3 * HALF + SINGLE) * model.layer_parameters
+
+
+def activation_bytes(model: ModelShape, tokens: int) -> int:
+    """Return bytes of activations of a micro-batch of `tokens`, with checkpointing of every layer.
+
+    The input of each layer in 16 bits; one layer recomputed; with experts also each token's copies into and inside its
+    experts; logits and their gradient in 16 bits; one FP32 chunk.
+    """
+    inputs = HALF * model.layers * model.hidden * tokens
+    layer = LAYER_ACTIVATIONS * model.hidden * tokens
+    if model.experts > 1:
+        layer += HALF * model.experts_per_token * (2 * model.hidden + 3 * model.intermediate) * tokens
+    logits = 2 * HALF * model.vocabulary * tokens
+    return inputs + layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
+
+
+def training_bytes(model: ModelShape, gpus: int, tokens: int, offload_policy: bool = False) -> int:
+    """Return the peak of a GPU while the trainer works and vLLM sleeps.
+
+    Args:
+        model: the model.
+        gpus: over which the state is sharded.
+        tokens: of a micro-batch, `ppo_max_token_len_per_gpu`.
+        offload_policy: the state lives on the host (`fsdp_config.offload_policy`).
+    """
+    state = 0 if offload_policy else state_bytes(model, gpus)
+    return state + gathered_bytes(model) + activation_bytes(model, tokens) + REST
+
+
+def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, offloaded: bool = False) -> int:
+    """Return the peak of a GPU while vLLM works: its share, and the trainer's state without gradients beside it.
+
+    Args:
+        model: the model.
+        gpus: over which the state is sharded.
+        share: `rollout.gpu_memory_utilization`.
+        gpu_bytes: memory of the GPU.
+        offloaded: the state is on the host, for good (`offload_policy`) or meanwhile (`param_offload` and
+            `optimizer_offload`).
+    """
+    state = 0 if offloaded else (STATE - SINGLE) * model.parameters // gpus
+    return state + int(share * gpu_bytes) + REST
+
+
+def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: int, width: int = HALF) -> int:
+    """Return how many tokens of KV cache a replica of vLLM holds, one tenth of its share set aside for its own work.
+
+    Args:
+        model: the model.
+        tensor_parallel: GPUs of a replica, `rollout.tensor_model_parallel_size`.
+        share: `rollout.gpu_memory_utilization`.
+        gpu_bytes: memory of a GPU.
+        width: bytes of a weight and of a cached value: 2, or 4 with an FP32 rollout.
+    """
+    left = 0.9 * share * gpu_bytes - width * model.parameters / tensor_parallel
+    # a key and a value; with fewer heads than GPUs each GPU keeps one
+    heads = max(model.kv_heads / tensor_parallel, 1)
+    return int(left // (2 * width * model.layers * heads * model.head_dim))
+
+
+def host_bytes(model: ModelShape, hosts: int) -> int:
+    """Return bytes of a host's memory that the state takes when it is offloaded."""
+    return STATE * model.parameters // hosts
