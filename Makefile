@@ -3,7 +3,7 @@
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make check        lint, types, docs
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart test test-e2e check lock clean
+.PHONY: quickstart test test-e2e test-e2e-nodes check lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
-	$(BIN)/python -m pytest -m e2e tests/e2e
+	$(BIN)/python -m pytest -m "e2e and not two_nodes" tests/e2e
+
+test-e2e-nodes: $(STAMP)
+	$(BIN)/python -m pytest -m two_nodes tests/e2e
 
 check: $(STAMP)
 	$(BIN)/ruff check .

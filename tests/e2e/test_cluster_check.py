@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.two_nodes
+
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/moe/moe.yaml"]
 
 
