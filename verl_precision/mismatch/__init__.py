@@ -5,7 +5,6 @@ phantom     the gap split into alpha and beta, and phantom clipping: `PhantomSum
 moments     the sums over tokens and responses
 sums        state that merges over chunks, micro-batches and ranks
 packing     from padded or jagged batches to chunks of valid tokens
-parallel    chunks over threads
 classes     tokens by probability and by sign of the advantage
 histogram   the gap on a fixed grid, and quantiles
 alarm       says when a run is on its way to collapse, and what to do; fed the metrics of each step

@@ -20,14 +20,24 @@ def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor | None) -> T
     bins_N = (rollout_log_probs_N * (-1 / math.log(10))).clamp_(max=len(PROBABILITY_BINS) - 1)
     classes_N = bins_N.to(torch.int32).mul_(3).add_(1)
     if advantages_N is not None:
-        classes_N += (advantages_N > 0).to(torch.int32)
-        classes_N -= (advantages_N < 0).to(torch.int32)
+        classes_N += advantages_N.sign().to(torch.int32)  # of NaN it is 0
     return classes_N
 
 
-def class_sums(classes_N: Tensor, values_N: Tensor | None = None) -> Tensor:
-    """Return [CLASSES]: the sum of the values of each class, or their number."""
+def class_sums(classes_N: Tensor, values_N: Tensor) -> Tensor:
+    """Return [CLASSES]: the sum of the values of each class."""
     return torch.bincount(classes_N, weights=values_N, minlength=CLASSES)
+
+
+def class_totals(classes_N: Tensor, values_N: Tensor) -> dict[str, Tensor]:
+    """Return `tokens`, `sum` and `abs` of each class, [CLASSES]: how many values, their sum, the sum of |value|.
+
+    Negative values are summed apart, so that one pass gives both sums.
+    """
+    signed_N = classes_N.add(values_N.signbit(), alpha=CLASSES)
+    counts = torch.bincount(signed_N, minlength=2 * CLASSES).view(2, CLASSES)
+    positive, negative = torch.bincount(signed_N, weights=values_N, minlength=2 * CLASSES).view(2, CLASSES)
+    return {"tokens": counts.sum(dim=0), "sum": positive + negative, "abs": positive - negative}
 
 
 def by_bin(sums: Tensor) -> dict[str, float]:

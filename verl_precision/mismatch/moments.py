@@ -26,10 +26,13 @@ def token_sums(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor) -> dict[str, Tensor]:
         "gap_min": gap_min,
         "gap_max": gap_max,
         "ratio_distance": excess_N.abs().sum(),
-        "k3": excess_N.sub_(capped_N).sum(),
+        "k3": excess_N.sum() - capped_N.sum(),
     }
     probs_N = torch.exp(mu_N, out=capped_N)
-    diff_N = torch.exp(pi_N, out=excess_N).sub_(probs_N)
+    if gap_max <= LARGEST_GAP:
+        diff_N = excess_N.mul_(probs_N)  # π - μ = μ (e^g - 1)
+    else:
+        diff_N = torch.exp(pi_N, out=excess_N).sub_(probs_N)
     diff_min, diff_max = diff_N.aminmax()
     return sums | {
         "probs": probs_N.sum(),

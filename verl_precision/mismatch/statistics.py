@@ -7,7 +7,6 @@ One pass over chunks of responses; everything is computed in float64 and kept as
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,11 +16,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.losses.settings import require_threshold
-from verl_precision.mismatch.classes import CLASSES, by_bin, by_sign, class_sums, token_classes
+from verl_precision.mismatch.classes import CLASSES, by_bin, by_sign, class_totals, token_classes
 from verl_precision.mismatch.histogram import BINS, absolute, bit_counts, gap_counts, gap_edges, quantile
 from verl_precision.mismatch.moments import sequence_sums, token_sums
 from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.parallel import measured
 from verl_precision.mismatch.sums import (
     PartialSums,
     Sums,
@@ -126,8 +124,7 @@ class MismatchSums(Sums):
         """
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
         chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
-        parts = measured(lambda share: _measure(share, self.ratio_threshold), chunks, trainer_log_probs.device)
-        vars(self).update(vars(functools.reduce(MismatchSums.merge, parts, self)))
+        vars(self).update(vars(self.merge(_measure(chunks, self.ratio_threshold))))
 
     def merge(self, other: Self) -> Self:
         """Return the state of both batches together; the ratios are brought to the larger of the two maxima first."""
@@ -223,6 +220,7 @@ class MismatchSums(Sums):
         }
 
 
+@torch.no_grad()
 def _measure(chunks: Iterable[Callable[[], Chunk]], ratio_threshold: float) -> MismatchSums:
     """Return the state of some chunks; the sums stay on the device until the last of them."""
     counts: dict[str, Any] = {"nonfinite_tokens": 0.0, "positive_log_probs": 0.0}
@@ -235,13 +233,13 @@ def _measure(chunks: Iterable[Callable[[], Chunk]], ratio_threshold: float) -> M
         if not mu_N.numel():
             continue
         gap_N = pi_N - mu_N
-        classes_N = token_classes(mu_N, chunk.advantages_N)
+        classes = class_totals(token_classes(mu_N, chunk.advantages_N), gap_N)
         sums.add(
             **token_sums(pi_N, mu_N, gap_N),
             gap_histogram=bit_counts(gap_N),
-            class_tokens=class_sums(classes_N),
-            class_gap=class_sums(classes_N, gap_N),
-            class_gap_abs=class_sums(classes_N, gap_N.abs()),
+            class_tokens=classes["tokens"],
+            class_gap=classes["sum"],
+            class_gap_abs=classes["abs"],
         )
         s_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)
         responses.append(torch.stack([s_R, chunk.lengths_R.double()])[:, chunk.whole_R])
