@@ -163,18 +163,22 @@ def compare(
     output: Annotated[Path, typer.Option(help="Results go to a new folder <output>/<recipe>/<time>.")] = Path(
         "outputs"
     ),
+    pass_bar: Annotated[float | None, typer.Option(help="Say which runs end with a mean reward above it.")] = None,
+    pass_steps: Annotated[int, typer.Option(help="The mean is taken over this many steps at the end.")] = 4,
 ) -> None:
     """Run one recipe in several precisions, one after the other; show the mismatch of each.
 
     Writes summary.json, comparison.png and, for each precision, metrics.jsonl and train.log. Ctrl-C ends the run at
     hand and every process it started.
     """
+    from verl_precision.compare.pass_bar import PassBar
     from verl_precision.compare.session import compare_precisions
 
     precisions = precision or ["bf16", "fp16"]
     folder = output / config.stem / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     try:
-        compare_precisions(config, precisions, overrides or [], folder, console)
+        bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
+        compare_precisions(config, precisions, overrides or [], folder, console, bar)
     except VerlPrecisionError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None

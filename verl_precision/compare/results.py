@@ -99,13 +99,20 @@ def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
     }
 
 
-def write_summary(path: Path, summaries: list[Summary], command: list[str], versions: dict[str, str]) -> None:
-    """Write everything the table shows, and how it came about, as JSON."""
+def write_summary(
+    path: Path,
+    summaries: list[Summary],
+    command: list[str],
+    versions: dict[str, str],
+    verdicts: dict[str, dict[str, float | bool | None]] | None = None,
+) -> None:
+    """Write everything the table shows, and how it came about, as JSON; `verdicts` on a pass bar, if there is one."""
     content = {
         "runs": [asdict(summary) for summary in summaries],
         "ratios": ratios(summaries),
         "command": command,
         "versions": versions,
+        **({"pass_bar": verdicts} if verdicts else {}),
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -117,7 +124,7 @@ def table(summaries: list[Summary]) -> Table:
         result.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)
     for s in summaries:
         result.add_row(
-            *(s.precision, str(s.steps), f"{s.reward_first:.1f} -> {s.reward_last:.1f}"),
+            *(s.precision, str(s.steps), f"{s.reward_first:.3g} -> {s.reward_last:.3g}"),
             *(f"{s.log_prob_gap:.2e}", f"{s.k3_kl:.2e}", f"{s.pearson_last:.5f}", f"{s.seconds_per_step:.1f}"),
         )
     for name, ratio in ratios(summaries).items():

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bars
 
 from verl_precision.check import versions
 from verl_precision.compare.figure import write_figure
+from verl_precision.compare.pass_bar import PassBar
 from verl_precision.compare.results import Summary, read_metrics, summarise, table, write_summary
 from verl_precision.compare.run import Progress, run_verl
 from verl_precision.errors import ConfigurationError
@@ -20,7 +21,12 @@ from verl_precision.report.read import read_runs
 
 
 def compare_precisions(
-    config: Path, precisions: Sequence[str], overrides: Sequence[str], folder: Path, console: Console
+    config: Path,
+    precisions: Sequence[str],
+    overrides: Sequence[str],
+    folder: Path,
+    console: Console,
+    pass_bar: PassBar | None = None,
 ) -> list[Summary]:
     """Run a recipe once in each precision and write the comparison.
 
@@ -30,6 +36,7 @@ def compare_precisions(
         overrides: Hydra overrides for every run.
         folder: receives everything; must not exist.
         console: where progress and the table are shown.
+        pass_bar: what to judge each run by.
 
     Returns:
         One summary a precision.
@@ -47,10 +54,14 @@ def compare_precisions(
         runs[precision] = read_metrics(folder / precision / "metrics.jsonl")
         summaries.append(summarise(precision, runs[precision], seconds))
         # After each run, so that an interrupted comparison leaves what it had.
-        write_summary(folder / "summary.json", summaries, sys.argv, versions())
+        verdicts = {name: pass_bar.verdict(rows) for name, rows in runs.items()} if pass_bar else None
+        write_summary(folder / "summary.json", summaries, sys.argv, versions(), verdicts)
         write_figure(folder / "comparison.png", runs, title=config.stem)
         write_page(folder / "report.html", page(read_runs([folder / name for name in runs])), force=True)
     console.print(table(summaries))
+    if pass_bar:
+        for name, rows in runs.items():
+            console.print(pass_bar.sentence(name, rows), highlight=False)
     for what, name in (("figure", "comparison.png"), ("report", "report.html"), ("summary", "summary.json")):
         console.print(f"{what:8} {folder / name}", highlight=False, soft_wrap=True)
     console.print(f"metrics  {folder}/<precision>/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The sanity test in miniature (section 4) | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
+# Builds the task, filters the problems, trains in each precision. Stopped at any point, it goes on from there; a set
+# that is there already is used again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+############################ user-adjustable ############################
+PYTHON=${PYTHON:-python}
+PRECISIONS=${PRECISIONS:-fp16 bf16}
+ESTIMATOR=${ESTIMATOR:-pg_seq_is}
+FOLDER=outputs/sanity_arithmetic  # where sanity_arithmetic.yaml looks for the set
+#########################################################################
+
+export VERL_PLATFORM=cpu
+COMMAND=("$PYTHON" -m verl_precision.cli)
+if [[ ! -e $FOLDER/task ]]; then
+    "${COMMAND[@]}" arithmetic "$FOLDER/task"
+fi
+if [[ ! -e $FOLDER/set/kept.parquet ]]; then
+    "${COMMAND[@]}" sanity-set "$FOLDER/task/problems.jsonl" --model "$FOLDER/task/model" --output "$FOLDER/set" \
+        --reward pkg://verl_precision.arithmetic.reward --max-prompt-length 8 --max-response-length 8
+fi
+CHOICES=()
+for PRECISION in $PRECISIONS; do
+    CHOICES+=(--precision "$PRECISION")
+done
+"${COMMAND[@]}" compare recipes/sanity_arithmetic/sanity_arithmetic.yaml "${CHOICES[@]}" --pass-bar 0.95 \
+    "estimator=$ESTIMATOR" "$@"
