@@ -3,11 +3,13 @@
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make check        lint, types, docs
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart test test-e2e test-e2e-nodes check lock clean
+.PHONY: quickstart test test-e2e check lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+# Test processes side by side; each end-to-end run wants 8 GiB of memory.
+WORKERS ?= 2
 # Changes when the environment would; a second run finds it and installs nothing.
 STAMP := $(VENV)/.installed
 
@@ -15,13 +17,10 @@ quickstart: $(STAMP)
 	$(BIN)/verl-precision compare recipes/quickstart/quickstart.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not e2e and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
-	$(BIN)/python -m pytest -m "e2e and not two_nodes" tests/e2e
-
-test-e2e-nodes: $(STAMP)
-	$(BIN)/python -m pytest -m two_nodes tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
 
 check: $(STAMP)
 	$(BIN)/ruff check .

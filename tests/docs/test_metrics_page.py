@@ -43,3 +43,11 @@ def test_every_row_is_complete():
     for line in re.findall(r"^\| `(?:mismatch|phantom)/.*", TEXT, re.M):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == 5 and cells[1] and cells[3], line
+
+
+def test_every_metric_named_elsewhere_is_on_the_page():
+    root = Path(__file__).resolve().parents[2]
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("recipes/**/*.md")]
+    named = {key for page in pages for key in re.findall(r"`((?:mismatch|phantom)/\w+)`", page.read_text())}
+    assert len(named) > 20
+    assert {key for key in named if f"`{key}`" not in TEXT} == set()

@@ -1,20 +1,25 @@
 """Real runs: verl's main_ppo, V1 trainer, FSDP2, vLLM, Ray, TransferQueue, on a CPU.
 
-Each run takes minutes on two cores, so that tests share them where they can.
+A run takes minutes on two cores, most of them imports on one core, so that two run side by side (`-n 2`), each test
+file in one process (`--dist loadfile`), and tests share runs where they can.
 """
 
 import io
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
 from verl_precision.compare.results import read_metrics
-from verl_precision.compare.run import run_verl
+from verl_precision.compare.run import marked_processes, run_verl
 from verl_precision.compare.session import compare_precisions
 
-RECIPE = Path("recipes/quickstart/quickstart.yaml")
+QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
+# In the environment of whatever a test file starts; the file beside it has runs of its own.
+TEST_MARK = "VERL_PRECISION_TEST"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,27 +35,50 @@ def in_repository():
         yield
 
 
-@pytest.fixture(scope="session")
-def run_quickstart(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
-    """Run the quickstart recipe with overrides; return the metrics of each step. The same overrides run once."""
-    done: dict[tuple[str, ...], list[dict[str, float]]] = {}
+@pytest.fixture(scope="module", autouse=True)
+def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
+    """The live processes of runs that this test file started."""
+    mark = uuid.uuid4().hex
 
-    def run(*overrides: str) -> list[dict[str, float]]:
-        if overrides not in done:
+    def started_here(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(TEST_MARK) == mark
+        except psutil.NoSuchProcess:  # ended meanwhile
+            return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TEST_MARK, mark)
+        yield lambda: [process for process in marked_processes() if started_here(process)]
+
+
+@pytest.fixture(scope="module")
+def run_recipe(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
+    """Run a recipe with overrides; return the metrics of each step. The same run is done once."""
+    done: dict[tuple[Path | str, ...], list[dict[str, float]]] = {}
+
+    def run(recipe: Path, *overrides: str) -> list[dict[str, float]]:
+        key = (recipe, *overrides)
+        if key not in done:
             folder = tmp_path_factory.mktemp("e2e") / "run"
-            run_verl(RECIPE, overrides, folder, on_progress=lambda progress: None)
-            done[overrides] = read_metrics(folder / "metrics.jsonl")
-        return done[overrides]
+            run_verl(recipe, overrides, folder, on_progress=lambda progress: None)
+            done[key] = read_metrics(folder / "metrics.jsonl")
+        return done[key]
 
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def run_quickstart(run_recipe) -> Callable[..., list[dict[str, float]]]:
+    """`run_recipe` with the quickstart."""
+    return lambda *overrides: run_recipe(QUICKSTART, *overrides)
+
+
+@pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     """The quickstart at few steps, in BF16 and in FP16: (folder, summaries, what a user saw)."""
     folder = tmp_path_factory.mktemp("e2e") / "comparison"
     seen = io.StringIO()
     summaries = compare_precisions(
-        RECIPE, ["bf16", "fp16"], ["trainer.total_training_steps=5"], folder, Console(file=seen, width=100)
+        QUICKSTART, ["bf16", "fp16"], ["trainer.total_training_steps=5"], folder, Console(file=seen, width=100)
     )
     return folder, {summary.precision: summary for summary in summaries}, seen.getvalue()

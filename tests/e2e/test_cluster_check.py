@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.two_nodes
-
-SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/moe/moe.yaml"]
+SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
 
 
 @pytest.fixture

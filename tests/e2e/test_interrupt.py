@@ -5,15 +5,8 @@ import signal
 import subprocess
 import sys
 
-from verl_precision.compare.run import marked_processes
 
-
-def _marked() -> set[int]:
-    return {process.pid for process in marked_processes()}
-
-
-def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path):
-    before = _marked()
+def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes):
     command = [sys.executable, "-m", "verl_precision.cli", "compare", "recipes/quickstart/quickstart.yaml"]
     process = subprocess.Popen(
         [*command, "--precision", "fp16", "--output", str(tmp_path)],
@@ -29,10 +22,9 @@ def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path):
         seen += line
         if "FSDP2 worker" in line:  # Ray, TransferQueue and a worker are up
             break
-    running = _marked() - before
-    assert len(running) > 3, seen
+    assert len(own_processes()) > 3, seen
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=90)
     assert process.returncode == 130, seen + rest
     assert "every process of the run has ended" in rest and str(tmp_path) in rest.replace("\n", "")
-    assert _marked() == before
+    assert own_processes() == []

@@ -42,6 +42,8 @@ def test_ratio_from_the_shadow_has_no_beta(run_quickstart):
 
 
 def test_matched_precision_has_next_to_none(run_quickstart):
-    for row in run_quickstart(*RATIO_ON_ROLLOUT, "precision=fp32", f"{SHADOW}.every_n_steps=1"):
+    """In verl's colocate_async mode, so that this also shows the metrics there."""
+    mode = "trainer.v1.trainer_mode=colocate_async"
+    for row in run_quickstart(*RATIO_ON_ROLLOUT, "precision=fp32", f"{SHADOW}.every_n_steps=1", mode):
         assert row["phantom/fraction"] < 1e-4 and clip_fraction(row) < 1e-4
         assert row["phantom/beta_abs_mean"] < 1e-5

@@ -4,13 +4,13 @@ import signal
 from pathlib import Path
 
 from verl_precision.compare.results import read_metrics
-from verl_precision.compare.run import RunFailedError, marked_processes, run_verl
+from verl_precision.compare.run import RunFailedError, run_verl
 
 RECIPE = Path("recipes/quickstart/quickstart.yaml")
 SCALE = "actor_rollout_ref.actor.fsdp_config.loss_scale"
 
 
-def test_killed_run_goes_on_with_its_loss_scale(tmp_path):
+def test_killed_run_goes_on_with_its_loss_scale(tmp_path, own_processes):
     overrides = [
         f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
         "trainer.save_freq=1",
@@ -19,12 +19,11 @@ def test_killed_run_goes_on_with_its_loss_scale(tmp_path):
         f"{SCALE}.initial=1024",
         f"{SCALE}.growth_interval=4",
     ]
-    others = {process.pid for process in marked_processes()}
     killed = []
 
     def kill_after_two_steps(progress):
         if progress.step >= 2 and not killed:
-            killed.extend(process for process in marked_processes() if process.pid not in others)
+            killed.extend(own_processes())
             for process in killed:
                 process.send_signal(signal.SIGKILL)
 
