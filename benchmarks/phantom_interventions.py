@@ -43,7 +43,7 @@ def main() -> None:
     shared = (f"trainer.total_training_steps={arguments.steps}", f"actor_rollout_ref.actor.optim.lr={arguments.lr}")
 
     def run(name: str) -> list[dict[str, float]]:
-        folder = arguments.output / name.split(" ")[0]
+        folder = arguments.output / name.split(" ")[0].replace("=", "_")
         finished, metrics = folder / "finished", folder / "metrics.jsonl"
         if not finished.exists():
             shutil.rmtree(

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-python}
-PRECISIONS=${PRECISIONS:-fp16 bf16}
+PRECISIONS=${PRECISIONS:-bf16 fp16}
 ESTIMATOR=${ESTIMATOR:-pg_seq_is}
 FOLDER=outputs/sanity_arithmetic  # where sanity_arithmetic.yaml looks for the set
 #########################################################################

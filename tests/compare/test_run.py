@@ -6,8 +6,17 @@ import sys
 import uuid
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from verl_precision.compare.run import RUN_MARK, RunFailedError, end_processes, marked_processes, run_verl, verl_command
+from verl_precision.compare.run import (
+    RUN_MARK,
+    RunFailedError,
+    end_processes,
+    marked_processes,
+    quoted,
+    run_verl,
+    verl_command,
+)
 
 
 def test_command_is_what_a_user_would_type(root):
@@ -70,3 +79,10 @@ def test_processes_of_a_run_are_ended_and_no_others(tmp_path):
     finally:
         theirs.kill()
         theirs.wait()
+
+
+@pytest.mark.parametrize("name", ["plain-1_2.3", "ratio=shadow", "it's", "a,b", "{a}[b]", "two words", "(x):y"])
+def test_a_folder_may_have_any_name(name, tmp_path):
+    """Hydra reads `=`, `,` and brackets in a value as its own grammar unless it is quoted."""
+    (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={quoted(tmp_path / name)}"])
+    assert override.value() == str(tmp_path / name)

@@ -58,6 +58,11 @@ def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def quoted(path: Path) -> str:
+    """Return a path as a value in a Hydra override, whatever characters it has."""
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
 def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: Callable[[Progress], None]) -> float:
     """Run verl to its end.
 
@@ -82,7 +87,7 @@ def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: 
     command = [
         *verl_command(config, overrides),
         "trainer.logger=[console,file]",
-        f"hydra.run.dir={folder / 'hydra'}",
+        f"hydra.run.dir={quoted(folder / 'hydra')}",
         f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
     ]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
