@@ -1,9 +1,10 @@
 # make quickstart   the whole stack on a CPU: one RL run in BF16, one in FP16, and the mismatch of each
+# make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make check        lint, types, docs
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart test test-e2e check lock clean
+.PHONY: quickstart sanity test test-e2e check lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +16,9 @@ STAMP := $(VENV)/.installed
 
 quickstart: $(STAMP)
 	$(BIN)/verl-precision compare recipes/quickstart/quickstart.yaml
+
+sanity: $(STAMP)
+	PYTHON=$(BIN)/python bash recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not e2e and not gpu"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The sanity test in miniature (section 4) | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
-# Builds the task, filters the problems, trains in each precision. Stopped at any point, it goes on from there; a set
-# that is there already is used again.
+# Builds the task, filters the problems, trains in each precision. Task and set that are there already are used again, and
+# a filter that was stopped goes on from there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

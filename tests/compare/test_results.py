@@ -51,16 +51,27 @@ def test_a_run_that_measured_no_mismatch_is_named():
         summarise("bf16", rows, 1)
 
 
+def test_rewards_between_0_and_1_keep_three_digits():
+    rows = _rows(1)
+    for row, reward in zip(rows, (0.5234, 0.7, 0.9827), strict=True):
+        row["critic/score/mean"] = reward
+    text = io.StringIO()
+    Console(file=text, width=100).print(table([summarise("fp16", rows, 1)]))
+    assert "0.523 -> 0.983" in text.getvalue()
+
+
 def test_table_json_and_figure(tmp_path):
     runs = {"bf16": _rows(10), "fp16": _rows(1)}
     summaries = [summarise(name, rows, 1) for name, rows in runs.items()]
     text = io.StringIO()
     Console(file=text, width=100).print(table(summaries))
-    for word in ("bf16", "fp16", "-30.0 -> -10.0", "100.0x", "ratio bf16/fp16", "s/step"):
+    for word in ("bf16", "fp16", "-30 -> -10", "100.0x", "ratio bf16/fp16", "s/step"):
         assert word in text.getvalue()
-    write_summary(tmp_path / "s.json", summaries, ["verl-precision", "compare"], {"verl": "0.9.1"})
+    verdicts = {"fp16": {"reward": 0.98, "passed": True, "since": 2}}
+    write_summary(tmp_path / "s.json", summaries, ["verl-precision", "compare"], {"verl": "0.9.1"}, verdicts)
     content = json.loads((tmp_path / "s.json").read_text())
     assert content["ratios"]["bf16/fp16"]["k3_kl"] == pytest.approx(100)
     assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
+    assert content["pass_bar"] == verdicts
     write_figure(tmp_path / "f.png", runs, "test")
     assert (tmp_path / "f.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from discovered import RECIPES, ROOT
+from discovered import CPU_ONLY, RECIPES, ROOT
 from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
@@ -18,9 +18,8 @@ from verl_precision.preflight import CONFIG_CHECKS, failed_checks
 from verl_precision.presets import preset_names
 from verl_precision.tiny_model import ARCHITECTURES
 
-PAPER = [path for path in RECIPES if path.stem != "quickstart"]
+PAPER = [path for path in RECIPES if path.stem not in CPU_ONLY]
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
-# Quickstart's task is a tiny model's: nothing of it belongs on a GPU.
 COMBINATIONS = list(itertools.product(PAPER, preset_names("scale"), preset_names("precision")))
 ids = {"ids": lambda value: getattr(value, "stem", str(value))}
 
@@ -33,13 +32,14 @@ def problems(config) -> list[str]:
 
 def test_every_yaml_is_a_recipe_with_readme_pin_and_script():
     assert {path.stem for path in RECIPES} == {
-        *("dense_14b", "lora", "moe", "octothinker", "precision_ablation", "quickstart", "sanity")
+        *("dense_14b", "lora", "moe", "octothinker", "precision_ablation", "quickstart", "sanity", "sanity_arithmetic")
     }
     for path in RECIPES:
         assert path.stem == path.parent.name
         assert {"README.md", "REQUIRED_VERL.txt"} <= {file.name for file in path.parent.iterdir()}
         scripts = [file.name for file in path.parent.glob("*.sh")]
-        assert path.stem == "quickstart" or (len(scripts) == 1 and re.match(r"run_[\w.]+_fsdp2\.sh$", scripts[0]))
+        end = "cpu" if path.stem in CPU_ONLY else "fsdp2"
+        assert path.stem == "quickstart" or (len(scripts) == 1 and re.match(rf"run_[\w.]+_{end}\.sh$", scripts[0]))
 
 
 @pytest.mark.parametrize(("recipe", "scale", "precision"), COMBINATIONS, **ids)

@@ -4,7 +4,7 @@ import functools
 import re
 
 import pytest
-from discovered import RECIPES, ROOT
+from discovered import CPU_ONLY, RECIPES, ROOT
 from hydra import compose, initialize_config_dir
 
 from verl_precision.check.memory import (
@@ -37,7 +37,7 @@ PUBLISHED = {  # billions of parameters, from the model cards
 GPU = 80 * GIB
 FILLED = 0.9  # of a GPU, at most, since the arithmetic is good to some GiB
 SCALES = ("1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100")
-TRAINED = [path.stem for path in RECIPES if path.stem not in ("quickstart", "precision_ablation")]
+TRAINED = [path.stem for path in RECIPES if path.stem not in (*CPU_ONLY, "precision_ablation")]
 
 
 @functools.cache

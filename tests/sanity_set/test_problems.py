@@ -26,6 +26,7 @@ def test_kept_rows_come_out_with_every_column_and_its_type(tmp_path, row):
     data.write(tmp_path / "kept.parquet", [data.problems[3].identifier, data.problems[1].identifier])
     kept = parquet.read_table(tmp_path / "kept.parquet")
     assert kept.schema == table.schema
+    assert {path.name for path in tmp_path.iterdir()} == {"a.parquet", "kept.parquet"}
     assert kept.to_pylist() == [rows[1], rows[3]]
 
 

@@ -3,6 +3,7 @@
 import shlex
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -37,9 +38,13 @@ def arithmetic(folder: Annotated[Path, typer.Argument(help="A folder to create."
     except VerlPrecisionError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    folder.mkdir(parents=True)
-    shutil.copytree(model, folder / "model")
-    write_rows(folder / "problems.jsonl")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".arithmetic-", dir=folder.parent) as scratch:  # the folder is complete or not there
+        whole = Path(scratch) / "task"
+        whole.mkdir()
+        shutil.copytree(model, whole / "model")
+        write_rows(whole / "problems.jsonl")
+        whole.rename(folder)
     quoted = shlex.quote(str(folder))
     console.print(f"wrote {quoted}; next:", highlight=False)
     print(

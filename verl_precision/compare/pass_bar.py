@@ -39,7 +39,7 @@ class PassBar:
         """
         rewards = [row[REWARD] for row in rows]
         means = [fmean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
-        below = [index for index, mean in enumerate(means) if mean <= self.above]
+        below = [index for index, mean in enumerate(means) if not mean > self.above]  # nan is not above
         first = below[-1] + 1 if below else 0
         since = rows[first]["step"] if first < len(rows) else None
         return {"reward": means[-1], "passed": since is not None, "since": since}
@@ -48,4 +48,5 @@ class PassBar:
         """Return what to tell the user about a run."""
         found = self.verdict(rows)
         result = f"passed, above since step {found['since']:.0f}" if found["passed"] else "not passed"
-        return f"{precision}: {REWARD} {found['reward']:.3f} over the last {self.steps} steps, bar {self.above:g}: {result}"
+        steps = min(self.steps, len(rows))
+        return f"{precision}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"

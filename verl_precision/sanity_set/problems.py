@@ -1,6 +1,7 @@
 """A data set in verl's format: read, checked, and written again with fewer rows."""
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -65,7 +66,7 @@ class DataSet:
         return sha256("".join(problem.identifier for problem in self.problems).encode()).hexdigest()[:16]
 
     def write(self, path: Path, identifiers: Iterable[str]) -> None:
-        """Write the rows of some problems as parquet, all columns and their types unchanged.
+        """Write the rows of some problems as parquet, columns and types unchanged; it appears only when complete.
 
         Args:
             path: the file to write.
@@ -73,7 +74,9 @@ class DataSet:
         """
         wanted = set(identifiers)
         rows = [problem.row for problem in self.problems if problem.identifier in wanted]
-        parquet.write_table(self.table.take(rows), path)
+        scratch = path.with_suffix(".part")
+        parquet.write_table(self.table.take(rows), scratch)
+        os.replace(scratch, path)
 
 
 def read_data_set(path: Path) -> DataSet:
