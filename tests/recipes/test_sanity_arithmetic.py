@@ -99,7 +99,7 @@ def test_script_makes_task_and_set_and_compares(script):
     assert script("data.seed=7") == [
         ARITHMETIC,
         SANITY_SET,
-        [*COMPARE, *"--precision fp16 --precision bf16 --pass-bar 0.95 estimator=pg_seq_is data.seed=7".split()],
+        [*COMPARE, *"--precision bf16 --precision fp16 --pass-bar 0.95 estimator=pg_seq_is data.seed=7".split()],
     ]
 
 
