@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -17,6 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("VERL_PLATFORM", None)
+
+# Two test processes share two cores: how long an example takes says nothing.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture

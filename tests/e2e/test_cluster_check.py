@@ -1,4 +1,4 @@
-"""Two Ray nodes on loopback: checked, and a recipe trains on both."""
+"""Two Ray nodes on loopback: each is checked before the start, and a recipe trains on both."""
 
 import os
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from verl_precision.compare.results import read_metrics
 
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
 
@@ -22,22 +24,7 @@ def environment(tmp_path):
     }
 
 
-def test_nodes_are_checked_before_the_start(environment):
-    done = subprocess.run(
-        [*SCRIPT, "task.cpu.train=recipes/data/nowhere.jsonl"],
-        env={**environment, "DRY_RUN": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 1
-    assert done.stdout.count("recipes/data/nowhere.jsonl: not on the driver either") == 2
-    assert done.stdout.count("plugin: loaded") == 2 and done.stdout.count("versions: python") == 2
-
-
-def test_a_recipe_trains_on_two_nodes(environment, tmp_path):
-    from verl_precision.compare.results import read_metrics
-
+def test_nodes_are_checked_and_a_recipe_trains_on_both(environment, tmp_path):
     done = subprocess.run(
         [
             *SCRIPT,
@@ -51,6 +38,7 @@ def test_a_recipe_trains_on_two_nodes(environment, tmp_path):
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("plugin: loaded") == 2 and done.stdout.count("versions: python") == 2
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
