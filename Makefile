@@ -24,7 +24,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v --durations=0 --durations-min=20 -m e2e tests/e2e
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
 
 check: $(STAMP)
 	$(BIN)/ruff check .

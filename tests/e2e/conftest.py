@@ -1,7 +1,7 @@
 """Real runs: verl's main_ppo, V1 trainer, FSDP2, vLLM, Ray, TransferQueue, on a CPU.
 
-A run takes minutes on two cores, most of them imports on one core, so that two run side by side (`-n 2`). Tests that
-share runs are a group, which one process takes (`--dist loadgroup`): a test file, or within it all of one recipe.
+A run takes minutes on two cores, most of them imports on one core, so that two run side by side (`-n 2`), each test
+file in one process (`--dist loadfile`), and tests of a file share runs where they can.
 """
 
 import io
@@ -22,13 +22,10 @@ QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 TEST_MARK = "VERL_PRECISION_TEST"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            recipe = getattr(item, "callspec", None) and item.callspec.params.get("recipe")
-            item.add_marker(pytest.mark.xdist_group(recipe or item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)
