@@ -11,6 +11,10 @@ from verl_precision.offline.entry import Task, entry
 from verl_precision.offline.settings import model_folder
 from verl_precision.offline.store import Store, write_rows
 
+# On a CPU compiling takes longer than sampling; and where a prompt is cut in two, vLLM 0.28 rewinds the request's
+# random generator, which a CPU's cannot do ("CPU Generator does not use offset").
+CPU_SETTINGS = {"enforce_eager": True, "enable_chunked_prefill": False}
+
 
 def sample(task: Task) -> None:
     """Write every shard of the task."""
@@ -25,7 +29,7 @@ def sample(task: Task) -> None:
         max_model_len=max(map(len, store.prompt_ids)) + settings.max_response_tokens,
         seed=settings.seed,
         logprobs_mode="processed_logprobs",  # verl's
-        enforce_eager=not task.on_gpu,  # compiling takes longer than sampling on a CPU
+        **({} if task.on_gpu else CPU_SETTINGS),
     )
     for rollout, shard in task.shards:
         write_rows(store.sample_file(rollout, shard), sample_shard(llm, store, store.shards[shard]))

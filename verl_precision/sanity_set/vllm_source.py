@@ -6,8 +6,9 @@ from typing import Any
 
 from verl_precision.sanity_set.source import Request, Response
 
-# On a CPU: compiling costs more than it saves, and memory is the machine's own, of which a small part is enough.
-_CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+# On a CPU: compiling costs more than it saves, memory is the machine's own, of which a small part is enough, and vLLM
+# 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
+_CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
 _CPU_KV_CACHE = "1"  # GiB
 
 
