@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from verl_precision.weight_sync.record import choose_layers, comparable, record_loads
-from verl_precision.weight_sync.verify import difference
+from verl_precision.weight_sync.verify import examine
 
 
 def _model() -> nn.Module:
@@ -16,6 +16,10 @@ def _load(parameter: torch.Tensor, weight: torch.Tensor) -> None:
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
+
+
+def _examine(layer, record, dtype=torch.float32):
+    return examine(layer, record, repack=False, model_dtype=dtype)
 
 
 def test_small_model_is_verified_whole():
@@ -48,10 +52,10 @@ def test_record_and_rebuild_agree_then_a_lost_write_shows():
             bucket.zero_()  # the bucket's memory is reused
     assert set(records) == {"0", "9"}
     for name, record in records.items():
-        assert difference(model[int(name)], record, repack=False) is None
+        assert _examine(model[int(name)], record).verified
     with torch.no_grad():
         model[9].weight[0, 0] += 1
-    found = difference(model[9], records["9"], repack=False)
+    found = _examine(model[9], records["9"]).damage
     assert found == "weight: 1 of 64 elements are not those that were sent"
 
 
@@ -70,4 +74,24 @@ def test_stored_dtype_is_the_models_not_the_senders():
     model = nn.Sequential(nn.Linear(8, 8, bias=False).bfloat16())
     with record_loads(model, {"0"}) as records:
         _load(model[0].weight, torch.randn(8, 8))
-    assert difference(model[0], records["0"], repack=False) is None
+    assert _examine(model[0], records["0"], torch.bfloat16).verified
+
+
+def test_a_shared_parameter_is_recorded_once_for_both_layers():
+    """Tied embeddings: two layers, one parameter. A recorder around a recorder lost the tensors and stayed behind."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    model[1].weight = model[0].weight
+    loader = lambda param, loaded_weight: param.data.copy_(loaded_weight)  # noqa: E731
+    model[0].weight.weight_loader = loader
+    bucket = torch.randn(8, 4)
+    with record_loads(model, {"0", "1"}) as records:
+        _load(model[0].weight, bucket)
+        bucket.zero_()  # the bucket's memory is reused
+    assert model[0].weight.weight_loader is loader
+    for name, record in records.items():
+        assert len(record.calls) == 1
+        assert _examine(model[int(name)], record).verified
+    with torch.no_grad():
+        model[0].weight[1, 1] += 1
+    for name, record in records.items():
+        assert _examine(model[int(name)], record).damage == "weight: 1 of 32 elements are not those that were sent"

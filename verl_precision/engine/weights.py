@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 
 from verl_precision.weight_sync.manifest import send_with_manifest
+from verl_precision.weight_sync.report import ReportBox
 
 
 class ExactWeights:
@@ -20,8 +22,10 @@ class ExactWeights:
 
     engine_config: Any
     module: Any
+    is_mp_src_rank_with_outputs: Any
     _is_offload_param: bool
     _precise: bool
+    _reports: ReportBox | None = None
 
     @property
     def _sends_manifest(self) -> bool:
@@ -32,7 +36,19 @@ class ExactWeights:
         if not self._sends_manifest:
             return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
-        return send_with_manifest(weights), peft_config
+        if self._reports is None:
+            self._reports = ReportBox()
+        return send_with_manifest(weights, self._reports.new_address()), peft_config
+
+    def train_batch(self, data, loss_function):
+        """Train on a mini-batch; at the last one of a step also report what the latest weight sync could verify."""
+        outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        last_of_step = tu.get(data, key="update_lr_scheduler", default=True)
+        if self._reports is not None and last_of_step and self.is_mp_src_rank_with_outputs():
+            report = self._reports.take()
+            if report is not None:
+                outputs["metrics"].update({key: [value] for key, value in report.metrics().items()})
+        return outputs
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         return self._merged_lora() if self._precise else super()._merged_lora_per_tensor_param()  # type: ignore[misc]

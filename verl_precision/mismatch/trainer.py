@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.errors import ConfigurationError
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.watch import Watch
+from verl_precision.weight_sync.settings import canary_settings
 
 PREFIX = "vp_"
 MODES = ("sync", "colocate_async", "separate_async")
@@ -25,13 +26,15 @@ def measured_mode(config: DictConfig) -> str | None:
         config: the composed config.
 
     Raises:
-        ConfigurationError: for a block `mismatch` that cannot be, and where the rollout keeps its log-probs to itself.
+        ConfigurationError: for a block `mismatch` or `weight_sync.canary` that cannot be used, and where the rollout
+            keeps its log-probs to itself.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     settings = settings_of(config)
     if not settings.enabled or mode not in MODES:
         return None
     require_rollout_log_probs(config)
+    canary_settings(config)
     return PREFIX + mode
 
 
@@ -64,15 +67,35 @@ def register_trainers(v1: ModuleType) -> None:
 
 
 def _measuring(base: type, mode: str) -> type:
+    from verl_precision.weight_sync.canary_trainer import TrainerCanary
+
     class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
         __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."
 
         def __init__(self, config):
             require_rollout_log_probs(config)
             self._watch = Watch(config, settings_of(config), on_policy=mode == "sync")
+            self._canary = TrainerCanary(config, canary_settings(config))
+            self._canary_metrics: dict[str, float] = {}
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
+
+        def on_init_end(self):
+            self._with_canary(super().on_init_end)
+
+        def on_step_end(self):
+            self._with_canary(super().on_step_end)
+
+        def _with_canary(self, sync):
+            self._canary.score_trainer(self.actor_rollout_wg, self.tokenizer)
+            sync()
+            manager = getattr(self, "standalone_checkpoint_manager", self.checkpoint_manager)
+            self._canary.ask_replicas(manager.replicas)
+
+        def on_sample_end(self):
+            self._canary_metrics.update(self._canary.collect())  # before the replicas sleep
+            super().on_sample_end()
 
         def _compute_advantage(self, batch, metrics):
             batch = super()._compute_advantage(batch, metrics=metrics)
@@ -87,6 +110,9 @@ def _measuring(base: type, mode: str) -> type:
 
         def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
             super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+            guard_seconds = metrics.get("weight_sync/seconds", 0.0)
+            metrics.update(self._canary_metrics)
+            metrics["weight_sync/seconds"] = guard_seconds + self._canary_metrics.pop("weight_sync/seconds", 0.0)
             stop = self._watch.judge(global_steps, metrics)
             self._watch.show_histograms(self.logger, global_steps)
             if stop is not None:

@@ -21,7 +21,7 @@ from verl_precision.mismatch.statistics import MismatchSums
 
 ALARM_FILE = "mismatch_alarm.json"
 # What the worker reports about an update of the actor loses verl's prefix.
-OURS = ("mismatch/", "phantom/", "precision/")
+OURS = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
 logger = logging.getLogger("verl_precision.mismatch")
 

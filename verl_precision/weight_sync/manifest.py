@@ -63,26 +63,47 @@ def digest(tensor: Tensor) -> TensorDigest:
     return TensorDigest(str(tensor.dtype), tuple(tensor.shape), plain % 2**64, weighted % 2**64)
 
 
-def send_with_manifest(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stream unchanged, then one more item: the manifest, as a uint8 tensor of JSON."""
+@dataclass(frozen=True)
+class Manifest:
+    """What the trainer says of a weight stream, at its end.
+
+    Attributes:
+        tensors: name -> digest of every tensor sent.
+        reply_to: file in which the receiver says what it could verify (`weight_sync.report`), or None.
+    """
+
+    tensors: dict[str, TensorDigest]
+    reply_to: str | None = None
+
+
+def send_with_manifest(
+    weights: Iterable[tuple[str, Tensor]], reply_to: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stream unchanged, then one more item: the manifest, as a uint8 tensor of JSON.
+
+    Args:
+        weights: (name, tensor) in the order in which they are sent.
+        reply_to: file for the receiver's report, on a file system that both sides see, or None.
+    """
     digests: dict[str, TensorDigest] = {}
     for name, tensor in weights:
         digests[name] = digest(tensor)
         yield name, tensor
-    yield MANIFEST_NAME, encode(digests)
+    yield MANIFEST_NAME, encode(Manifest(digests, reply_to))
 
 
-def encode(digests: dict[str, TensorDigest]) -> Tensor:
-    """Return the digests as a 1-D uint8 tensor."""
-    return torch.frombuffer(
-        bytearray(json.dumps({k: asdict(v) for k, v in digests.items()}).encode()), dtype=torch.uint8
-    )
+def encode(manifest: Manifest) -> Tensor:
+    """Return the manifest as a 1-D uint8 tensor."""
+    return torch.frombuffer(bytearray(json.dumps(asdict(manifest)).encode()), dtype=torch.uint8)
 
 
-def decode(tensor: Tensor) -> dict[str, TensorDigest]:
-    """Return the digests `encode` was given."""
+def decode(tensor: Tensor) -> Manifest:
+    """Return the manifest that `encode` was given."""
     raw = json.loads(bytes(tensor.cpu().numpy().tobytes()))
-    return {name: TensorDigest(**{**value, "shape": tuple(value["shape"])}) for name, value in raw.items()}
+    tensors = {
+        name: TensorDigest(**{**value, "shape": tuple(value["shape"])}) for name, value in raw["tensors"].items()
+    }
+    return Manifest(tensors, raw["reply_to"])
 
 
 def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,8 +70,9 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+    holders: dict[int, list[tuple[str, LayerRecord]]] = defaultdict(list)
+    parameters: dict[int, nn.Parameter] = {}
     records: dict[str, LayerRecord] = {}
-    wrapped: list[tuple[nn.Parameter, bool, Callable[..., Any]]] = []
     for name, layer in model.named_modules():
         if name not in layers:
             continue
@@ -78,30 +80,33 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
         loaders = {key: getattr(p, "weight_loader", default_weight_loader) for key, p in template.items()}
         records[name] = LayerRecord(template=template, loaders=loaders)
         for key, parameter in template.items():
-            wrapped.append((parameter, hasattr(parameter, "weight_loader"), loaders[key]))
-            parameter.weight_loader = _recording(loaders[key], key, records[name])  # type: ignore[attr-defined]
+            holders[id(parameter)].append((key, records[name]))
+            parameters[id(parameter)] = parameter
+    # Once a parameter: tied layers hold the same one, and a recorder around a recorder would see no signature.
+    before = {key: getattr(parameter, "weight_loader", None) for key, parameter in parameters.items()}
+    for key, parameter in parameters.items():
+        parameter.weight_loader = _recording(before[key] or default_weight_loader, holders[key])  # type: ignore[attr-defined]
     try:
         yield records
     finally:
-        for parameter, had_loader, loader in wrapped:
-            if had_loader:
-                parameter.weight_loader = loader  # type: ignore[attr-defined]
-            else:
+        for key, parameter in parameters.items():
+            if before[key] is None:
                 del parameter.weight_loader  # type: ignore[attr-defined]
+            else:
+                parameter.weight_loader = before[key]  # type: ignore[attr-defined]
 
 
-def _recording(loader: Callable[..., Any], parameter_name: str, record: LayerRecord) -> Callable[..., Any]:
+def _recording(loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]]) -> Callable[..., Any]:
+    """Return a loader that notes each call for every layer that holds the parameter, then loads."""
     signature = inspect.signature(loader)
 
     def recording_loader(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments.update(
-            {
-                key: value.detach().clone() if isinstance(value, torch.Tensor) and key != "param" else value
-                for key, value in bound.arguments.items()
-            }
-        )
-        record.calls.append((parameter_name, bound))
+        private = {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) and key != "param" else value
+            for key, value in signature.bind(*args, **kwargs).arguments.items()
+        }
+        for parameter_name, record in holders:
+            record.calls.append((parameter_name, inspect.BoundArguments(signature, dict(private))))  # type: ignore[arg-type]
         return loader(*args, **kwargs)
 
     return recording_loader

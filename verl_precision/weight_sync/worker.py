@@ -3,21 +3,25 @@
 Chosen by the presets: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. On a CPU it also makes
 loading possible at all (`platforms.vllm_cpu`).
 
-Four questions are asked after each sync, and a "no" stops the run with an error that names the tensor:
+Five questions are asked after each sync, and a "no" stops the run with an error that names the tensor:
 
 1. Did everything the trainer sent arrive bit for bit? (where the trainer closes its stream with a manifest)
 2. Did it come in a dtype that holds what the rollout can? BF16 weights in an FP16 rollout bring BF16's gap back.
 3. Did vLLM find a place for every parameter of its model?
 4. Does each chosen layer compute what the weights it was sent say? (all layers of a small model; a window that moves
    through a large one)
+5. Is the LoRA adapter loaded that this sync carried?
 
-LoRA adapter syncs and quantised rollouts ask the first two only: vLLM keeps adapters apart from the layers, and stores
-quantised weights in another form.
+LoRA adapter syncs and quantised rollouts leave out 3 and 4: vLLM keeps adapters apart from the layers, and stores
+quantised weights in another form. What could not be verified is counted and reported, never called a failed sync; the
+canary (`weight_sync.canary`) covers it from the other side.
 """
 
 import logging
+import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +36,7 @@ from verl_precision.platforms.ledger import ITER_MODELS, UPDATE_FROM_IPC, UPDATE
 from verl_precision.platforms.vllm_cpu import layerwise_reload
 from verl_precision.weight_sync.manifest import (
     MANIFEST_NAME,
+    Manifest,
     TensorDigest,
     decode,
     differences,
@@ -39,7 +44,8 @@ from verl_precision.weight_sync.manifest import (
     rounded_on_the_way,
 )
 from verl_precision.weight_sync.record import choose_layers, comparable, record_loads
-from verl_precision.weight_sync.verify import LayerRecord, difference, shared_parameter_layers
+from verl_precision.weight_sync.report import SyncReport, write_report
+from verl_precision.weight_sync.verify import LayerRecord, examine, shared_parameter_layers
 
 logger = logging.getLogger("verl_precision.weight_sync")
 
@@ -58,10 +64,13 @@ class _Sync:
     """What is known of the sync under way."""
 
     on_cpu: bool
-    sent: dict[str, TensorDigest] | None = None
+    manifest: Manifest | None = None
     received: dict[str, TensorDigest] = field(default_factory=dict)
     loaded: set[str] | None = field(default_factory=set)
     failure: Exception | None = None
+    verified: int = 0
+    unverified: int = 0
+    seconds: float = 0.0
 
 
 # At import, which is vLLM's start: later, a refusal would leave the trainer waiting for an answer.
@@ -97,10 +106,15 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             if sync.failure is not None:
                 raise sync.failure
 
+        adapter_only = bool(peft_config and base_sync_done)
         try:
-            if (peft_config and base_sync_done) or self._is_quantised():
+            if adapter_only or self._is_quantised():
                 receive()
                 problems = self._arrival_problems(sync)
+                if adapter_only:
+                    problems += self._adapter_problems(sync)
+                else:
+                    sync.unverified = sum(1 for _ in _layers_with_parameters(self.model_runner.model))
             else:
                 model: Any = self.model_runner.model
                 expected = {name for name, _ in model.named_parameters()}
@@ -112,7 +126,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                         sync.failure = error.with_traceback(None)
                     receive()
                 problems = self._arrival_problems(sync) + _coverage_problems(expected, sync.loaded)
-                problems += _layer_problems(model, records, sync.on_cpu)
+                problems += self._layer_problems(model, records, sync)
         finally:
             self._sync = None
         if problems:
@@ -121,6 +135,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             shown = "; ".join(problems[:_SHOWN]) + more
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
+        if sync.manifest is not None and sync.manifest.reply_to is not None:
+            write_report(sync.manifest.reply_to, SyncReport(sync.verified, sync.unverified, sync.seconds))
         self._sync_index += 1
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool) -> None:
@@ -128,18 +144,18 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         sync = self._sync
         if sync is None:  # a path of verl's that does not go through update_weights_from_ipc
             return super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
-        tensors = []
-        for name, tensor in weights:
-            if name == MANIFEST_NAME:
-                sync.sent = decode(tensor)
-            else:
-                # The layer-wise reload reads tensors after this bucket's memory has been reused.
-                tensors.append((name, tensor.clone() if sync.on_cpu else tensor))
         if sync.failure is not None:
             return None
         try:
-            # What is digested is what is loaded: damage on the way here shows.
-            sync.received.update((name, digest(tensor)) for name, tensor in tensors)
+            tensors = []
+            for name, tensor in weights:
+                if name == MANIFEST_NAME:
+                    sync.manifest = decode(tensor)
+                else:
+                    # The layer-wise reload reads tensors after this bucket's memory has been reused.
+                    tensors.append((name, tensor.clone() if sync.on_cpu else tensor))
+            with _timed(sync):  # what is digested is what is loaded: damage on the way here shows
+                sync.received.update((name, digest(tensor)) for name, tensor in tensors)
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:  # kept, and raised at the end of update_weights_from_ipc
             # As text, and kept without its frames: they hold views of the transfer buffer, which could then not be
@@ -163,12 +179,41 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
     def _arrival_problems(self, sync: _Sync) -> list[str]:
         dtype = self.model_runner.vllm_config.model_config.dtype
-        found = [] if sync.sent is None else differences(sync.sent, sync.received)
+        found = [] if sync.manifest is None else differences(sync.manifest.tensors, sync.received)
         if self._sync_index == 0:
             kinds = Counter(digest.dtype.removeprefix("torch.") for digest in sync.received.values())
             came = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
             logger.info("first weight sync: %s arrived; the rollout holds %s", came, str(dtype).removeprefix("torch."))
         return found + rounded_on_the_way(sync.received, dtype)
+
+    def _adapter_problems(self, sync: _Sync) -> list[str]:
+        """Ask vLLM whether it holds the adapter; without it verl serves the base model, without a word."""
+        sync.unverified = len({name.partition(".lora_")[0] for name in sync.received})
+        if verl_vllm.VLLM_LORA_INT_ID in self.list_loras():
+            return []
+        return [f"LoRA adapter {verl_vllm.VLLM_LORA_INT_ID}: vLLM does not hold it; the base model would be sampled"]
+
+    def _layer_problems(self, model: torch.nn.Module, records: dict[str, LayerRecord], sync: _Sync) -> list[str]:
+        problems = []
+        tied = {name for name, _ in shared_parameter_layers(model)} if sync.on_cpu else set()
+        dtype = self.model_runner.vllm_config.model_config.dtype
+        with _timed(sync):
+            for name, layer in _layers_with_parameters(model):
+                record = records.get(name)
+                if record is None:
+                    sync.unverified += not sync.on_cpu and not comparable(layer)
+                    continue
+                if not (record.calls or name in tied):
+                    continue  # nothing was sent to it; whether something should have been is asked by name
+                verdict = examine(layer, record, repack=sync.on_cpu, model_dtype=dtype)
+                sync.verified += verdict.verified
+                sync.unverified += verdict.unknown is not None
+                if verdict.damage is not None:
+                    problems.append(f"{name}: {verdict.damage}")
+                elif verdict.unknown is not None:
+                    log = logger.warning if self._sync_index == 0 else logger.debug
+                    log("weight sync %d: %s is not verified: %s", self._sync_index, name, verdict.unknown)
+        return problems
 
     def _is_quantised(self) -> bool:
         """Tell whether the rollout stores other weights than it is sent; then arrival is all that can be compared."""
@@ -214,14 +259,16 @@ def _is_in(name: str, loaded: set[str]) -> bool:
     return any(".".join([*parents[:depth], leaf]) in loaded for depth in range(len(parents), -1, -1))
 
 
-def _layer_problems(model: torch.nn.Module, records: dict[str, LayerRecord], on_cpu: bool) -> list[str]:
-    problems = []
-    tied = {name for name, _ in shared_parameter_layers(model)} if on_cpu else set()
+def _layers_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, layer in model.named_modules():
-        record = records.get(name)
-        if record is None or not (record.calls or name in tied):
-            continue
-        found = difference(layer, record, repack=on_cpu)
-        if found:
-            problems.append(f"{name}: {found}")
-    return problems
+        if next(layer.parameters(recurse=False), None) is not None:
+            yield name, layer
+
+
+@contextmanager
+def _timed(sync: _Sync) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        sync.seconds += time.perf_counter() - start

@@ -1,0 +1,127 @@
+"""Layouts with vLLM's contract, and ones that the guard does not know: proof is proof, and the rest is "not verified"."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from verl_precision.weight_sync.verify import LayerRecord, default_dtype, examine
+
+
+class Packed:
+    """vLLM's contract for packed kernels on a CPU: the weight is emptied, a closure holds the kernel's own copy.
+
+    The empty rest gets whatever dtype is torch's default at that moment.
+    """
+
+    def process_weights_after_loading(self, layer) -> None:
+        packed = layer.weight.detach().t().contiguous()
+        layer.cpu_linear = lambda x, weight, bias: x.float() @ packed.float()
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def apply(self, layer, x, bias=None):
+        return layer.cpu_linear(x, layer.weight, bias)
+
+
+class PackedInPlace:
+    """As the causal convolution on AMX: the parameter itself is packed."""
+
+    def process_weights_after_loading(self, layer) -> None:
+        layer.weight.data = layer.weight.data.flip(0).contiguous()
+
+
+class Hidden:
+    """A kernel nobody has told the guard about: emptied weight, and nothing to call."""
+
+    def process_weights_after_loading(self, layer) -> None:
+        layer._kernel_memory = layer.weight.detach().clone()
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+class Reshaped:
+    """A layout that depends on when it was made: never the same twice."""
+
+    made = 0
+
+    def process_weights_after_loading(self, layer) -> None:
+        type(self).made += 1
+        layer.weight = nn.Parameter(layer.weight.data.reshape(-1, type(self).made), requires_grad=False)
+
+
+class Breaks:
+    """Post-processing that works once only."""
+
+    def process_weights_after_loading(self, layer) -> None:
+        raise RuntimeError("already packed")
+
+
+class Unsteady(Packed):
+    """A kernel that gives another result each time."""
+
+    def apply(self, layer, x, bias=None):
+        return super().apply(layer, x) + torch.rand(())
+
+
+def _load(param, loaded_weight) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def _layer(method, sent: torch.Tensor, held: torch.Tensor, built_under: torch.dtype, shape=(6, 4)):
+    """Return a live layer that holds `held`, built under a default dtype, and the record of `sent`."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(held.clone(), requires_grad=False)
+    layer.quant_method = method
+    with default_dtype(built_under):
+        if not isinstance(method, Breaks):
+            method.process_weights_after_loading(layer)
+    template = nn.Parameter(torch.empty(shape, dtype=sent.dtype, device="meta"), requires_grad=False)
+    call = inspect.signature(_load).bind(None, sent.clone())
+    return layer, LayerRecord({"weight": template}, {"weight": _load}, [("weight", call)])
+
+
+def _verdict(method, damaged=False, built_under=torch.bfloat16, model_dtype=torch.bfloat16):
+    sent = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).to(model_dtype)
+    held = sent.clone()
+    if damaged:
+        held[2, 3] += 1
+    layer, record = _layer(method, sent, held, built_under)
+    return examine(layer, record, repack=True, model_dtype=model_dtype)
+
+
+@pytest.mark.parametrize("built_under", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_emptied_weight_is_no_difference_whatever_its_dtype(built_under, model_dtype):
+    """What stopped every run on a CPU with AMX: bfloat16[0] at the first load, float32[0] in the reference."""
+    assert _verdict(Packed(), built_under=built_under, model_dtype=model_dtype).verified
+
+
+@pytest.mark.parametrize("method", [Packed, PackedInPlace])
+def test_a_damaged_packed_copy_is_proof(method):
+    assert _verdict(method()).verified
+    assert _verdict(method(), damaged=True).damage is not None
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (Hidden, "packed copy that this guard cannot run"),
+        (Reshaped, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
+        (Breaks, "cannot be built afresh .RuntimeError: already packed."),
+        (Unsteady, "another result each time"),
+    ],
+)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_unknown_layout_is_not_verified_and_never_a_failed_sync(method, reason, damaged):
+    verdict = _verdict(method(), damaged=damaged)
+    assert verdict.damage is None and not verdict.verified
+    assert re.search(reason, verdict.unknown)
+
+
+def test_the_live_layer_is_left_as_it_was():
+    sent = torch.randn(6, 4).bfloat16()
+    layer, record = _layer(Packed(), sent, sent, torch.bfloat16)
+    weight, kernel, default = layer.weight, layer.cpu_linear, torch.get_default_dtype()
+    examine(layer, record, repack=True, model_dtype=torch.bfloat16)
+    assert layer.weight is weight and layer.cpu_linear is kernel and torch.get_default_dtype() is default

@@ -1,0 +1,125 @@
+"""The canary: do the served log-probs say that the rollout has the trainer's weights? Pure torch.
+
+A few fixed token sequences are scored by the trainer with the weights that it is about to send, and by every rollout
+replica, after the sync, through the path that serves requests. The comparison does not depend on how an engine lays
+out its weights, so it sees what bits cannot: CUDA graphs, quantised weights, LoRA adapters, delta syncs, one stale
+replica of many. In exchange it sees only what moves log-probs by more than the two dtypes do by themselves.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Gaps are judged in units of ε·(1 + mean |log π|): rounding errors of logits grow with the logits, so that a policy
+# which narrows has a larger gap in the same good health. ε is that of the coarser of the two dtypes.
+# Measured in good health (docs/weight_sync.md): 0.02 to 2 units.
+FIRST_LIMIT = 16.0  # before the bound has been learned: only another model is that far away
+FLOOR = 0.5  # the learned bound never falls below it
+FACTOR = 10.0  # the learned bound over the largest gap of the first healthy syncs
+LEARNING_SYNCS = 5
+
+
+@dataclass(frozen=True)
+class CanaryVerdict:
+    """What the canary says of one sync.
+
+    Attributes:
+        gap: largest mean |log π − log μ| of any replica over the canary's tokens, nats; inf for non-finite answers.
+        bound: what a healthy gap stays below, nats.
+        problems: one sentence a replica that is not in good health; empty when all are.
+    """
+
+    gap: float
+    bound: float
+    problems: tuple[str, ...] = ()
+
+
+def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, tokens: int) -> Tensor:
+    """Draw the fixed sequences: uniform over the ordinary tokens, the same in every run and every process.
+
+    Args:
+        vocabulary: number of token ids.
+        excluded: ids with a meaning to the engines (end of sequence, image placeholders, ...).
+        sequences: S ≥ 1.
+        tokens: T ≥ 2, the first of which is only a condition.
+
+    Returns:
+        int64 [S, T].
+    """
+    excluded = set(excluded)
+    ordinary = torch.tensor([token for token in range(vocabulary) if token not in excluded])
+    generator = torch.Generator().manual_seed(0)
+    return ordinary[torch.randint(len(ordinary), (sequences, tokens), generator=generator)]
+
+
+@dataclass
+class CanaryJudge:
+    """Compares the answers of each sync, and learns from the first healthy ones what a healthy gap is.
+
+    Attributes:
+        train_dtype: in which the trainer's forward computes.
+        rollout_dtype: in which the rollout's model computes.
+    """
+
+    train_dtype: torch.dtype
+    rollout_dtype: torch.dtype
+    _healthy: list[float] = field(default_factory=list)
+    _before: dict[int, Tensor] = field(default_factory=dict)
+
+    def judge(self, trainer: Tensor, replicas: Mapping[int, Tensor]) -> CanaryVerdict:
+        """Judge one sync.
+
+        Args:
+            trainer: log π of the canary's tokens, float32 [S, T - 1], nats.
+            replicas: replica rank -> log μ of the same tokens, likewise.
+
+        Returns:
+            The verdict. A healthy sync also teaches the bound, until five have.
+        """
+        trainer = trainer.double()
+        unit = self._eps * (1.0 + float(trainer.abs().mean()))
+        gaps = {rank: _mean_gap(answer.double(), trainer) for rank, answer in replicas.items()}
+        worst = max(gaps.values())
+        bound = self._limit() * unit
+        problems = [
+            f"replica {rank}: its served log-probs differ from the trainer's by {gap:.3g} nats a token on average; in "
+            f"good health they differ by less than {bound:.3g}"
+            for rank, gap in gaps.items()
+            if not gap < bound
+        ]
+        problems += self._stale(replicas, FLOOR * unit)
+        self._before = dict(replicas)
+        if not problems and len(self._healthy) < LEARNING_SYNCS:
+            self._healthy.append(worst / unit)
+        return CanaryVerdict(worst, bound, tuple(problems))
+
+    @property
+    def _eps(self) -> float:
+        return max(torch.finfo(self.train_dtype).eps, torch.finfo(self.rollout_dtype).eps)
+
+    def _limit(self) -> float:
+        if len(self._healthy) < LEARNING_SYNCS:
+            return FIRST_LIMIT
+        return min(FIRST_LIMIT, max(FLOOR, FACTOR * max(self._healthy)))
+
+    def _stale(self, replicas: Mapping[int, Tensor], noticeable: float) -> list[str]:
+        """Name replicas whose answers have not moved by one bit while the others' have moved."""
+        known = self._before.keys() & replicas.keys()
+        moves = {rank: _mean_gap(replicas[rank].double(), self._before[rank].double()) for rank in known}
+        largest = max(moves.values(), default=0.0)
+        if largest <= noticeable:
+            return []
+        return [
+            f"replica {rank}: it answers as before this sync, to the last bit, while other replicas' log-probs moved "
+            f"by {largest:.3g} nats a token: it is stale"
+            for rank, moved in sorted(moves.items())
+            if moved == 0.0
+        ]
+
+
+def _mean_gap(a: Tensor, b: Tensor) -> float:
+    gap = float((a - b).abs().mean())
+    return gap if math.isfinite(gap) else math.inf
