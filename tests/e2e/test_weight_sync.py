@@ -27,5 +27,5 @@ def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path,
     with pytest.raises(RunFailedError) as caught:
         run_quickstart(*TIED, "trainer.total_training_steps=2")
     message = str(caught.value)
-    assert "Weight sync 0 did not take: lm_head: it computes with a repacked copy of other weights" in message
+    assert "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights" in message
     assert "Usual causes" in message

@@ -15,6 +15,7 @@ from verl_precision.errors import WeightSyncError
 from verl_precision.platforms.cpu import PlatformCPU
 from verl_precision.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.manifest import send_with_manifest
+from verl_precision.weight_sync.report import ReportBox, SyncReport
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +77,22 @@ def _weights(trainer) -> list[tuple[str, torch.Tensor]]:
     return list(unfuse_moe_params(stream, trainer.config.model_type))
 
 
-def _sync(worker, config, weights) -> None:
+def _perturb(trainer) -> None:
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def _sync(worker, config, weights, damage=lambda stream: stream) -> SyncReport:
+    """Send with a manifest and return what the receiver reports of it."""
+    box = ReportBox()
+    _send(worker, config, damage(send_with_manifest(weights, box.new_address())))
+    report = box.take()
+    assert report is not None
+    return report
+
+
+def _send(worker, config, weights) -> None:
     """Send with verl's BucketedWeightSender from a thread, receive in this one. Buckets of 1 MB: several of them."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
     from vllm.config import set_current_vllm_config
@@ -103,25 +119,99 @@ def _logits_gap(worker, trainer) -> float:
     return float((ours[:, : theirs.shape[1]] - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+# What a kernel computes, for the kernels that this CPU's vLLM has not: vLLM's own dispatch runs all the same.
+def _packed(weight):
+    return weight.detach().t().contiguous()
+
+
+def _packed_linear(x, packed, bias, is_vnni):
+    return (x.float() @ packed.float()).to(x.dtype)
+
+
+def _zen_linear(x, weight, bias, is_weight_prepacked):
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _force(kernel: str, monkeypatch) -> None:
+    """Have vLLM choose one of its linear kernels, whatever this CPU has."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda n, k, dtype: kernel == "packed")
+    monkeypatch.setattr(type(current_platform), "is_zen_cpu", lambda self: kernel == "zentorch", raising=False)
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", kernel == "onednn")
+    if kernel == "onednn":
+        try:
+            _custom_ops.create_onednn_mm(torch.zeros(32, 32, dtype=torch.bfloat16), 32)
+        except RuntimeError:
+            pytest.skip("this CPU's oneDNN has no BF16 kernel, and vLLM takes torch's instead")
+    if kernel == "packed" and not hasattr(torch.ops._C, "convert_weight_packed"):  # built for AMX only
+        monkeypatch.setattr(torch.ops._C, "convert_weight_packed", _packed, raising=False)
+        monkeypatch.setattr(torch.ops._C, "weight_packed_linear", _packed_linear, raising=False)
+    if kernel == "zentorch":
+        monkeypatch.setattr(torch.ops.zentorch, "zentorch_linear_unary", _zen_linear, raising=False)
+
+
+KERNELS = ("torch", "onednn", "packed", "zentorch")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_tied", "qwen3_moe"])
+def test_every_linear_kernel_of_vllm_is_verified(architecture, kernel, monkeypatch):
+    """BF16: the dtype whose emptied weights, bfloat16[0] against float32[0], stopped every run on a CPU with AMX."""
+    _force(kernel, monkeypatch)
+    worker, trainer, config = _worker(architecture, "bfloat16")
+    emptied = not worker.model_runner.model.model.layers[0].self_attn.o_proj.weight.numel()
+    assert emptied == (kernel != "torch"), "vLLM took another path than the one asked for"
+    for _ in range(2):
+        _perturb(trainer)
+        report = _sync(worker, config, _weights(trainer))
+        assert report.unverified_layers == 0 and report.verified_layers > 20
+        assert _logits_gap(worker, trainer) < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypatch):
+    _force(kernel, monkeypatch)
+    worker, trainer, config = _worker("qwen3", "bfloat16")
+    _sync(worker, config, _weights(trainer))
+    victim = worker.model_runner.model.model.layers[1].mlp.down_proj
+    old = victim.cpu_linear
+    method = type(victim.quant_method)
+    process = method.process_weights_after_loading
+
+    def keeps_its_old_copy(self, layer):
+        process(self, layer)
+        if layer is victim:
+            layer.cpu_linear = lambda x, weight, bias: old(x, weight, bias) if weight.numel() == 0 else _stale(x)
+
+    before = victim.weight.clone()
+    _stale = lambda x: torch.nn.functional.linear(x, before)  # noqa: E731
+    monkeypatch.setattr(method, "process_weights_after_loading", keeps_its_old_copy)
+    _perturb(trainer)
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj: it computes with a packed copy of other"):
+        _sync(worker, config, _weights(trainer))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_tied", "qwen3_moe"])
 def test_sync_takes_twice_and_the_head_follows(architecture, dtype):
+    """On the kernels that this CPU's vLLM chooses by itself."""
     worker, trainer, config = _worker(architecture, dtype)
-    tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
     for _ in range(2):
-        with torch.no_grad():
-            for parameter in trainer.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
-        _sync(worker, config, send_with_manifest(_weights(trainer)))
-        assert _logits_gap(worker, trainer) < tolerance
+        _perturb(trainer)
+        _sync(worker, config, _weights(trainer))
+        assert _logits_gap(worker, trainer) < TOLERANCE[dtype]
 
 
 def test_tied_head_stays_stale_without_the_fix_and_the_guard_names_it(monkeypatch):
     """Upstream's reload leaves the tied head's repacked copy as it was; nothing in verl or vLLM notices."""
     worker, trainer, config = _worker("qwen3_tied", "float32")
     monkeypatch.setattr("verl_precision.platforms.vllm_cpu.shared_parameter_layers", lambda model: iter(()))
-    with pytest.raises(WeightSyncError, match="lm_head: it computes with a repacked copy of other weights"):
-        _sync(worker, config, send_with_manifest(_weights(trainer)))
+    with pytest.raises(WeightSyncError, match="lm_head: it computes with a packed copy of other weights"):
+        _sync(worker, config, _weights(trainer))
     assert _logits_gap(worker, trainer) > 0.5, "the rollout really samples from other weights"
 
 
@@ -153,7 +243,7 @@ def _drop_one(stream):
 def test_damage_on_the_way_is_named(damage, message):
     worker, trainer, config = _worker("qwen3", "float32")
     with pytest.raises(WeightSyncError, match=message):
-        _sync(worker, config, damage(send_with_manifest(_weights(trainer))))
+        _sync(worker, config, _weights(trainer), damage)
 
 
 def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
@@ -168,16 +258,16 @@ def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
     upstream = module.vLLMColocateWorkerExtension
     monkeypatch.setattr(upstream, "_update_weights", lambda self, weights, peft_config, base_sync_done: None)
     with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
-        _sync(worker, config, send_with_manifest(_weights(trainer)))
+        _sync(worker, config, _weights(trainer))
     assert "checked for arrival only" in caplog.text
     with pytest.raises(WeightSyncError, match="never received"):
-        _sync(worker, config, _drop_one(send_with_manifest(_weights(trainer))))
+        _sync(worker, config, _weights(trainer), _drop_one)
 
 
 def test_missing_weight_is_named_even_without_a_manifest():
     worker, trainer, config = _worker("qwen3", "float32")
     with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.q_norm\.weight: no tensor .* was loaded"):
-        _sync(worker, config, _drop_one(_weights(trainer)))
+        _send(worker, config, _drop_one(_weights(trainer)))
 
 
 def test_reload_that_keeps_old_values_is_named(monkeypatch):
@@ -187,7 +277,7 @@ def test_reload_that_keeps_old_values_is_named(monkeypatch):
     worker, trainer, config = _worker("qwen3", "float32")
     monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", layerwise._place_kernel_tensors)
     with pytest.raises(WeightSyncError, match=r"norm: weight: \d+ of \d+ elements are not those that were sent"):
-        _sync(worker, config, send_with_manifest((n, t + 0.5) for n, t in _weights(trainer)))
+        _sync(worker, config, ((n, t + 0.5) for n, t in _weights(trainer)))
 
 
 def test_reload_that_cannot_start_reaches_the_caller_and_the_sender_is_answered(monkeypatch):
@@ -199,14 +289,14 @@ def test_reload_that_cannot_start_reaches_the_caller_and_the_sender_is_answered(
     worker, trainer, config = _worker("qwen3", "float32")
     monkeypatch.setattr(reload, "initialize_layerwise_reload", broken)
     with pytest.raises(RuntimeError, match="no reload today"):
-        _sync(worker, config, send_with_manifest(_weights(trainer)))
+        _sync(worker, config, _weights(trainer))
 
 
 def test_loading_error_reaches_the_caller_and_the_sender_is_answered(caplog):
     worker, trainer, config = _worker("qwen3", "float32")
     wrong = [(n, t[:1] if n.endswith("layers.0.mlp.down_proj.weight") else t) for n, t in _weights(trainer)]
     with pytest.raises((AssertionError, RuntimeError)) as caught:  # vLLM's own error, of vLLM's own type
-        _sync(worker, config, send_with_manifest(wrong))
+        _sync(worker, config, wrong)
     assert not isinstance(caught.value, WeightSyncError)
     assert "vllm/model_executor" in caplog.text, "the log has the whole story"
 
@@ -230,10 +320,8 @@ def _experts_gap(worker, config, trainer) -> float:
 def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
     worker, trainer, config = _worker("qwen3_moe", dtype)
     for _ in range(2):
-        with torch.no_grad():
-            for parameter in trainer.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
-        _sync(worker, config, send_with_manifest(_weights(trainer)))
+        _perturb(trainer)
+        _sync(worker, config, _weights(trainer))
         assert _experts_gap(worker, config, trainer) < {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
 
 
@@ -242,5 +330,5 @@ def test_experts_stay_unpacked_without_the_fix_and_the_guard_names_them(monkeypa
     worker, trainer, config = _worker("qwen3_moe", "float32")
     monkeypatch.setattr("verl_precision.platforms.vllm_cpu.forget_expert_kernel", lambda layer: None)
     with pytest.raises(WeightSyncError, match=r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"):
-        _sync(worker, config, send_with_manifest(_weights(trainer)))
+        _sync(worker, config, _weights(trainer))
     assert _experts_gap(worker, config, trainer) > 0.5, "the experts really compute with other weights"
