@@ -1,4 +1,4 @@
-"""Layouts with vLLM's contract, and ones that the guard does not know: proof is proof, and the rest is "not verified"."""
+"""Layouts with vLLM's contract, and unknown ones: proof is proof, and the rest is "not verified"."""
 
 import inspect
 import re

@@ -3,42 +3,18 @@
 import asyncio
 import threading
 import uuid
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
-from verl.plugin.platform import set_platform
 
 from verl_precision.errors import WeightSyncError
-from verl_precision.platforms.cpu import PlatformCPU
 from verl_precision.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport
 
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_process() -> Iterator[None]:
-    """Make this process a vLLM worker of one: CPU platform, world of size 1."""
-    import socket
-
-    set_platform(PlatformCPU())
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
-        initialize_model_parallel(1, 1)
-        yield
-        cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("vllm_process")
 
 
 def _worker(architecture: str, dtype: str):

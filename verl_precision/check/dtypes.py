@@ -125,9 +125,17 @@ def rollout_dtype(config: DictConfig) -> str:
 
 def lora_is_merged(config: DictConfig) -> bool:
     """Return whether LoRA weights are merged into the base before they are sent to the rollout."""
+    return _lora_rank(config) > 0 and bool((config.actor_rollout_ref.model.get("lora") or {}).get("merge"))
+
+
+def uses_adapter(config: DictConfig) -> bool:
+    """Return whether the rollout serves a LoRA adapter beside its base weights."""
+    return _lora_rank(config) > 0 and not lora_is_merged(config)
+
+
+def _lora_rank(config: DictConfig) -> int:
     model = config.actor_rollout_ref.model
-    lora = model.get("lora") or {}
-    return bool((model.get("lora_rank") or lora.get("rank")) and lora.get("merge"))
+    return int(model.get("lora_rank") or (model.get("lora") or {}).get("rank") or 0)
 
 
 def transport_dtype(config: DictConfig) -> tuple[str, str]:

@@ -82,20 +82,21 @@ def _measuring(base: type, mode: str) -> type:
             super().__init__(config)
 
         def on_init_end(self):
-            self._with_canary(super().on_init_end)
+            super().on_init_end()
+            self._ask_canary()
 
         def on_step_end(self):
-            self._with_canary(super().on_step_end)
+            super().on_step_end()
+            self._ask_canary()
 
-        def _with_canary(self, sync):
-            self._canary.score_trainer(self.actor_rollout_wg, self.tokenizer)
-            sync()
+        def _ask_canary(self):
             manager = getattr(self, "standalone_checkpoint_manager", self.checkpoint_manager)
-            self._canary.ask_replicas(manager.replicas)
+            self._canary.ask(manager.replicas, self.tokenizer)
 
         def on_sample_end(self):
-            self._canary_metrics.update(self._canary.collect())  # before the replicas sleep
+            self._canary.collect()
             super().on_sample_end()
+            self._canary_metrics.update(self._canary.judge(self.actor_rollout_wg))
 
         def _compute_advantage(self, batch, metrics):
             batch = super()._compute_advantage(batch, metrics=metrics)

@@ -1,9 +1,9 @@
 """The canary: do the served log-probs say that the rollout has the trainer's weights? Pure torch.
 
-A few fixed token sequences are scored by the trainer with the weights that it is about to send, and by every rollout
-replica, after the sync, through the path that serves requests. The comparison does not depend on how an engine lays
-out its weights, so it sees what bits cannot: CUDA graphs, quantised weights, LoRA adapters, delta syncs, one stale
-replica of many. In exchange it sees only what moves log-probs by more than the two dtypes do by themselves.
+A few fixed token sequences are scored by every rollout replica, after a sync, through the path that serves requests,
+and by the trainer with the weights that it sent. The comparison does not depend on how an engine lays out its weights,
+so it sees what bits cannot: CUDA graphs, quantised weights, LoRA adapters, delta syncs, one stale replica of many. In
+exchange it sees only what moves log-probs by more than the two dtypes do by themselves.
 """
 
 import math
@@ -69,19 +69,19 @@ class CanaryJudge:
     _healthy: list[float] = field(default_factory=list)
     _before: dict[int, Tensor] = field(default_factory=dict)
 
-    def judge(self, trainer: Tensor, replicas: Mapping[int, Tensor]) -> CanaryVerdict:
+    def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
         """Judge one sync.
 
         Args:
-            trainer: log π of the canary's tokens, float32 [S, T - 1], nats.
-            replicas: replica rank -> log μ of the same tokens, likewise.
+            trainer: replica rank -> log π of the tokens that this replica scored, float32 [S, T - 1], nats.
+            replicas: replica rank -> log μ of the same tokens, likewise; at least one.
 
         Returns:
             The verdict. A healthy sync also teaches the bound, until five have.
         """
-        trainer = trainer.double()
-        unit = self._eps * (1.0 + float(trainer.abs().mean()))
-        gaps = {rank: _mean_gap(answer.double(), trainer) for rank, answer in replicas.items()}
+        own = {rank: trainer[rank].double() for rank in replicas}
+        gaps = {rank: _mean_gap(answer.double(), own[rank]) for rank, answer in replicas.items()}
+        unit = self._eps * (1.0 + float(torch.stack(list(own.values())).abs().mean()))
         worst = max(gaps.values())
         bound = self._limit() * unit
         problems = [

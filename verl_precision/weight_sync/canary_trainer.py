@@ -1,7 +1,8 @@
-"""The canary in a verl trainer: asks the trainer's engine before a weight sync, and every rollout replica after it.
+"""The canary in a verl trainer: asks every rollout replica after a weight sync, and the trainer's engine for its view.
 
-The replicas answer while they sample the next step, and are judged before the trainer learns from what they sampled.
-So the canary costs the trainer one forward of a few tokens, and a wrong rollout costs no update.
+The replicas answer while they sample the next step. The trainer scores the same tokens once sampling has ended, with
+the weights that it sent, when a colocated rollout has given its memory back, and judges before it learns from what was
+sampled. So the canary costs the trainer one forward of a few tokens, and a wrong rollout costs no update.
 """
 
 import logging
@@ -16,10 +17,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from verl_precision.check.dtypes import engines, rollout_dtype
+from verl_precision.check.dtypes import engines, rollout_dtype, uses_adapter
 from verl_precision.engine.settings import DTYPES
 from verl_precision.errors import WeightSyncError
-from verl_precision.weight_sync.canary import CanaryJudge, CanaryVerdict, canary_tokens
+from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
 
 logger = logging.getLogger("verl_precision.weight_sync")
@@ -45,91 +46,58 @@ class TrainerCanary:
         """
         self.settings = settings
         self._judge = CanaryJudge(_dtype(engines(config)[0].compute), _dtype(rollout_dtype(config)))
+        # vLLM gives no prompt log-probs where it serves LoRA adapters (its engine dies of it on a CPU). There, replicas
+        # continue the first half of each sequence greedily, and the trainer scores the continuations.
+        self._continues = uses_adapter(config)
         self._tokens: Tensor | None = None
-        self._trainer: Tensor | None = None
-        self._pending: dict[int, Any] = {}
+        self._pending: dict[int, list[Any]] = {}
+        self._answers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._problems: list[str] = []
         self._seconds = 0.0
         self._syncs = 0
         self._works = settings.every_n_syncs > 0
 
-    def score_trainer(self, workers: Any, tokenizer: Any) -> None:
-        """Before a sync that is due: score the canary with the weights that are about to be sent.
+    def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
+        """After a sync that is due: have every replica score the canary as it serves any request; does not wait.
 
         Args:
-            workers: verl's worker group of the actor.
+            replicas: verl's rollout replicas.
             tokenizer: of the run.
         """
         due = self._works and self._syncs % max(1, self.settings.every_n_syncs) == 0
         self._syncs += 1
-        self._trainer = None
+        self._pending = {}
         if not due:
             return
-        start = time.perf_counter()
-        try:
-            if self._tokens is None:
-                special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-                shape = self.settings.sequences, self.settings.tokens
-                self._tokens = canary_tokens(len(tokenizer), special, *shape)
-            self._trainer = _trainer_log_probs(workers, self._tokens)
-        except Exception:  # somebody's run is under way, and can go on without a canary
-            self._give_up("the trainer could not score it")
-        self._seconds += time.perf_counter() - start
-
-    def ask_replicas(self, replicas: Sequence[Any]) -> None:
-        """After the sync: have every replica score the canary as it serves any request; does not wait.
-
-        Args:
-            replicas: verl's rollout replicas.
-        """
-        if self._trainer is None or self._tokens is None:
-            return
+        if self._tokens is None:
+            special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+            self._tokens = canary_tokens(len(tokenizer), special, self.settings.sequences, self.settings.tokens)
+        given, sampling = self._tokens, {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        if self._continues:
+            length = self.settings.tokens // 2
+            given = self._tokens[:, : self.settings.tokens - length]
+            sampling = {"logprobs": True, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
         self._pending = {
             replica.replica_rank: [
                 replica.server_handle.generate.remote(
-                    prompt_ids=row,
-                    sampling_params={"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0},
-                    request_id=f"canary-{uuid.uuid4().hex}",
+                    prompt_ids=row, sampling_params=dict(sampling), request_id=f"canary-{uuid.uuid4().hex}"
                 )
-                for row in self._tokens.tolist()
+                for row in given.tolist()
             ]
             for replica in replicas
         }
 
-    def collect(self) -> dict[str, float]:
-        """Take the answers and judge them; an empty result when none are pending.
-
-        Returns:
-            `weight_sync/canary_gap`: largest mean |log π − log μ| of any replica, nats; `weight_sync/canary_bound`:
-            what it has to stay below; `weight_sync/seconds`: time the canary took from the trainer.
-
-        Raises:
-            WeightSyncError: if a replica's log-probs are not the trainer's, or one does not answer, and
-                `action=stop`.
-        """
-        if not self._pending or self._trainer is None:
-            return {}
+    def collect(self) -> None:
+        """Take the answers, once the step has been sampled and before replicas sleep."""
+        if not self._pending:
+            return
         start = time.perf_counter()
-        answers, problems = self._answers()
-        verdict = self._judge.judge(self._trainer, answers) if answers else None
-        problems += verdict.problems if verdict is not None else ()
-        seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
-        if problems:
-            message = f"Canary of weight sync {self._syncs - 1}: {'; '.join(problems)}. {_MEANING}"
-            if self.settings.action == "stop":
-                raise WeightSyncError(message)
-            logger.error("%s", message)
-        return {**_metrics(verdict), "weight_sync/seconds": seconds}
-
-    def _answers(self) -> tuple[dict[int, Tensor], list[str]]:
-        """Return each replica's log-probs, and a sentence for each that has none."""
         pending, self._pending = self._pending, {}
         every = [answer for answers in pending.values() for answer in answers]
         ready, _ = ray.wait(every, num_returns=len(every), timeout=self.settings.timeout_seconds)
-        found: dict[int, Tensor] = {}
-        problems: list[str] = []
         for rank, futures in pending.items():
             if not set(futures) <= set(ready):
-                problems.append(
+                self._problems.append(
                     f"replica {rank} has not answered within weight_sync.canary.timeout_seconds="
                     f"{self.settings.timeout_seconds:g}: look at its log, or allow more time"
                 )
@@ -137,32 +105,81 @@ class TrainerCanary:
             try:
                 outputs = ray.get(futures)
             except ray.exceptions.RayError as error:
-                problems.append(f"replica {rank} failed to answer: {str(error).strip().splitlines()[-1]}")
+                self._problems.append(f"replica {rank} failed to answer: {str(error).strip().splitlines()[-1]}")
                 continue
-            rows = [output.extra_fields.get("prompt_logprobs") for output in outputs]
+            rows = [self._scored(row, output) for row, output in zip(self._tokens.tolist(), outputs, strict=True)]  # type: ignore[union-attr]
             if None in rows:
-                self._give_up(f"replica {rank} returns no prompt log-probs")
-                return {}, []
-            found[rank] = torch.tensor([[entry[0] for entry in row[:-1]] for row in rows])
-        return found, problems
+                self._give_up(f"replica {rank} returns no log-probs for it")
+                return
+            tokens, log_probs = zip(*rows, strict=True)  # type: ignore[arg-type]
+            self._answers[rank] = torch.tensor(tokens), torch.tensor(log_probs)
+        self._seconds = time.perf_counter() - start
+
+    def judge(self, workers: Any) -> dict[str, float]:
+        """Score what the replicas scored with the trainer's weights, which are still those it sent, and compare.
+
+        Args:
+            workers: verl's worker group of the actor.
+
+        Returns:
+            `weight_sync/canary_gap`: largest mean |log π − log μ| of any replica, nats; `weight_sync/canary_bound`:
+            what it has to stay below; `weight_sync/seconds`: time the canary took from the trainer. Empty when no
+            replica was asked.
+
+        Raises:
+            WeightSyncError: if a replica's log-probs are not the trainer's, or one does not answer, and
+                `action=stop`.
+        """
+        if not self._answers and not self._problems:
+            return {}
+        start = time.perf_counter()
+        answers, self._answers = self._answers, {}
+        problems, self._problems = self._problems, []
+        metrics = {}
+        if answers:
+            try:
+                trainer = self._trainer_log_probs(workers, {rank: tokens for rank, (tokens, _) in answers.items()})
+            except Exception as error:  # says nothing of the rollout; somebody's run can go on without a canary
+                self._give_up(f"the trainer could not score it ({type(error).__name__}: {error})")
+                return {}
+            verdict = self._judge.judge(trainer, {rank: log_probs for rank, (_, log_probs) in answers.items()})
+            metrics = {"weight_sync/canary_gap": verdict.gap, "weight_sync/canary_bound": verdict.bound}
+            problems += verdict.problems
+        if problems:
+            message = f"Canary of weight sync {self._syncs - 1}: {'; '.join(problems)}. {_MEANING}"
+            if self.settings.action == "stop":
+                raise WeightSyncError(message)
+            logger.error("%s", message)
+        return {**metrics, "weight_sync/seconds": self._seconds + time.perf_counter() - start}
+
+    def _scored(self, row: list[int], output: Any) -> tuple[list[int], list[float]] | None:
+        """Return the tokens that a replica scored, the first ones only conditions, and their log-probs."""
+        if self._continues:
+            if not output.log_probs:
+                return None
+            return row[: self.settings.tokens - len(output.token_ids)] + list(output.token_ids), list(output.log_probs)
+        entries = output.extra_fields.get("prompt_logprobs")
+        return None if not entries else (row, [entry[0] for entry in entries[:-1]])
+
+    def _trainer_log_probs(self, workers: Any, asked: dict[int, Tensor]) -> dict[int, Tensor]:
+        if self._continues:
+            every = _log_probs(workers, torch.cat(list(asked.values())))
+            length = self.settings.tokens // 2
+            return dict(zip(asked, every[:, -length:].split(self.settings.sequences), strict=True))
+        return dict.fromkeys(asked, _log_probs(workers, next(iter(asked.values()))))
 
     def _give_up(self, why: str) -> None:
         self._works = False
-        logger.warning("the canary of weight syncs is off for the rest of this run: %s", why, exc_info=True)
+        self._answers, self._problems = {}, []
+        logger.warning("the canary of weight syncs is off for the rest of this run: %s", why)
 
 
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, DTYPES.get(name, "bfloat16"))  # auto, or 8 bits: the coarsest that is expected
 
 
-def _metrics(verdict: CanaryVerdict | None) -> dict[str, float]:
-    if verdict is None:
-        return {}
-    return {"weight_sync/canary_gap": verdict.gap, "weight_sync/canary_bound": verdict.bound}
-
-
-def _trainer_log_probs(workers: Any, tokens: Tensor) -> Tensor:
-    """Return log π of tokens 1.. given those before, float32 [S, T - 1], at temperature 1.
+def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
+    """Return the trainer's log π of tokens 1.. given those before, float32 [S, T - 1], at temperature 1.
 
     verl splits a batch evenly over its ranks, so that the sequences are repeated until every rank has one.
     """
