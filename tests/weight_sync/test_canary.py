@@ -93,6 +93,12 @@ def test_nobody_is_stale_when_nobody_moves():
         assert _judge(judge, TRUTH, TRUTH).problems == ()
 
 
+def test_a_replica_that_comes_back_to_health_makes_no_other_stale():
+    judge = CanaryJudge(BF16, BF16)
+    assert _judge(judge, TRUTH, TRUTH + 3).problems
+    assert _judge(judge, TRUTH, TRUTH).problems == ()
+
+
 def test_noise_of_one_replica_is_not_a_move():
     """Another batch beside the canary changes last bits on one replica; the weights have not changed at all."""
     judge = CanaryJudge(BF16, BF16)

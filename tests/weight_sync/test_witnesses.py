@@ -13,6 +13,7 @@ import torch
 from engine_pair import EnginePair
 
 from verl_precision.errors import WeightSyncError
+from verl_precision.weight_sync.canary import LEARNING_SYNCS
 
 pytestmark = pytest.mark.usefixtures("vllm_process")
 
@@ -59,10 +60,12 @@ def test_healthy_syncs_raise_nothing(model, dtype):
 
 @pytest.fixture(scope="module")
 def dense() -> EnginePair:
-    """Two replicas in FP16, in good health after one sync."""
+    """Two replicas in FP16 whose canary has learned its bound from healthy syncs."""
     pair = EnginePair("qwen3", "float16", replicas=2)
-    pair.sync()
-    assert pair.canary().problems == ()
+    for _ in range(LEARNING_SYNCS):
+        pair.update(0.01)
+        pair.sync()
+        assert pair.canary().problems == ()
     return pair
 
 
@@ -158,9 +161,7 @@ def test_permuted_experts_are_named_by_the_canary():
 
 
 def test_an_adapter_that_vllm_does_not_hold_is_named_by_the_bits(adapted, monkeypatch):
-    monkeypatch.setattr(
-        "verl_precision.weight_sync.worker.VerifiedWeightSyncExtension.add_lora", lambda *args: None, raising=False
-    )
+    monkeypatch.setattr("vllm.v1.worker.gpu_worker.Worker.add_lora", lambda self, request: None)
     adapted.update(0.3)
     with pytest.raises(WeightSyncError, match="LoRA adapter 123: vLLM does not hold it"):
         adapted.sync()

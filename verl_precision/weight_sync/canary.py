@@ -67,7 +67,7 @@ class CanaryJudge:
     train_dtype: torch.dtype
     rollout_dtype: torch.dtype
     _healthy: list[float] = field(default_factory=list)
-    _before: dict[int, Tensor] = field(default_factory=dict)
+    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the trainer's and the replica's
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
         """Judge one sync.
@@ -90,8 +90,9 @@ class CanaryJudge:
             for rank, gap in gaps.items()
             if not gap < bound
         ]
-        problems += self._stale(replicas, FLOOR * unit)
-        self._before = dict(replicas)
+        now = {rank: (own[rank], answer.double()) for rank, answer in replicas.items()}
+        problems += self._stale(now, FLOOR * unit)
+        self._before = now
         if not problems and len(self._healthy) < LEARNING_SYNCS:
             self._healthy.append(worst / unit)
         return CanaryVerdict(worst, bound, tuple(problems))
@@ -105,18 +106,20 @@ class CanaryJudge:
             return FIRST_LIMIT
         return min(FIRST_LIMIT, max(FLOOR, FACTOR * max(self._healthy)))
 
-    def _stale(self, replicas: Mapping[int, Tensor], noticeable: float) -> list[str]:
-        """Name replicas whose answers have not moved by one bit while the others' have moved."""
-        known = self._before.keys() & replicas.keys()
-        moves = {rank: _mean_gap(replicas[rank].double(), self._before[rank].double()) for rank in known}
-        largest = max(moves.values(), default=0.0)
+    def _stale(self, now: Mapping[int, tuple[Tensor, Tensor]], noticeable: float) -> list[str]:
+        """Name replicas that have not moved by one bit while the trainer and other replicas have moved."""
+        moves = {
+            rank: [_mean_gap(new, old) for new, old in zip(now[rank], self._before[rank], strict=True)]
+            for rank in self._before.keys() & now.keys()
+        }
+        largest = max((moved for _, moved in moves.values()), default=0.0)
         if largest <= noticeable:
             return []
         return [
             f"replica {rank}: it answers as before this sync, to the last bit, while other replicas' log-probs moved "
             f"by {largest:.3g} nats a token: it is stale"
-            for rank, moved in sorted(moves.items())
-            if moved == 0.0
+            for rank, (trainer_moved, moved) in sorted(moves.items())
+            if moved == 0.0 and trainer_moved > noticeable
         ]
 
 
