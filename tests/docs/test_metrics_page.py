@@ -9,6 +9,8 @@ import torch
 from verl_precision.mismatch.classes import PROBABILITY_BINS
 from verl_precision.mismatch.phantom import PhantomSums
 from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
+from verl_precision.weight_sync.report import SyncReport
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 
@@ -24,11 +26,11 @@ def emitted() -> set[str]:
     mismatch, phantom = MismatchSums(), PhantomSums()
     mismatch.update(trainer, rollout, mask, advantages)
     phantom.update(trainer, shadow, rollout, mask, advantages)
-    return {*mismatch.metrics(), *phantom.metrics()}
+    return {*mismatch.metrics(), *phantom.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND}
 
 
 def test_documented_are_the_emitted(emitted):
-    rows = re.findall(r"^\| `((?:mismatch|phantom)/[^`]+)` \|", TEXT, re.M)
+    rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync)/[^`]+)` \|", TEXT, re.M)
     documented = [row.format(bin=name) for row in rows for name in (PROBABILITY_BINS if "{bin}" in row else ("",))]
     assert len(documented) == len(set(documented))
     assert set(documented) == emitted
@@ -40,7 +42,7 @@ def test_bins_are_documented():
 
 def test_every_row_is_complete():
     """Name, definition, unit and direction are filled in; the range may be unknown."""
-    for line in re.findall(r"^\| `(?:mismatch|phantom)/.*", TEXT, re.M):
+    for line in re.findall(r"^\| `(?:mismatch|phantom|weight_sync)/.*", TEXT, re.M):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == 5 and cells[1] and cells[3], line
 
@@ -48,6 +50,6 @@ def test_every_row_is_complete():
 def test_every_metric_named_elsewhere_is_on_the_page():
     root = Path(__file__).resolve().parents[2]
     pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("recipes/**/*.md")]
-    named = {key for page in pages for key in re.findall(r"`((?:mismatch|phantom)/\w+)`", page.read_text())}
+    named = {key for page in pages for key in re.findall(r"`((?:mismatch|phantom|weight_sync)/\w+)`", page.read_text())}
     assert len(named) > 20
     assert {key for key in named if f"`{key}`" not in TEXT} == set()

@@ -15,6 +15,10 @@ def test_tied_model_trains_and_the_rollout_follows(run_quickstart):
     assert rows[-1]["mismatch/probs_pearson"] > 0.99
     assert rows[-1]["mismatch/log_prob_gap_abs_mean"] < 1e-4
     assert rows[-1]["response_length/mean"] < rows[0]["response_length/mean"]
+    for row in rows:  # of the sync that gave this step's rollout its weights
+        assert row["weight_sync/verified_layers"] > 20 and row["weight_sync/unverified_layers"] == 0
+        assert row["weight_sync/canary_gap"] < row["weight_sync/canary_bound"]
+        assert row["weight_sync/seconds"] > 0
 
 
 def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path, monkeypatch):
@@ -29,3 +33,26 @@ def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path,
     message = str(caught.value)
     assert "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights" in message
     assert "Usual causes" in message
+
+
+def test_served_log_probs_that_are_not_the_trainers_stop_the_run(run_quickstart, tmp_path, monkeypatch):
+    """Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell."""
+    (tmp_path / "change_after_the_guard.py").write_text(
+        "import wrapt\n"
+        "def change(module):\n"
+        "    extension = module.VerifiedWeightSyncExtension\n"
+        "    update = extension.update_weights_from_ipc\n"
+        "    def update_and_change(self, *args, **kwargs):\n"
+        "        update(self, *args, **kwargs)\n"
+        "        if self._sync_index == 2:  # syncs 0 and 1 are done\n"
+        "            self.model_runner.model.model.norm.weight.data.mul_(50)\n"
+        "    extension.update_weights_from_ipc = update_and_change\n"
+        "wrapt.register_post_import_hook(change, 'verl_precision.weight_sync.worker')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "change_after_the_guard")
+    with pytest.raises(RunFailedError) as caught:
+        run_quickstart("precision=bf16", "trainer.total_training_steps=3")
+    message = str(caught.value)
+    assert "Canary of weight sync 1: replica 0: its served log-probs differ from the trainer's by" in message
+    assert "Weight sync 1 did not take" not in message

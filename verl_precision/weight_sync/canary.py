@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
+
 # Gaps are judged in units of ε·(1 + mean |log π|): rounding errors of logits grow with the logits, so that a policy
 # which narrows has a larger gap in the same good health. ε is that of the coarser of the two dtypes.
 # Measured in good health (docs/weight_sync.md): 0.02 to 2 units.
@@ -35,6 +37,10 @@ class CanaryVerdict:
     gap: float
     bound: float
     problems: tuple[str, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return gap and bound as metrics."""
+        return {CANARY_GAP: self.gap, CANARY_BOUND: self.bound}
 
 
 def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, tokens: int) -> Tensor:

@@ -143,7 +143,7 @@ class TrainerCanary:
                 self._give_up(f"the trainer could not score it ({type(error).__name__}: {error})")
                 return {}
             verdict = self._judge.judge(trainer, {rank: log_probs for rank, (_, log_probs) in answers.items()})
-            metrics = {"weight_sync/canary_gap": verdict.gap, "weight_sync/canary_bound": verdict.bound}
+            metrics = verdict.metrics()
             problems += verdict.problems
         if problems:
             message = f"Canary of weight sync {self._syncs - 1}: {'; '.join(problems)}. {_MEANING}"
