@@ -23,8 +23,7 @@ from typing import NamedTuple
 import pytest
 
 import verl_precision
-from verl_precision.errors import RegistrationError
-from verl_precision.platforms.ledger import LEDGER, LedgerEntry, check_module
+from verl_precision.platforms.ledger import LEDGER, LedgerEntry
 from verl_precision.plugin import REGISTRATIONS
 
 OURS = "verl_precision"
@@ -59,17 +58,18 @@ def promised(use: Use) -> bool:
     """Tell whether the host says, by name or by `__all__`, that what is imported or read is public."""
     if not use.module or private(f"{use.module}.{use.name}") or use.what not in ("imported", "used"):
         return False
-    name = use.name.partition(".")[0]
-    if use.module.partition(".")[0] not in UNDOCUMENTED or not name or name.startswith("__"):
+    if use.module.partition(".")[0] not in UNDOCUMENTED or not use.name or use.name.startswith("__"):
         return True
-    return name in getattr(importlib.import_module(use.module), "__all__", ())
+    # Of `a.b` only `a` is asked for: where it is imported.
+    return "." in use.name or use.name in getattr(importlib.import_module(use.module), "__all__", ())
 
 
 def about(entry: LedgerEntry, use: Use) -> bool:
-    """Tell whether an entry is about the symbol of a use, or about something inside it."""
+    """Tell whether an entry is about the symbol of a use, about something inside it, or about what it is inside of."""
     if not use.module:
         return entry.name.rpartition(".")[2] == use.name
-    return entry.module == use.module and f"{entry.name}.".startswith(f"{use.name}.")
+    inner, outer = sorted((f"{entry.name}.", f"{use.name}."), key=len, reverse=True)
+    return entry.module == use.module and inner.startswith(outer)
 
 
 def without_entry(uses: Iterable[Use]) -> list[str]:
@@ -115,7 +115,8 @@ class File:
     def _uses_of(self, node: ast.AST, own: set[str]) -> Iterator[tuple[str, str, str]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
-                module, name = self.names[alias.asname or alias.name.partition(".")[0]]
+                named = isinstance(node, ast.ImportFrom)
+                module, name = self.names[alias.asname or alias.name] if named else (alias.name, "")
                 if host(module):
                     yield module, name, "imported"
         elif isinstance(node, ast.Attribute):
@@ -257,28 +258,79 @@ def test_every_entry_is_needed(everything_registered):
             assert any(about(entry, use) or entry.name.endswith(f".{use.name}") for use in used), entry.name
 
 
-PLANTED = """
-import torch
+PLANTED_USES = """\
+import torch, wrapt
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1 import trainer_base
 from torch.nn.modules.module import _global_forward_hooks
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+import hydra._internal.utils
 
-
-class Planted(FSDPEngine):
-    def shutdown(self):
-        self._mine = self._build_lora_module
-
-    def get_data_parallel_rank(self):
-        return getattr(self, "_unknown_to_us")
-
+def use(engine):
+    engine._build_optimizer(getattr(engine, "_qat_config"))
+    return trainer_base.compute_data_metrics
 
 trainer_base.compute_data_metrics = None
 torch.Tensor.item = print
 wrapt.wrap_function_wrapper(trainer_base, "compute_data_metrics", print)
 """
+PLANTED_CLASSES = """\
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+from verl_precision.engine.fsdp_engine import precision_variant
+
+class Planted(FSDPEngine):
+    def initialize(self): ...
+
+class Mixin:
+    def _build_optimizer(self, module): ...
+
+Variant = precision_variant(FSDPEngineWithLMHead, "Variant", Mixin)
+"""
 
 
-def test_what_has_no_entry_is_reported_by_line_and_name(tmp_path, monkeypatch):
+def test_a_use_without_entry_is_named_with_its_line(tmp_path):
     path = tmp_path / "planted.py"
-    path.write_text(PLANTED.replace("wrapt.", "import wrapt\nwrapt."))
+    path.write_text(PLANTED_USES)
+    reported = without_entry(use for use in source_uses([path]) if not promised(use))
+    assert reported == sorted(
+        f"{path}:{said}: {REMEDY}"
+        for said in (
+            "2: verl.trainer.ppo.core_algos.agg_loss is imported",
+            "4: torch.nn.modules.module._global_forward_hooks is imported",
+            "5: hydra._internal.utils is imported",
+            "8: _build_optimizer is used",
+            "8: _qat_config is used",
+            "9: verl.trainer.ppo.v1.trainer_base.compute_data_metrics is used",
+            "11: verl.trainer.ppo.v1.trainer_base.compute_data_metrics is assigned to",
+            "12: torch.Tensor.item is assigned to",
+            "13: 'compute_data_metrics' is wrapped",
+        )
+    )
+
+
+def test_an_override_without_entry_is_named_with_its_line(tmp_path, monkeypatch, everything_registered):
+    """Also one of a mixin, which has no host of its own until it is combined with one."""
+    path = tmp_path / "planted_classes.py"
+    path.write_text(PLANTED_CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(path.stem)
+    engine = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine"
+    assert without_entry(overrides(path.stem)) == [
+        f"{path}:5: {engine}.initialize is overridden by Planted: {REMEDY}",
+        f"{path}:8: {engine}._build_optimizer is overridden by Mixin: {REMEDY}",
+    ]
+
+
+def test_a_host_that_changed_is_refused_when_it_is_imported(run_python):
+    """In one place for all entries, before anything of ours is registered with the module."""
+    done = run_python(
+        """
+import wrapt
+def change(module):
+    module.normalize_peft_param_name = lambda state: state
+wrapt.register_post_import_hook(change, "verl.utils.fsdp_utils")
+import verl
+import verl.utils.fsdp_utils
+"""
+    )
+    assert done.returncode != 0
+    assert "RegistrationError: verl.utils.fsdp_utils.normalize_peft_param_name takes ('state',)" in done.stderr

@@ -6,10 +6,10 @@
     vllm          vLLM's layer-wise reload
     torch         torch's gradient scaler, and private names
 
-An entry says what is touched, why, how, where upstream discusses it, and when it can go. When a host module is imported,
-the plugin compares it with its entries (`check_module`): a symbol that no longer looks as it did in the tested releases
-is an error that names the entry, never a patch applied to something else. That nothing is missing here is tested
-(`tests/platforms/test_ledger.py`).
+An entry says what is touched, why, how, where upstream discusses it, and when it can go. When a host module is
+imported, the plugin compares it with its entries (`check_module`): a symbol that no longer looks as it did in the
+tested releases is an error that names the entry, never a patch applied to something else. That nothing is missing here
+is tested (`tests/platforms/test_ledger.py`).
 """
 
 from types import ModuleType

@@ -20,7 +20,7 @@ class LedgerEntry:
         parameters: its form in the tested releases. Of a callable: its parameter names. Of a class, a registry or a
             constant: the type it is an instance of. None: an attribute that instances of the class get.
         kind: `patched` (wrapped; `how` says for whom anything changes), `overridden` (in a subclass of ours), `used`
-            (called, read or registered with) or `relied on` (its effect is needed, we do not touch it).
+            (called, read or registered with) or `relied on` (reached through another entry's symbol).
         why: what fails without it.
         how: what we do.
         upstream: issue or pull request, or why there is none.

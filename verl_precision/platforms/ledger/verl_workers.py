@@ -61,14 +61,13 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         upstream="none: undocumented",
         until="verl says whether a rollout is quantised",
     ),
-    LedgerEntry(
-        module="verl.workers.engine.base",
-        name="EngineRegistry._engines",
-        parameters=dict,
+    *family(
+        "verl.workers.engine.base",
+        {"EngineRegistry._engines": dict, "EngineRegistry.register": "model_type, backend, device, vendor"},
         kind="used",
         why="`EngineRegistry.register` stops with a bare assertion where a key is taken",
-        how="read before each registration, to name the owner",
-        upstream="none: private attribute",
+        how="read before each registration, to name the owner; ours have a vendor, which wins over verl's without one",
+        upstream="none: private attribute, undocumented method",
         until="verl's registry says who owns a key",
     ),
     LedgerEntry(
@@ -80,6 +79,16 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         how="overridden in our engines, for our config only: measure, and report what the scaler did",
         upstream="none: undocumented method",
         until="verl's engines report metrics of their own",
+    ),
+    LedgerEntry(
+        module=_ENGINE,
+        name="FSDPEngineWithValueHead",
+        parameters=type,
+        kind="used",
+        why="a critic has neither log-probs nor a shadow",
+        how="our engines subclass it, and leave out what a critic has not",
+        upstream="none: undocumented; verl offers FSDPEngineWithLMHead only",
+        until="verl offers it beside FSDPEngineWithLMHead",
     ),
     LedgerEntry(
         module=_ENGINE,
@@ -115,12 +124,10 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         upstream="none found",
         until="verl's scaler has a device, settings, metrics and a place in checkpoints",
     ),
-    *family(
-        _ENGINE,
-        {
-            "FSDPEngineWithLMHead.forward_step": "self, micro_batch, loss_function, forward_only",
-            "FSDPEngineWithValueHead.forward_step": "self, micro_batch, loss_function, forward_only",
-        },
+    LedgerEntry(
+        module=_ENGINE,
+        name="FSDPEngineWithLMHead.forward_step",
+        parameters=("self", "micro_batch", "loss_function", "forward_only"),
         kind="overridden",
         why="nobody checks in which dtype a forward computed, and the shadow's forward is one of this kind",
         how="overridden in our engines, for our config only: verl's step, then the check; the shadow's where asked",
@@ -136,18 +143,20 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         upstream="none: undocumented methods",
         until="verl's engines hold more than one model",
     ),
-    *family(
-        _ENGINE,
-        {"FSDPEngine._autocast_dtype": None},
+    LedgerEntry(
+        module=_ENGINE,
+        name="FSDPEngine._autocast_dtype",
+        parameters=None,
         kind="used",
         why="verl's forward takes its autocast dtype from this attribute",
         how="set to the shadow's dtype while the shadow's forward runs, and put back",
         upstream="none: private attribute",
         until="verl's engines hold more than one model",
     ),
-    *family(
-        _ENGINE,
-        {"FSDPEngine.get_per_tensor_param": "self, layered_summon, base_sync_done, kwargs"},
+    LedgerEntry(
+        module=_ENGINE,
+        name="FSDPEngine.get_per_tensor_param",
+        parameters=("self", "layered_summon", "base_sync_done", "kwargs"),
         kind="overridden",
         why="the receiver cannot tell what should have arrived",
         how="overridden in our engines, where the receiver reads it: verl's stream, closed by a manifest",

@@ -26,7 +26,7 @@ ENTRIES: tuple[LedgerEntry, ...] = (
     *family(
         f"{_RELOAD}.types",
         {"LayerReloadingInfo.can_load": "self", "LayerReloadingInfo.loaded_weights": None},
-        kind="used",
+        kind="relied on",
         why="see get_layerwise_info",
         how="see get_layerwise_info",
         upstream="none: vLLM's own bookkeeping",
