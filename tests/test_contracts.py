@@ -16,7 +16,7 @@ def test_ledger_symbol_looks_as_tested(entry: LedgerEntry):
     require_expected_signature(entry, importlib.import_module(entry.module))
     for text in (entry.why, entry.how, entry.upstream, entry.until):
         assert text
-    assert entry.kind in ("patched", "used")
+    assert entry.kind in ("patched", "overridden", "used", "relied on")
 
 
 def test_ledger_refuses_a_symbol_that_changed():
@@ -26,6 +26,24 @@ def test_ledger_refuses_a_symbol_that_changed():
     gone = LedgerEntry("json", "nothing.here", (), "used", "a test", "-", "-", "-")
     with pytest.raises(RegistrationError, match="does not exist"):
         require_expected_signature(gone, importlib.import_module("json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("JSONDecoder", dict, "JSONDecoder is of type type; in the tested releases it is a dict"),
+        ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
+        ("nothing", dict, "nothing does not exist"),
+        ("__all__", ("self",), "__all__ does not exist"),
+    ],
+)
+def test_ledger_refuses_what_is_not_callable_and_changed(name, form, message):
+    for entry_name, entry_form in (("JSONDecoder", type), ("JSONDecoder.object_hook", None), ("__all__", list)):
+        entry = LedgerEntry("json", entry_name, entry_form, "used", "a test", "-", "-", "-")
+        require_expected_signature(entry, importlib.import_module("json"))
+    with pytest.raises(RegistrationError, match=message):
+        changed = LedgerEntry("json", name, form, "used", "a test", "-", "-", "-")
+        require_expected_signature(changed, importlib.import_module("json"))
 
 
 @pytest.mark.parametrize("registration", REGISTRATIONS, ids=lambda r: r.what)
@@ -57,12 +75,11 @@ def test_worker_extension_can_be_chosen_by_engine_kwargs():
     assert source.index('"worker_extension_cls": self._get_worker_extension_cls()') < source.index("**engine_kwargs,")
 
 
-def test_trainer_hook_and_transfer_queue_fields():
+def test_trainer_reads_and_writes_the_fields_that_we_read():
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, PPOTrainer
 
-    assert list(inspect.signature(PPOTrainer._compute_old_log_prob).parameters) == ["self", "batch", "metrics"]
     assert {"sync", "colocate_async", "separate_async"} <= TRAINER_REGISTRY.keys()
-    source = inspect.getsource(PPOTrainer._compute_old_log_prob)
+    source = inspect.getsource(PPOTrainer._compute_advantage)
     assert '"rollout_log_probs"' in source and '"old_log_probs"' in source
 
 

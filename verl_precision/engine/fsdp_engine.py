@@ -28,12 +28,6 @@ from verl_precision.engine.settings import DTYPES
 from verl_precision.engine.shadow_engine import ShadowForward
 from verl_precision.engine.weights import ExactWeights, write_export_dtype
 from verl_precision.errors import LossScaleError, RegistrationError
-from verl_precision.platforms.ledger import (
-    BUILD_FSDP_MODULE,
-    PREPARE_MODEL_OUTPUTS,
-    UNPAD_PACKED,
-    require_expected_signature,
-)
 
 NVIDIA = ("cuda", "nvidia")  # (device, vendor): wins over verl's device-only key without clashing with it
 
@@ -233,8 +227,6 @@ def register_variant(engine: type, model_type: str, backend: str, key: tuple[str
 
 def register_nvidia_engines(transformer_impl: ModuleType) -> None:
     """Register our variant of each FSDP engine under (device=cuda, vendor=nvidia)."""
-    for entry in (BUILD_FSDP_MODULE, PREPARE_MODEL_OUTPUTS, UNPAD_PACKED):
-        require_expected_signature(entry, transformer_impl)
     for model_type, base in (
         ("language_model", transformer_impl.FSDPEngineWithLMHead),
         ("value_model", transformer_impl.FSDPEngineWithValueHead),

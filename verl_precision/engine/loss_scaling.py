@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp import grad_scaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.errors import EnvironmentMismatchError
-from verl_precision.platforms.ledger import FOUND_INF, require_expected_signature
 
 # Elements looked at for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
 _SAMPLE = 1 << 16
@@ -69,7 +67,6 @@ class LossScaler(ShardedGradScaler):
         Raises:
             EnvironmentMismatchError: if torch cannot scale on this device here.
         """
-        require_expected_signature(FOUND_INF, grad_scaler)
         super().__init__(
             device=device,
             init_scale=settings.initial,

@@ -7,6 +7,9 @@ vLLM's own layer-wise reload restores each layer's parameters, loads, repacks. T
   its repacked copy as it was, and the run samples from old weights without a word: such layers are repacked too;
 * expert weights are packed only while their kernel is built, so that the kernel has to be built again;
 * what each layer was sent is kept for `weight_sync.verify`.
+
+verl may come to reload in the same way inside its own sync (verl#7987), which is inside ours: vLLM begins no layer
+twice, and a reload that verl has ended is not ended again.
 """
 
 import contextlib
@@ -14,12 +17,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from verl_precision.platforms.ledger import (
-    EXPERT_KERNEL,
-    LAYERWISE_FINALIZE,
-    LAYERWISE_INITIALIZE,
-    require_expected_signature,
-)
+from verl_precision.errors import WeightSyncError
 from verl_precision.weight_sync.verify import (
     LayerRecord,
     forget_expert_kernel,
@@ -41,21 +39,34 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
 
     Yields:
         Layer name -> what it was sent, filled while loading.
+
+    Raises:
+        WeightSyncError: if a reload of this model has begun and not ended.
     """
     from vllm.model_executor.model_loader import reload
 
-    require_expected_signature(LAYERWISE_INITIALIZE, reload)
-    require_expected_signature(LAYERWISE_FINALIZE, reload)
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
-
-    require_expected_signature(EXPERT_KERNEL, unquantized_fused_moe_method)
+    if _under_way(model):
+        raise WeightSyncError(
+            f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights. "
+            "Allowed: one reload at a time, begun by this sync or inside it. Usual causes: an earlier weight sync "
+            "failed (its error is above), or another package reloads around this one. Start the run again; if it "
+            "comes back, report it with the versions shown by `verl-precision check`."
+        )
     for layer in model.modules():
         forget_expert_kernel(layer)
     reload.initialize_layerwise_reload(model)
     yield {name: _record(layer) for name, layer in model.named_modules() if name in layers}
-    reload.finalize_layerwise_reload(model, model_config)
+    if _under_way(model):  # else verl has ended it
+        reload.finalize_layerwise_reload(model, model_config)
     for _, layer in shared_parameter_layers(model):
         post_process(layer)
+
+
+def _under_way(model: nn.Module) -> bool:
+    """Tell whether vLLM has put a layer's parameters aside to load them again, and not put them back yet."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def _record(layer: nn.Module) -> LayerRecord:
