@@ -219,8 +219,10 @@ def _asks_for_a_body(value: object) -> bool:
     if not inspect.isfunction(function := _function(value)):
         return False
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    body = [line for line in definition.body if not isinstance(line, ast.Expr)]  # type: ignore[attr-defined]
-    return all(isinstance(line, ast.Pass) or ast.unparse(line).startswith("raise NotImplementedError") for line in body)
+    docstring = (ast.Expr, ast.Constant)
+    body = [line for line in definition.body if not isinstance(getattr(line, "value", None), docstring)]  # type: ignore[attr-defined]
+    nothing = ("pass", "return", "return None", "raise NotImplementedError")
+    return all(ast.unparse(line).startswith(nothing[-1]) or ast.unparse(line) in nothing for line in body)
 
 
 def _line(cls: type, value: object) -> str:

@@ -32,7 +32,6 @@ from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_precision.errors import WeightSyncError
-from verl_precision.platforms.ledger import ITER_MODELS, UPDATE_FROM_IPC, UPDATE_WEIGHTS, require_expected_signature
 from verl_precision.platforms.vllm_cpu import layerwise_reload
 from verl_precision.weight_sync.manifest import (
     MANIFEST_NAME,
@@ -71,11 +70,6 @@ class _Sync:
     verified: int = 0
     unverified: int = 0
     seconds: float = 0.0
-
-
-# At import, which is vLLM's start: later, a refusal would leave the trainer waiting for an answer.
-for _entry in (UPDATE_FROM_IPC, UPDATE_WEIGHTS, ITER_MODELS):
-    require_expected_signature(_entry, verl_vllm)
 
 
 class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):

@@ -86,8 +86,34 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         },
         **_TRAINER,
     ),
+    *(
+        entry
+        for module, trainer, methods in (
+            ("trainer_sync", "PPOTrainerSync", ("on_init_end", "on_sample_end", "on_step_end")),
+            ("trainer_colocate_async", "PPOTrainerColocateAsync", ("on_init_end", "on_sample_end", "on_step_end")),
+            ("trainer_separate_async", "PPOTrainerSeparateAsync", ("on_init_end", "on_sample_end", "on_step_end")),
+        )
+        for entry in family(
+            f"verl.trainer.ppo.v1.{module}",
+            {f"{trainer}.{method}": "self" for method in methods},
+            kind="overridden",
+            why="a weight sync has no hook of its own: verl sends the weights at the end of these methods",
+            how="after verl's method the canary is asked; it is judged when the step has been sampled",
+            upstream="none found",
+            until="verl calls a hook after a weight sync",
+        )
+    ),
     *family(
         "verl.trainer.ppo.v1.trainer_separate_async", {"PPOTrainerSeparateAsync.__init__": "self, config"}, **_TRAINER
+    ),
+    *family(
+        "verl.workers.rollout.replica",
+        {"RolloutReplica.server_handle": property, "RolloutReplica.replica_rank": None},
+        kind="relied on",
+        why="verl's client balances requests over replicas; the canary has to ask each one",
+        how="the replica's server is asked to `generate`, as verl's client asks it",
+        upstream="none: undocumented",
+        until="verl's client takes a replica's rank",
     ),
     LedgerEntry(
         module="verl.trainer.ppo.v1.trainer_base",
@@ -133,10 +159,11 @@ ENTRIES: tuple[LedgerEntry, ...] = (
             "get": "tensordict, key, default",
             "get_non_tensor_data": "data, key, default",
             "get_tensordict": "tensor_dict, non_tensor_dict",
+            "assign_non_tensor": "tensor_dict, kwargs",
         },
         kind="used",
         why="a batch carries its settings in a form that only these functions read and write",
-        how="called by engines and `verl-precision measure`",
+        how="called by the engines, the measurement and the canary",
         upstream="none: undocumented",
         until="verl documents it",
     ),

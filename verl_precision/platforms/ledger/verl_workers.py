@@ -52,6 +52,16 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         until="verl says whether a rollout is quantised",
     ),
     LedgerEntry(
+        module=_EXTENSION,
+        name="VLLM_LORA_INT_ID",
+        parameters=int,
+        kind="used",
+        why="without its adapter vLLM serves the base model, and verl does not notice",
+        how="after an adapter sync vLLM is asked whether it holds the adapter of this number",
+        upstream="none: undocumented",
+        until="verl asks vLLM itself",
+    ),
+    LedgerEntry(
         module="verl.utils.vllm.vllm_quant_utils",
         name="is_quantized_model",
         parameters=("vllm_config",),
