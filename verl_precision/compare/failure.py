@@ -7,7 +7,9 @@ no echo of another.
 """
 
 import re
+import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH = 1200, 200
@@ -59,6 +61,19 @@ _REMEDIES = (
         "A kernel was built for instructions that this CPU lacks. `verl-precision check` says which it has.",
     ),
 )
+
+
+def reason(log: Path, returncode: int) -> str:
+    """Return why a process failed, as indented lines.
+
+    Args:
+        log: what it and its children printed.
+        returncode: as `subprocess` gives it: below zero it is the signal that ended the process.
+    """
+    lines = log.read_text(errors="replace").splitlines()
+    if returncode < 0:
+        lines.append(f"ended by {signal.Signals(-returncode).name}")
+    return "\n".join(f"  {line}" for line in relevant_lines(lines))
 
 
 def relevant_lines(lines: Iterable[str], count: int = LINES) -> list[str]:
