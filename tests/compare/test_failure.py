@@ -65,7 +65,7 @@ def test_preflight_and_repetitions():
         "\x1b[36m(W pid=5)\x1b[0m ValueError: boom\x1b[32m [repeated 3x across cluster]\x1b[0m",
         "RuntimeError: Worker failed with error 'boom', please check the stack trace above for the root cause",
     ]
-    assert relevant_lines(lines) == ["ValueError: boom"]
+    assert relevant_lines(lines) == ["ValueError: boom (in W, Worker_TP0)"]
 
 
 def test_a_process_ended_by_a_signal(tmp_path):

@@ -15,8 +15,8 @@ LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH = 1200, 200
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Who speaks: Ray's "(WorkerDict pid=1, ip=10.0.0.1) ", vLLM's "(EngineCore pid=2) "; then the logger's own words.
-_SPEAKER = re.compile(r"^\((?:(?P<name>\S+) )?pid=\d+(?:, ip=[\w.:]+)?\) ?")
+# Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) "; then the logger's own words.
+_SPEAKER = re.compile(r"^\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\) ?")
 _LOGGER = re.compile(r"^(?:[A-Z]+ [\d-]+ [\d:]+ \[\S+\] |[A-Z]+:[\d-]+ [\d:,]+:)")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 
@@ -29,7 +29,7 @@ _OURS = re.compile(r"^verl_precision(?:: |\.errors\.)")
 # How a system ends a process, in the words of the shell, Ray, vLLM, torch and Python.
 _DEATH = re.compile(
     r"SIGBUS|SIGSEGV|SIGILL|SIGKILL|SIGABRT|Bus error|Segmentation fault|Illegal instruction|Killed$|died unexpectedly|"
-    r"OutOfMemory|Out of memory|low on memory|No space left on device|Fatal Python error"
+    r"OutOfMemory|Out of memory|low on memory|memory pressure|No space left on device|Fatal Python error"
 )
 # What is said of an error by those who only heard of it; never the cause while there is anything else.
 _ECHO = re.compile(
@@ -49,7 +49,7 @@ _REMEDIES = (
         "verl builds prompts for this model type from single tokens. Use a tokenizer with a token for the newline.",
     ),
     (
-        r"OutOfMemory|[Oo]ut of memory|low on memory|Killed$|SIGKILL|exit code: -9\b",
+        r"OutOfMemory|[Oo]ut of memory|low on memory|memory pressure|Killed$|SIGKILL|exit code: -9\b",
         "A process was killed, most often because memory ran out. Close other programs, or use a smaller model.",
     ),
     (
@@ -91,8 +91,8 @@ def relevant_lines(lines: Iterable[str], count: int = LINES) -> list[str]:
     if not headlines:
         return [line for line in clean if line and "Warning" not in line][-count:]
     cause = next((line for line in headlines if _OURS.match(line)), None)
-    cause = cause or next((line for line in headlines if not _ECHO.search(line)), headlines[0])
-    report = [cause[:_CAUSE_WIDTH]]
+    cause = cause or next((line for line in headlines if not _ECHO.search(line)), next(iter(headlines)))
+    report = [cause[:_CAUSE_WIDTH] + (f" (in {headlines[cause]})" if headlines[cause] else "")]
     report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES if re.search(pattern, cause)][:1]
     said = _message(cause)
     # What the processes said that heard of the cause, when it is more than a repetition of it.
@@ -100,21 +100,17 @@ def relevant_lines(lines: Iterable[str], count: int = LINES) -> list[str]:
     return report + [f"then: {line[:_ECHO_WIDTH]}" for line in followed[-(count - len(report)) :]]
 
 
-def _headlines(lines: Iterable[str]) -> list[str]:
-    """Return the lines that name an error or a process's end, without who said them, each once, in time's order."""
-    found = {}
+def _headlines(lines: Iterable[str]) -> dict[str, str]:
+    """Return the lines that name an error or a process's end, in time's order, and for each who said it first."""
+    found: dict[str, str] = {}
     for line in lines:
-        words = _without_speaker(line)
+        words, speakers = _REPEATED.sub("", line), []
+        while match := _SPEAKER.match(words) or _LOGGER.match(words):
+            speakers.append(match.groupdict().get("name"))
+            words = words[match.end() :]
         if _EXCEPTION.match(words) or _OURS.match(words) or (_DEATH.search(words) and not words.startswith("  ")):
-            found.setdefault(words, None)
-    return list(found)
-
-
-def _without_speaker(line: str) -> str:
-    words = _REPEATED.sub("", line)
-    while match := _SPEAKER.match(words) or _LOGGER.match(words):
-        words = words[match.end() :]
-    return words
+            found.setdefault(words, ", ".join(name for name in speakers if name))
+    return found
 
 
 def _message(headline: str) -> str:
