@@ -125,5 +125,5 @@ def _linear_path(size: int, dtype: torch.dtype) -> str:
 
     layer = torch.nn.Linear(size, size, bias=False, dtype=dtype)
     dispatch_cpu_unquantized_gemm(layer, False)
-    called = layer.cpu_linear.__code__.co_names  # type: ignore[union-attr] # a function that vLLM set
+    called = vars(layer)["cpu_linear"].__code__.co_names
     return next((path for name, path in _PATHS.items() if name in called), f"unknown to this package ({called})")
