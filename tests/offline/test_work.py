@@ -25,7 +25,7 @@ def test_a_process_whose_files_exist_does_nothing(store, fill, kind):
 
 def test_a_process_that_fails_is_named_with_its_log(store):
     (store.folder / "settings.json").unlink()
-    words = r"(?s)to score in fp16 ended with exit code 1.*logs/score-fp16-fp16-00000.log:.*FileNotFoundError"
+    words = r"(?s)to score in fp16 ended with exit code 1.*FileNotFoundError.*logs/score-fp16-fp16-00000.log"
     with pytest.raises(RunFailedError, match=words):
         run_here(store.folder, all_work(store, "score")[:1], lambda: None)
     assert written(store.folder) == {}

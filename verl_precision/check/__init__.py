@@ -11,6 +11,8 @@
     activations.py      do activations and gradients? forward and backward, layer by layer
     cluster.py          is every node of a Ray cluster ready for a run?
     memory.py           what a run needs of each GPU, by arithmetic
+    cpu_kernels.py      what vLLM runs on this CPU: its library, head sizes, the path of a linear layer
+    quiet.py            hide other packages' notes and warnings
     show.py             the tables a terminal gets
 
 The traps are pure functions of a composed config and an `Environment`.

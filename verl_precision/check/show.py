@@ -1,16 +1,20 @@
 """What a terminal shows of a check."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verl_precision.check.activations import ActivationReport
-from verl_precision.check.checkpoint import CheckpointReport
-from verl_precision.check.fault import Fault
-from verl_precision.check.installation import Finding
-from verl_precision.check.recipe import RecipeReport
+if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
+    from verl_precision.check.activations import ActivationReport
+    from verl_precision.check.checkpoint import CheckpointReport
+    from verl_precision.check.fault import Fault
+    from verl_precision.check.installation import Finding
+    from verl_precision.check.recipe import RecipeReport
 
 WORST = 12
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_precision.compare.stages import STAGES, TOTAL_STEPS, relevant_lines, stage_of
+from verl_precision.compare.failure import reason
+from verl_precision.compare.stages import STAGES, TOTAL_STEPS, stage_of
 from verl_precision.errors import VerlPrecisionError
 
 # Every process of a run carries this variable, so that exactly those are ended.
@@ -24,7 +25,7 @@ _GRACE_SECONDS = 20
 
 
 class RunFailedError(VerlPrecisionError):
-    """A verl run ended with an error; the message names its log and shows the relevant lines."""
+    """A verl run ended with an error; the message shows the cause in at most ten lines and names the log."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,8 @@ def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: 
     finally:
         end_processes(process, mark)
     if process.returncode != 0:
-        lines = "\n".join(f"  {line}" for line in relevant_lines(log.read_text(errors="replace").splitlines()))
         raise RunFailedError(
-            f"verl ended with exit code {process.returncode}. Relevant lines of {log}:\n{lines}\n"
+            f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}\nLog: {log}\n"
             f"Ray's own logs: {ray_folder}/session_latest/logs"
         )
     shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are still closing may vanish under us

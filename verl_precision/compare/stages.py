@@ -4,7 +4,6 @@ Start-up takes over a minute on two cores; these lines are the only sign of life
 """
 
 import re
-from collections.abc import Iterable
 
 # In the order in which a run passes them: (pattern in verl's, Ray's or vLLM's output, what to tell the user).
 STAGES: tuple[tuple[str, str], ...] = (
@@ -18,14 +17,6 @@ STAGES: tuple[tuple[str, str], ...] = (
 )
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
 
-# Noise that would bury the reason of a failure: (Ray repeats, progress bars, known harmless warnings).
-_NOISE = re.compile(
-    r"target_num_threads|Triton is installed|Training Progress|is_fx_tracing|repeated \d+x|requires torchvision|"
-    r"Failed to load weights|blocking ray\.get|^\s*$|FutureWarning|DeprecationWarning|shared_memory objects"
-)
-_REASON = re.compile(r"verl_precision: |Error\b|Exception\b|error:|Could not|FAILED|Killed|SIGBUS|No space")
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
 
 def stage_of(line: str, current: int) -> int:
     """Return the index of the furthest stage this line shows to be reached, at least `current`.
@@ -38,16 +29,3 @@ def stage_of(line: str, current: int) -> int:
         if re.search(STAGES[index][0], line):
             return index
     return current
-
-
-def relevant_lines(lines: Iterable[str], count: int = 20) -> list[str]:
-    """Return the last lines that say why a run failed: errors if there are any, else the end of the log.
-
-    Args:
-        lines: the log.
-        count: lines to return at most.
-    """
-    clean = [_ANSI.sub("", line).rstrip() for line in lines]
-    clean = [line for line in clean if not _NOISE.search(line)]
-    reasons = [line for line in clean if _REASON.search(line)]
-    return (reasons or clean)[-count:]

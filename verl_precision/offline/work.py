@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from verl_precision.compare.failure import reason
 from verl_precision.compare.run import RUN_MARK, RunFailedError, end_processes
-from verl_precision.compare.stages import relevant_lines
 from verl_precision.errors import EnvironmentMismatchError
 from verl_precision.offline.entry import arguments
 from verl_precision.offline.plan import Work, split
@@ -25,7 +25,7 @@ def run_work(folder: Path, work: Work, on_poll: Callable[[], None] = lambda: Non
         on_poll: called about twice a second.
 
     Raises:
-        RunFailedError: if it fails; the message shows the relevant lines and names the log.
+        RunFailedError: if it fails; the message shows the cause in at most ten lines and names the log.
     """
     rollout, first = work.shards[0]
     log = folder / "logs" / f"{work.kind}-{work.dtype}-{rollout}-{first:05d}.log"
@@ -47,10 +47,9 @@ def run_work(folder: Path, work: Work, on_poll: Callable[[], None] = lambda: Non
     finally:
         end_processes(process, mark)
     if process.returncode != 0:
-        lines = "\n".join(f"  {line}" for line in relevant_lines(log.read_text(errors="replace").splitlines()))
         raise RunFailedError(
             f"the process that was to {work.kind} in {work.dtype} ended with exit code {process.returncode}; what is "
-            f"done is kept, and the same command goes on. Relevant lines of {log}:\n{lines}"
+            f"done is kept, and the same command goes on.\n{reason(log, process.returncode)}\nLog: {log}"
         )
 
 

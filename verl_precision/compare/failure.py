@@ -1,0 +1,119 @@
+"""Why a run failed, in at most ten lines, read from its log.
+
+One error is logged by every process it passes through: the worker that raised it, vLLM's engine, Ray's actors, the
+driver. Here a log is read as a list of *headlines*, the last lines of tracebacks and the words with which a system
+ends a process. Each is said once. The cause comes first: our own error if there is one, else the first in time that is
+no echo of another.
+"""
+
+import re
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+LINES = 10
+_CAUSE_WIDTH, _ECHO_WIDTH = 1200, 200
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) "; then the logger's own words.
+_SPEAKER = re.compile(r"^\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\) ?")
+_LOGGER = re.compile(r"^(?:[A-Z]+ [\d-]+ [\d:]+ \[\S+\] |[A-Z]+:[\d-]+ [\d:,]+:)")
+_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+
+# The last line of a traceback. A source line is indented; a warning begins with a path: neither matches. Ray's
+# "RayTaskError: ray::Worker.method() (pid=1, ...)" only says whom an error passed through.
+_EXCEPTION = re.compile(
+    r"^(?!.*RayTaskError: \S*ray::)(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Fault)(?::\s+|$)"
+)
+_OURS = re.compile(r"^verl_precision(?:: |\.errors\.)")
+# How a system ends a process, in the words of the shell, Ray, vLLM, torch and Python.
+_DEATH = re.compile(
+    r"SIGBUS|SIGSEGV|SIGILL|SIGKILL|SIGABRT|Bus error|Segmentation fault|Illegal instruction|Killed$|died unexpectedly|"
+    r"OutOfMemory|Out of memory|low on memory|memory pressure|No space left on device|Fatal Python error"
+)
+# What is said of an error by those who only heard of it; never the cause while there is anything else.
+_ECHO = re.compile(
+    r"RayTaskError|EngineDeadError|ActorDiedError|CancelledError|KeyboardInterrupt|SystemExit|"
+    r"Call to \w+ method failed|Worker failed with error|no materializable trajectories|Engine core \w+ failed"
+)
+
+# What a cause means to the user, where its own words do not say it.
+_REMEDIES = (
+    (
+        r"Unsupported CPU attention configuration: head_dim=(\d+)",
+        "vLLM has no attention kernel on a CPU for heads of this size. Use a model with another head_dim; "
+        "`verl-precision check` of the recipe says which have one.",
+    ),
+    (
+        r"Expected \w+ newline to tokenize to one token",
+        "verl builds prompts for this model type from single tokens. Use a tokenizer with a token for the newline.",
+    ),
+    (
+        r"OutOfMemory|[Oo]ut of memory|low on memory|memory pressure|Killed$|SIGKILL|exit code: -9\b",
+        "A process was killed, most often because memory ran out. Close other programs, or use a smaller model.",
+    ),
+    (
+        r"SIGBUS|Bus error|No space left on device|exit code: -7\b",
+        "/dev/shm or a disk is full. In a container, start it with --shm-size=2g; else remove stale files.",
+    ),
+    (
+        r"SIGILL|Illegal instruction|exit code: -4\b",
+        "A kernel was built for instructions that this CPU lacks. `verl-precision check` says which it has.",
+    ),
+)
+
+
+def reason(log: Path, returncode: int) -> str:
+    """Return why a process failed, as indented lines.
+
+    Args:
+        log: what it and its children printed.
+        returncode: as `subprocess` gives it: below zero it is the signal that ended the process.
+    """
+    lines = log.read_text(errors="replace").splitlines()
+    if returncode < 0:
+        lines.append(f"ended by {signal.Signals(-returncode).name}")
+    return "\n".join(f"  {line}" for line in relevant_lines(lines))
+
+
+def relevant_lines(lines: Iterable[str], count: int = LINES) -> list[str]:
+    """Return why a run failed: the cause, its remedy where one is known, and what followed, each once.
+
+    Args:
+        lines: the log.
+        count: lines to return at most.
+
+    Returns:
+        The lines; the end of the log where no line of it looks like an error.
+    """
+    clean = [_ANSI.sub("", line).rstrip() for line in lines]
+    headlines = _headlines(clean)
+    if not headlines:
+        return [line for line in clean if line and "Warning" not in line][-count:]
+    cause = next((line for line in headlines if _OURS.match(line)), None)
+    cause = cause or next((line for line in headlines if not _ECHO.search(line)), next(iter(headlines)))
+    report = [cause[:_CAUSE_WIDTH] + (f" (in {headlines[cause]})" if headlines[cause] else "")]
+    report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES if re.search(pattern, cause)][:1]
+    said = _message(cause)
+    # What the processes said that heard of the cause, when it is more than a repetition of it.
+    followed = [line for line in headlines if line != cause and said not in line and _message(line) not in cause]
+    return report + [f"then: {line[:_ECHO_WIDTH]}" for line in followed[-(count - len(report)) :]]
+
+
+def _headlines(lines: Iterable[str]) -> dict[str, str]:
+    """Return the lines that name an error or a process's end, in time's order, and for each who said it first."""
+    found: dict[str, str] = {}
+    for line in lines:
+        words, speakers = _REPEATED.sub("", line), []
+        while match := _SPEAKER.match(words) or _LOGGER.match(words):
+            speakers.append(match.groupdict().get("name"))
+            words = words[match.end() :]
+        if _EXCEPTION.match(words) or _OURS.match(words) or (_DEATH.search(words) and not words.startswith("  ")):
+            found.setdefault(words, ", ".join(name for name in speakers if name))
+    return found
+
+
+def _message(headline: str) -> str:
+    """Return an exception's own words, without its class: what others repeat."""
+    match = _EXCEPTION.match(headline)
+    return headline[match.end() :] or headline if match else headline
