@@ -4,43 +4,20 @@ The actors stand in for verl's servers, whose contract is `generate`; the real o
 """
 
 import logging
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
+from ray_server import LOG_PROB, Server
 from transformers import AutoTokenizer
 from verl.utils import tensordict_utils as tu
-from verl.workers.rollout.replica import TokenOutput
 
 from verl_precision.errors import WeightSyncError
 from verl_precision.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.canary_trainer import TrainerCanary
 from verl_precision.weight_sync.settings import CanarySettings
-
-LOG_PROB = -5.0
-
-
-@ray.remote
-class Server:
-    """Answers -5 for every token, or misbehaves."""
-
-    def __init__(self, behaviour: str) -> None:
-        self.behaviour = behaviour
-
-    async def generate(self, prompt_ids, sampling_params, request_id):
-        import asyncio
-        import os
-
-        assert sampling_params == {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
-        if self.behaviour == "hangs":
-            await asyncio.Event().wait()
-        if self.behaviour == "dies":
-            os._exit(1)
-        if self.behaviour == "raises":
-            raise RuntimeError("engine core is dead")
-        extra = {} if self.behaviour == "has none" else {"prompt_logprobs": [[LOG_PROB]] * len(prompt_ids)}
-        return TokenOutput(token_ids=[1], log_probs=None, stop_reason="completed", extra_fields=extra)
 
 
 class Workers:
@@ -60,9 +37,10 @@ class Workers:
 
 @pytest.fixture(scope="module", autouse=True)
 def private_ray():
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="vp-ray-", ignore_cleanup_errors=True) as folder:
+        ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +53,24 @@ def canary(compose_recipe):
     config = compose_recipe("recipes/quickstart/quickstart.yaml", "precision=fp16")
 
     def build(**settings) -> TrainerCanary:
-        return TrainerCanary(config, CanarySettings(**{"timeout_seconds": 30, **settings}))
+        return TrainerCanary(config, CanarySettings(**{"timeout_seconds": 120, **settings}))
 
     return build
 
 
-def _replicas(*behaviours: str) -> list[SimpleNamespace]:
-    return [
-        SimpleNamespace(replica_rank=rank, server_handle=Server.remote(behaviour))
-        for rank, behaviour in enumerate(behaviours)
-    ]
+@pytest.fixture(scope="module")
+def servers():
+    """Servers that survive a test, so that each starts once."""
+    return [Server.remote("answers") for _ in range(2)]
+
+
+@pytest.fixture
+def healthy(servers) -> list[SimpleNamespace]:
+    return [SimpleNamespace(replica_rank=rank, server_handle=server) for rank, server in enumerate(servers)]
+
+
+def _replica(rank: int, behaviour: str) -> SimpleNamespace:
+    return SimpleNamespace(replica_rank=rank, server_handle=Server.remote(behaviour))
 
 
 def _one_sync(canary, replicas, tokenizer, workers=None) -> dict[str, float]:
@@ -93,30 +79,29 @@ def _one_sync(canary, replicas, tokenizer, workers=None) -> dict[str, float]:
     return canary.judge(workers or Workers())
 
 
-def test_healthy_replicas(canary, tokenizer):
+def test_healthy_replicas(canary, tokenizer, healthy):
     workers = Workers()
-    metrics = _one_sync(canary(sequences=2), _replicas("answers", "answers"), tokenizer, workers)
+    metrics = _one_sync(canary(sequences=2), healthy, tokenizer, workers)
     assert metrics["weight_sync/canary_gap"] == 0.0 < metrics["weight_sync/canary_bound"]
     assert metrics["weight_sync/seconds"] > 0
     assert workers.rows == 3, "two sequences, repeated until each of three ranks has one"
 
 
-def test_only_every_nth_sync_is_asked(canary, tokenizer):
+def test_only_every_nth_sync_is_asked(canary, tokenizer, healthy):
     every_second = canary(every_n_syncs=2)
-    replicas = _replicas("answers")
-    found = [bool(_one_sync(every_second, replicas, tokenizer)) for _ in range(4)]
+    found = [bool(_one_sync(every_second, healthy, tokenizer)) for _ in range(4)]
     assert found == [True, False, True, False]
-    assert _one_sync(canary(every_n_syncs=0), replicas, tokenizer) == {}
+    assert _one_sync(canary(every_n_syncs=0), healthy, tokenizer) == {}
 
 
-def test_a_replica_with_other_log_probs_ends_the_run(canary, tokenizer):
+def test_a_replica_with_other_log_probs_ends_the_run(canary, tokenizer, healthy):
     with pytest.raises(WeightSyncError, match=r"Canary of weight sync 0: replica 0: .* differ .* by 2 nats"):
-        _one_sync(canary(), _replicas("answers"), tokenizer, Workers(LOG_PROB + 2))
+        _one_sync(canary(), healthy[:1], tokenizer, Workers(LOG_PROB + 2))
 
 
-def test_action_log_only_says_so(canary, tokenizer, caplog):
+def test_action_log_only_says_so(canary, tokenizer, healthy, caplog):
     with caplog.at_level(logging.ERROR, logger="verl_precision.weight_sync"):
-        metrics = _one_sync(canary(action="log"), _replicas("answers"), tokenizer, Workers(LOG_PROB + 2))
+        metrics = _one_sync(canary(action="log"), healthy[:1], tokenizer, Workers(LOG_PROB + 2))
     assert metrics["weight_sync/canary_gap"] == 2.0
     assert "Canary of weight sync 0: replica 0" in caplog.text
 
@@ -129,28 +114,27 @@ def test_action_log_only_says_so(canary, tokenizer, caplog):
         ("raises", "replica 1 failed to answer: .*engine core is dead"),
     ],
 )
-def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, tokenizer, behaviour, message):
-    replicas = _replicas("answers", behaviour)
-    ray.get(replicas[0].server_handle.__ray_ready__.remote())
-    ray.get(replicas[1].server_handle.__ray_ready__.remote())
-    patience = 0.5 if behaviour == "hangs" else 30
+def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, tokenizer, healthy, behaviour, message):
+    replicas = [healthy[0], _replica(1, behaviour)]
+    ray.get([replica.server_handle.__ray_ready__.remote() for replica in replicas])
+    patience = 0.5 if behaviour == "hangs" else 120
     with pytest.raises(WeightSyncError, match=message):
         _one_sync(canary(timeout_seconds=patience), replicas, tokenizer)
 
 
 def test_an_engine_without_prompt_log_probs_has_no_canary_and_says_so_once(canary, tokenizer, caplog):
     blind = canary()
-    replicas = _replicas("has none")
+    replicas = [_replica(0, "has none")]
     with caplog.at_level(logging.WARNING, logger="verl_precision.weight_sync"):
         assert [_one_sync(blind, replicas, tokenizer) for _ in range(3)] == [{}, {}, {}]
     assert caplog.text.count("is off for the rest of this run: replica 0 returns no log-probs") == 1
 
 
-def test_a_trainer_that_cannot_score_ends_the_canary_and_not_the_run(canary, tokenizer, caplog):
+def test_a_trainer_that_cannot_score_ends_the_canary_and_not_the_run(canary, tokenizer, healthy, caplog):
     class Broken(Workers):
         def compute_log_prob(self, data):
             raise RuntimeError("no such engine")
 
     with caplog.at_level(logging.WARNING, logger="verl_precision.weight_sync"):
-        assert _one_sync(canary(), _replicas("answers"), tokenizer, Broken()) == {}
+        assert _one_sync(canary(), healthy[:1], tokenizer, Broken()) == {}
     assert "the trainer could not score it (RuntimeError: no such engine)" in caplog.text

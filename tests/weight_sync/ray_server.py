@@ -1,0 +1,28 @@
+"""A rollout server as a Ray actor, with the contract of verl's `generate`; it imports nothing heavy."""
+
+import asyncio
+import os
+from types import SimpleNamespace
+
+import ray
+
+LOG_PROB = -5.0
+
+
+@ray.remote
+class Server:
+    """Answers -5 for every token, or misbehaves."""
+
+    def __init__(self, behaviour: str) -> None:
+        self.behaviour = behaviour
+
+    async def generate(self, prompt_ids, sampling_params, request_id):
+        assert sampling_params == {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        if self.behaviour == "hangs":
+            await asyncio.Event().wait()
+        if self.behaviour == "dies":
+            os._exit(1)
+        if self.behaviour == "raises":
+            raise RuntimeError("engine core is dead")
+        extra = {} if self.behaviour == "has none" else {"prompt_logprobs": [[LOG_PROB]] * len(prompt_ids)}
+        return SimpleNamespace(token_ids=[1], log_probs=None, extra_fields=extra)
