@@ -160,7 +160,7 @@ def _target(module: str, name: str) -> tuple[str, str]:
         return module, name
     try:
         return (f"{module}.{name}", "") if importlib.util.find_spec(f"{module}.{name}") else (module, name)
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # ValueError: an object in a module's place, as torch.ops
         return module, name
 
 

@@ -1,4 +1,4 @@
-"""The ledger of torch: what is private there, and what our loss scaler overrides."""
+"""The ledger of torch: what is private there, what our loss scaler overrides, and how a CPU's kernels are asked for."""
 
 from verl_precision.platforms.ledger.entry import LedgerEntry, family
 
@@ -55,5 +55,39 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         how="read, if it is there",
         upstream="none: verl reads it the same way",
         until="verl drops FSDP1",
+    ),
+    *family(
+        "torch.cpu",
+        {
+            "_is_avx2_supported": "",
+            "_is_avx512_supported": "",
+            "_is_avx512_bf16_supported": "",
+            "_is_amx_tile_supported": "",
+        },
+        kind="used",
+        why="vLLM chooses its library of kernels by these answers; too old a CPU ends in SIGILL",
+        how="asked before a run on a CPU starts, and by `verl-precision check`",
+        upstream="none: private names, which vLLM uses as well",
+        until="vLLM says which library it would load",
+    ),
+    LedgerEntry(
+        module="torch",
+        name="ops._C",
+        parameters=object,
+        kind="used",
+        why="a model whose heads vLLM's CPU attention does not take fails at the first generation, minutes in",
+        how="vLLM's own kernel is asked whether it takes a head size, before a run starts",
+        upstream="none: vLLM's library of operators",
+        until="vLLM says which head sizes it takes on a CPU",
+    ),
+    LedgerEntry(
+        module="torch._ops",
+        name="OpOverload._schema",
+        parameters=None,
+        kind="used",
+        why="how many arguments that kernel has depends on vLLM's release",
+        how="read, to leave to the kernel what has a default",
+        upstream="none: private name",
+        until="vLLM says which head sizes it takes on a CPU",
     ),
 )

@@ -176,4 +176,16 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         upstream="none: undocumented",
         until="verl documents it",
     ),
+    *family(
+        "verl.utils.tokenizer.continuous_token_wiring",
+        {
+            "get_continuous_token_builder_class": "model_family",
+            "resolve_continuous_token_model_family": "model_family, hf_model_type, has_multimodal_processor",
+        },
+        kind="used",
+        why="verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in",
+        how="verl's own builder is built from a local tokenizer before a run starts",
+        upstream="none: undocumented",
+        until="verl checks the tokenizer at its start",
+    ),
 )

@@ -63,4 +63,14 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         upstream="none: undocumented",
         until="vLLM offers it beside SamplingParams",
     ),
+    LedgerEntry(
+        module="vllm.model_executor.layers.utils",
+        name="dispatch_cpu_unquantized_gemm",
+        parameters=("layer", "remove_weight"),
+        kind="used",
+        why="which kernel a linear layer gets on a CPU, and whether it keeps a packed copy, depends on CPU and dtype",
+        how="called by `verl-precision check` on layers of its own, to say which kernel they get",
+        upstream="none: undocumented",
+        until="vLLM says which kernels it chose",
+    ),
 )
