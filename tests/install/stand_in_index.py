@@ -165,4 +165,3 @@ class _Authority:
                 self._contexts[host] = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 self._contexts[host].load_cert_chain(chain)
             return self._contexts[host]
-
