@@ -176,7 +176,7 @@ def test_a_second_installation_waits_for_the_first(machine, bare):
     _read_until(second, "another installation into .venv is at work; waiting for it")
     machine.index.release.set()
     for process in (first, second):
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=180)
         assert process.returncode == 0, output
     assert machine.imports("alpha", "torch", "project")
 
