@@ -33,12 +33,15 @@ fail() {
 watch() {
   while sleep "${PROGRESS_SECONDS:-10}" >/dev/null 2>&1; kill -0 "$1" && kill -0 $$; do
     found=$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
-    echo "  $(($(date +%s) - start)) s: $found packages in place; $(tail -n 1 "$log" | cut -c 1-90)"
+    said=$(grep -v "^WARNING" "$log" | tail -n 1 | cut -c 1-90)
+    echo "  $(($(date +%s) - start)) s: $found packages in place; $said"
   done 2>/dev/null
 }
 
-# Run a command into the log. In the background, so that a signal is obeyed at once.
+# run WHAT COMMAND...: run a command into the log. In the background, so that a signal is obeyed at once.
 run() {
+  echo "$1 ..." >>"$log"
+  shift
   "$@" >>"$log" 2>&1 &
   job=$!
   watch $job 9>&- &
@@ -77,16 +80,18 @@ PYTHON
 : >"$log"
 
 if ! usable; then
-  [ -z "$(find "$venv/" -mindepth 1 -maxdepth 1 ! -name install.log)" ] || echo "$venv is incomplete: making it anew"
+  [ -z "$(find "$venv/" -mindepth 1 -maxdepth 1 ! -name install.log)" ] || echo "$venv is incomplete: removing it"
+  echo "making $venv with $base"
   touch "$venv/.unfinished"
   find "$venv/" -mindepth 1 -maxdepth 1 ! -name install.log ! -name .unfinished -exec rm -rf {} +
-  run "$base" -m venv "$venv" || fail "$base -m venv $venv failed." "Is the disk full (df -h), or the folder read-only?"
+  run "making $venv" "$base" -m venv "$venv" ||
+    fail "$base -m venv $venv failed." "Is the disk full (df -h), or the folder read-only?"
 fi
 touch "$venv/.unfinished"
 
 # Does pip, with whatever settings it has, see the pinned torch for this Python?
 sees_torch() {
-  run "$python" -m pip index versions torch || return 1
+  run "asking pip for torch" "$python" -m pip index versions torch || return 1
   sed -n 's/^Available versions: //p' "$log" | tr -s ', ' '\n' | grep -qxF "$torch"
 }
 
@@ -94,24 +99,24 @@ torch=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' "$lock")
 again="Then run the same command again: what was downloaded is kept. The whole log is $log."
 if [ -z "$torch" ] || sees_torch; then
   echo "installing $total pinned packages into $venv with pip (some minutes, once); log: $log"
-  run "$python" -m pip install --no-deps --no-compile -r "$lock" ||
+  run "starting pip" "$python" -m pip install --no-deps --no-compile --progress-bar off -r "$lock" ||
     fail "pip could not install $lock." "Look at network, disk (df -h) and pip's settings (pip config list). $again"
 else
   echo "pip sees no torch==$torch: installing $total pinned packages into $venv with uv, once; log: $log"
-  run "$python" -m pip install -q "$UV" ||
+  run "installing $UV" "$python" -m pip install -q "$UV" ||
     fail "pip sees neither torch==$torch nor $UV." \
       "Is the package index reached (network, HTTPS_PROXY, pip config list)? $again"
   # uv does not read pip's settings; a mirror of the package index and its certificate are needed all the same.
   index=$(pip_setting index-url) cert=$(pip_setting cert)
   [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
   [ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
-  run "$python" -m uv pip install --python "$python" --no-deps --torch-backend=cpu -r "$lock" ||
+  run "starting uv" "$python" -m uv pip install --python "$python" --no-deps --torch-backend=cpu -r "$lock" ||
     fail "uv could not install $lock." "If PyTorch's index was not reached: allow it, or give pip a source of" \
       "torch==$torch (pip config set global.find-links FOLDER, or global.extra-index-url URL)." "$again"
 fi
 # All at once, on all cores: nine processes of a run import the same packages. Some ship templates that do not compile.
-run "$python" -m compileall -q -j 0 "$venv/lib" || true
-run "$python" -m pip install --no-deps --no-build-isolation -q -e "$here/.." ||
+run "compiling to byte code" "$python" -m compileall -q -j 0 "$venv/lib" || true
+run "installing this package" "$python" -m pip install --no-deps --no-build-isolation -q -e "$here/.." ||
   fail "this package could not be installed." "$again"
 rm "$venv/.unfinished"
 echo "installed into $venv in $(($(date +%s) - start)) s"

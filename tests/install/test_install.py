@@ -161,7 +161,7 @@ def test_killed_in_the_middle_and_repaired_by_the_next_call(machine, bare):
     machine.index.release.set()
     status, output = machine.install("make", "venv")
     assert status == 0, output
-    assert "is incomplete: making it anew" in output
+    assert "is incomplete: removing it" in output
     assert machine.imports("alpha", "torch", "project")
     assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
 
