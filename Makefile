@@ -3,8 +3,9 @@
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make check        lint, types, docs
+# make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e check lock clean
+.PHONY: quickstart sanity test test-e2e check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,9 +33,14 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/docs
 
-$(STAMP): $(LOCK) setup.py
+venv: $(STAMP)
+
+$(STAMP): $(LOCK) setup.py $(BIN)/python
 	@sh requirements/install.sh $(VENV) $(LOCK)
 	@touch $@
+
+# Gone when the Python it was made with was removed: then the environment is made again.
+$(BIN)/python: ;
 
 lock:
 	sh requirements/refresh_lock.sh $(LOCK)

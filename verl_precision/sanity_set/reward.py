@@ -154,8 +154,8 @@ def _math_verify() -> tuple[Score, Callable[[Any], bool]]:
     """Return math-verify as a score, and whether it can parse an answer."""
     if find_spec("math_verify") is None:
         raise ConfigurationError(
-            '--reward math-verify: math-verify is not installed. Install it (pip install "verl-precision[math]"), or '
-            "choose --reward verl."
+            '--reward math-verify: math-verify is not installed. Install it (pip install "math-verify[antlr4_9_3]"), '
+            "or choose --reward verl."
         )
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -1,0 +1,287 @@
+"""requirements/install.sh on both kinds of machine: the real pip and the real uv, tiny wheels, no network."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import uv
+from stand_in_index import DEFAULT, PYTORCH, StandIn, wheel
+
+LOCK = "# made for a test\nalpha==1.0\nbeta==2.0\ntorch==9.9+cpu\n"
+# A build back end in the project: the last step installs the project, editable, and needs nothing from an index.
+BACKEND = """
+import pathlib, zipfile
+def build_editable(folder, *_):
+    files = {"project.pth": str(pathlib.Path(__file__).parent / "src"), "project-1.dist-info/RECORD": "",
+             "project-1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: project\\nVersion: 1\\n",
+             "project-1.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"}
+    with zipfile.ZipFile(pathlib.Path(folder, "project-1-py3-none-any.whl"), "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return "project-1-py3-none-any.whl"
+"""
+PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+# Starts the real uv of this environment: the wheel that install.sh asks for need not weigh 17 MB.
+LAUNCHER = f"import os, sys\nos.execv({uv.find_uv_bin()!r}, [{uv.find_uv_bin()!r}, *sys.argv[1:]])\n"
+
+
+class Machine:
+    """A clone of the repository, an index, and a user whose pip has no configuration."""
+
+    def __init__(self, root: Path, folder: Path):
+        self.folder, self.clone, self.venv = folder, folder / "clone", folder / "clone" / ".venv"
+        (self.clone / "src").mkdir(parents=True)
+        shutil.copytree(root / "requirements", self.clone / "requirements")
+        shutil.copy(root / "Makefile", self.clone)
+        self.lock = self.clone / "requirements" / "cpu.lock"
+        self.lock.write_text(LOCK)
+        for name, text in {"setup.py": "", "backend.py": BACKEND, "pyproject.toml": PROJECT}.items():
+            (self.clone / name).write_text(text)
+        (self.clone / "src" / "project.py").write_text("")
+        self.index = StandIn(folder)
+        self.torch = wheel(folder, "torch", "9.9+cpu", torch="")
+        self.index.add(self.torch, PYTORCH)
+        pin = re.search(r"^UV=uv==(\S+)", (root / "requirements" / "install.sh").read_text(), re.M).group(1)
+        for path in (
+            wheel(folder, "alpha", "1.0", alpha="import beta"),
+            wheel(folder, "beta", "2.0", beta=""),
+            wheel(folder, "torch", "9.8", torch=""),
+            wheel(folder, "uv", pin, uv__main=LAUNCHER),
+        ):
+            self.index.add(path)
+        foreign = r"(?i)pip_|uv_|ssl_|.*_proxy$|pythonpath$|make"
+        kept = {key: value for key, value in os.environ.items() if not re.match(foreign, key)}
+        self.environment = {
+            **kept,
+            **{"HOME": str(folder), "UV_CACHE_DIR": str(folder / "cache"), "PYTHON": sys.executable},
+            **{"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_RETRIES": "0", "UV_HTTP_RETRIES": "0"},
+            **{"HTTPS_PROXY": self.index.url, "PROGRESS_SECONDS": "0.2"},
+            **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(self.index.certificate)),
+        }
+
+    def has_own_source(self) -> None:
+        """Configure pip, and take the network away."""
+        wheels = self.folder / "wheels"
+        wheels.mkdir()
+        shutil.copy(self.torch, wheels)
+        self.environment |= {"PIP_INDEX_URL": f"{self.index.url}{DEFAULT}/", "PIP_FIND_LINKS": str(wheels)}
+
+    def start(self, *command: str) -> subprocess.Popen:
+        """Start a command, install.sh by default, in the clone."""
+        command = command or ("sh", "requirements/install.sh", ".venv", "requirements/cpu.lock")
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.clone, env=self.environment, start_new_session=True, **streams)
+
+    def install(self, *command: str) -> tuple[int, str]:
+        """Return exit status and output."""
+        started = self.start(*command)
+        output, _ = started.communicate(timeout=120)
+        return started.returncode, output
+
+    def imports(self, *modules: str) -> bool:
+        """Return whether the new environment imports the modules."""
+        command = [self.venv / "bin" / "python", "-c", f"import {', '.join(modules)}"]
+        return subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True).returncode == 0
+
+    def asked(self, index: str) -> set[str]:
+        """Return the packages that an index was asked for, through the proxy."""
+        pages = [path.removesuffix("/") for host, path in self.index.asked if host and path.endswith("/")]
+        return {page.removeprefix(f"{index}/") for page in pages if page.startswith(f"{index}/")}
+
+
+@pytest.fixture
+def machine(root, tmp_path):
+    machine = Machine(root, tmp_path)
+    yield machine
+    machine.index.close()
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """An environment with pip only: made once, copied by tests that are not about making it."""
+    path = tmp_path_factory.mktemp("bare") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", path], check=True)
+    return path
+
+
+def test_a_pip_that_sees_the_pinned_torch_installs_everything(machine, bare):
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.has_own_source()
+    status, output = machine.install()
+    assert status == 0, output
+    assert "with pip" in output and "with uv" not in output
+    assert machine.imports("alpha", "torch", "project") and not machine.imports("uv")
+    assert not machine.asked(DEFAULT) | machine.asked(PYTORCH)
+
+
+def test_without_any_configuration_uv_finds_torch_in_pytorchs_index(machine, bare):
+    """Nothing tells pip or uv of an index; the proxy sees which they ask by themselves."""
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    status, output = machine.install()
+    assert status == 0, output
+    assert "pip sees no torch==9.9+cpu" in output and "with uv" in output
+    assert machine.imports("alpha", "torch", "project")
+    assert machine.asked(PYTORCH) == {"torch"}
+    assert {"uv", "alpha", "beta"} <= machine.asked(DEFAULT)
+    hosts = {path.split("/torch")[0]: host for host, path in machine.index.asked if "/torch/" in path}
+    assert hosts[PYTORCH] != hosts[DEFAULT]
+
+
+def test_pips_mirror_of_the_package_index_and_its_certificate_are_passed_on_to_uv(machine, bare):
+    """uv itself does not read pip's settings, and would ask the default index, which a company's network forbids."""
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    certificate = machine.environment.pop("SSL_CERT_FILE")
+    machine.environment |= {"PIP_INDEX_URL": f"{machine.index.url}{DEFAULT}/", "PIP_CERT": certificate}
+    status, output = machine.install()
+    assert status == 0, output
+    assert "with uv" in output and machine.imports("alpha", "torch")
+    assert machine.asked(PYTORCH) == {"torch"} and not machine.asked(DEFAULT)
+
+
+def test_killed_in_the_middle_and_repaired_by_the_next_call(machine, bare):
+    """The kill leaves a package that looks installed and is not; pip alone would pass over it."""
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.has_own_source()
+    machine.index.held = "beta-2.0-py3-none-any.whl"
+    started = machine.start("make", "venv")
+    _read_until(started, r"  \d+ s: \d+ packages in place; .*beta")
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+    assert not (machine.venv / ".installed").exists()
+    site = next(machine.venv.glob("lib/python*/site-packages"))
+    half = site / "alpha-1.0.dist-info"
+    half.mkdir()
+    (half / "METADATA").write_text("Metadata-Version: 2.1\nName: alpha\nVersion: 1.0\n")
+
+    machine.index.release.set()
+    status, output = machine.install("make", "venv")
+    assert status == 0, output
+    assert "is incomplete: removing it" in output
+    assert machine.imports("alpha", "torch", "project")
+    assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
+
+
+def test_a_second_installation_waits_for_the_first(machine, bare):
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.has_own_source()
+    machine.index.held = "beta-2.0-py3-none-any.whl"
+    first = machine.start()
+    _read_until(first, "installing 3 pinned packages")
+    second = machine.start()
+    _read_until(second, "another installation into .venv is at work; waiting for it")
+    machine.index.release.set()
+    for process in (first, second):
+        output, _ = process.communicate(timeout=180)
+        assert process.returncode == 0, output
+    assert machine.imports("alpha", "torch", "project")
+
+
+@pytest.mark.parametrize("broken", ["bin/python", "lib/python*/site-packages/pip/_internal/commands"])
+def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, bare, broken):
+    """As after the removal of the Python it was made with. Its stamp is there, and newer than the lock."""
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.has_own_source()
+    (machine.venv / "leftover").touch()
+    (victim,) = machine.venv.glob(broken)
+    if victim.is_symlink():
+        (machine.venv / ".installed").touch()
+        victim.unlink()
+        victim.symlink_to("/no/such/python3.11")
+    else:
+        shutil.rmtree(victim)
+    status, output = machine.install("make", "venv")
+    assert status == 0, output
+    assert machine.imports("alpha", "torch", "project")
+    assert not (machine.venv / "leftover").exists()
+
+
+def test_pip_fails_with_cause_and_remedy(machine, bare):
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.has_own_source()
+    machine.lock.write_text(LOCK.replace("beta==2.0", "beta==2.1"))
+    status, output = machine.install("make", "venv")
+    assert status != 0 and not (machine.venv / ".installed").exists()
+    report = _report(output)
+    assert "No matching distribution found for beta==2.1" in report
+    assert "pip could not install requirements/cpu.lock" in report and "run the same command again" in report
+
+
+def test_pytorchs_index_out_of_reach_is_named_with_two_remedies(machine, bare):
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.index.pytorch_unreachable = True
+    status, output = machine.install()
+    assert status != 0
+    report = _report(output)
+    assert "uv could not install requirements/cpu.lock" in report and "PyTorch's index" in report
+    assert "pip config set global.find-links" in report and "torch==9.9+cpu" in report
+
+
+def test_no_index_at_all_is_named(machine, bare):
+    shutil.copytree(bare, machine.venv, symlinks=True)
+    machine.index.close()
+    status, output = machine.install()
+    assert status != 0
+    assert "pip sees neither torch==9.9+cpu nor uv==" in _report(output)
+    assert "HTTPS_PROXY" in output
+
+
+def _read_until(process: subprocess.Popen, said: str) -> None:
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(said, line):
+            return
+    pytest.fail(f"never said: {said}\n" + "".join(lines))
+
+
+def _report(output: str) -> str:
+    """Return what follows the lines of progress: ten lines at most, and make's own."""
+    lines = [line for line in output.splitlines() if not re.match(r"make\b.*Error|  \d+ s: ", line)]
+    assert len(lines) <= 11, output
+    return "\n".join(lines)
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(machine):
+    machine.venv.mkdir()
+    (machine.venv / "thesis.tex").write_text("years of work")
+    status, output = machine.install()
+    assert status != 0 and "is no virtual environment" in output and "Name another folder" in output
+    assert [path.name for path in machine.venv.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "said"),
+    [
+        ("ensurepip", "raise ImportError", "lacks the module venv or ensurepip (Debian, Ubuntu: apt install python3.1"),
+        ("sitecustomize", "import sys; sys.version_info = (3, 13, 0)", "is Python 3.13"),
+        (None, "", "does not run here"),
+    ],
+)
+def test_a_python_that_will_not_do_is_named_with_the_reason(root, tmp_path, module, text, said):
+    python = tmp_path / "its-python"
+    if module:
+        (tmp_path / f"{module}.py").write_text(text)
+        python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+    script = root / "requirements" / "find_python.sh"
+    done = subprocess.run(["sh", script], env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert f"{python} {said}" in done.stderr and "make quickstart PYTHON=" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["install.sh", "find_python.sh"])
+def test_shellcheck_finds_nothing(root, script):
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, root / "requirements" / script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_lock_has_the_pinned_uv(root):
+    """The tests above run the uv that users get."""
+    pin = re.search(r"^UV=(\S+)", (root / "requirements" / "install.sh").read_text(), re.M).group(1)
+    assert pin in (root / "requirements" / "cpu.lock").read_text().splitlines()
