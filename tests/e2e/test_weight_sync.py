@@ -40,14 +40,14 @@ def test_served_log_probs_that_are_not_the_trainers_stop_the_run(run_quickstart,
     (tmp_path / "change_after_the_guard.py").write_text(
         "import wrapt\n"
         "def change(module):\n"
-        "    extension = module.VerifiedWeightSyncExtension\n"
-        "    update = extension.update_weights_from_ipc\n"
-        "    def update_and_change(self, *args, **kwargs):\n"
-        "        update(self, *args, **kwargs)\n"
-        "        if self._sync_index == 2:  # syncs 0 and 1 are done\n"
+        "    execute = module.Worker.execute_model\n"
+        "    def change_and_execute(self, *args, **kwargs):\n"
+        "        if self._sync_index == 2 and not hasattr(self, 'changed'):  # syncs 0 and 1 are done\n"
+        "            self.changed = True\n"
         "            self.model_runner.model.model.norm.weight.data.mul_(50)\n"
-        "    extension.update_weights_from_ipc = update_and_change\n"
-        "wrapt.register_post_import_hook(change, 'verl_precision.weight_sync.worker')\n"
+        "        return execute(self, *args, **kwargs)\n"
+        "    module.Worker.execute_model = change_and_execute\n"
+        "wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "change_after_the_guard")
