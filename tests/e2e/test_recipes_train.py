@@ -66,6 +66,8 @@ def test_it_trains(run, recipe, precision):
         assert row["mismatch/k3_kl"] > 0, "measured by the driver, or in bypass mode by the worker"
         assert row["mismatch/probs_pearson"] > 0.999, "the rollout has the trainer's weights, experts and adapters too"
         assert row["alarm/active"] == 0
+        assert row["weight_sync/canary_gap"] < 0.5 * row["weight_sync/canary_bound"]
+        assert (row["weight_sync/unverified_layers"] > 0) == (recipe == "lora"), "the guard knows all but adapters"
         if precision == "fp16":
             assert row["precision/loss_scale"] == LOSS_SCALE and row["precision/skipped_steps"] == 0
         if estimator in BYPASS:

@@ -111,9 +111,9 @@ def _measuring(base: type, mode: str) -> type:
 
         def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
             super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+            canary, self._canary_metrics = self._canary_metrics, {}
             guard_seconds = metrics.get("weight_sync/seconds", 0.0)
-            metrics.update(self._canary_metrics)
-            metrics["weight_sync/seconds"] = guard_seconds + self._canary_metrics.pop("weight_sync/seconds", 0.0)
+            metrics.update({**canary, "weight_sync/seconds": guard_seconds + canary.get("weight_sync/seconds", 0.0)})
             stop = self._watch.judge(global_steps, metrics)
             self._watch.show_histograms(self.logger, global_steps)
             if stop is not None:
