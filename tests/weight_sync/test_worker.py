@@ -229,6 +229,7 @@ def _experts_gap(worker, config, trainer) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
     worker, trainer, config = _worker("qwen3_moe", dtype)
+    torch.manual_seed(0)  # about one draw in a hundred has two experts so close that BF16 routes a token to the other
     for _ in range(2):
         with torch.no_grad():
             for parameter in trainer.parameters():
