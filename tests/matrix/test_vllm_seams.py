@@ -136,12 +136,10 @@ def test_what_is_called_takes_what_we_give(module, name, expected):
 
 def test_every_weight_loader_of_a_layer_names_its_parameter_param():
     """verify.py puts the reference's parameter under that name."""
-    seen = 0
-    for path in [
-        *sorted((VLLM.root / "vllm/model_executor/layers").glob("*.py")),
-        *sorted((VLLM.root / "vllm/model_executor/layers/fused_moe").glob("*.py")),
-    ]:
-        for node in ast.walk(ast.parse(path.read_text())):
+    layers, seen = VLLM.root / "vllm/model_executor/layers", 0
+    for path in [*layers.glob("*.py"), *(layers / "fused_moe").glob("*.py")]:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "def weight_loader" in text else ():
             if isinstance(node, ast.FunctionDef) and re.fullmatch(r"weight_loader(_v2)?", node.name):
                 seen += 1
                 assert parameters(node)[:3] == ("self", "param", "loaded_weight"), f"{path.name}:{node.lineno}"
