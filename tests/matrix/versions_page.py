@@ -71,7 +71,6 @@ def _sentences(results: dict) -> Iterator[str]:
     for python, *sets in machines:
         yield f"Python {python}, on a CPU with {', '.join(sets)}."
     if read := results["read"]:
-        yield (
-            f"Read, not run: vLLM {read['vllm']}, which `verl[vllm]` brings to GPUs. Its Python was held against every "
-            f"import, signature and name that this package relies on: {_counts(read)}."
-        )
+        yield ""
+        yield f"Read, not run: vLLM {read['vllm']}, which `verl[vllm]` brings to GPUs. The imports, signatures and names"
+        yield f"that this package relies on were looked up in its Python: {_counts(read)}."

