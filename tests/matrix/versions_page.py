@@ -72,5 +72,5 @@ def _sentences(results: dict) -> Iterator[str]:
         yield f"Python {python}, on a CPU with {', '.join(sets)}."
     if read := results["read"]:
         yield ""
-        yield f"Read, not run: vLLM {read['vllm']}, which `verl[vllm]` brings to GPUs. The imports, signatures and names"
+        yield f"Read, not run: vLLM {read['vllm']}, which `verl[vllm]` brings to GPUs. Imports, signatures and names"
         yield f"that this package relies on were looked up in its Python: {_counts(read)}."
