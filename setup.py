@@ -17,7 +17,7 @@ BASE = [
     "rich>=13",  # progress, tables
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins
 ]
-VERL = "verl>=0.9.0,<0.10"  # 0.8 has no plugin group; 0.10 is untested
+VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 PLOT = ["matplotlib>=3.8"]
 
 setup(

@@ -1,0 +1,122 @@
+"""Read a package's Python without importing it: names, re-exports, members and parameters, from its syntax trees."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.Module
+
+
+class SourceTree:
+    """Modules under one folder, read as they are asked for.
+
+    Args:
+        root: the folder that holds the package's folder.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+        self._modules: dict[str, ast.Module | None] = {}
+
+    def path(self, module: str) -> Path | None:
+        """Return a module's file, or None."""
+        base = self.root.joinpath(*module.split("."))
+        return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
+
+    def module(self, module: str) -> ast.Module | None:
+        """Return a module's syntax tree, or None if there is no such module."""
+        if module not in self._modules:
+            path = self.path(module)
+            self._modules[module] = None if path is None else ast.parse(path.read_text())
+        return self._modules[module]
+
+    def find(self, module: str, name: str) -> Definition | None:
+        """Return what defines `module.name`, through re-exports; the last definition wins, as when it is executed.
+
+        Args:
+            module: dotted name of the module.
+            name: dotted inside the module: `Class.method` looks in base classes too.
+        """
+        first, _, rest = name.partition(".")
+        found, home = self._top_level(module, first)
+        return found if not rest or found is None else self._member(found, home, rest)
+
+    def _top_level(self, module: str, name: str) -> tuple[Definition | None, str]:
+        tree = self.module(module)
+        found: tuple[Definition | None, str] = (None, module)
+        for node in [] if tree is None else executed(tree.body):
+            if name in bound_names(node):
+                if isinstance(node, ast.ImportFrom):
+                    original = next(a.name for a in node.names if name == (a.asname or a.name))
+                    found = self._top_level(self.absolute(module, node), original)
+                elif not isinstance(node, ast.Import):
+                    found = (node, module)
+        if found[0] is None and (submodule := self.module(f"{module}.{name}")) is not None:
+            found = (submodule, f"{module}.{name}")
+        return found
+
+    def _member(self, owner: Definition, home: str, name: str) -> Definition | None:
+        if not isinstance(owner, ast.ClassDef):
+            return None
+        for node in executed(owner.body):
+            if name in bound_names(node):
+                return node
+        for base in owner.bases:
+            if isinstance(base, ast.Name):
+                parent, parent_home = self._top_level(home, base.id)
+                if parent is not None and (found := self._member(parent, parent_home, name)) is not None:
+                    return found
+        return None
+
+    def absolute(self, module: str, node: ast.ImportFrom) -> str:
+        """Return the absolute name of the module that a `from ... import` in `module` reads."""
+        if not node.level:
+            return node.module or ""
+        path = self.path(module)
+        parts = module.split(".")
+        up = node.level - (path is not None and path.name == "__init__.py")
+        return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
+
+
+def executed(body: list[ast.stmt], required: bool = False) -> Iterator[ast.stmt]:
+    """Yield the statements that importing a module executes, or may: those in `if`, `try` and `with` too.
+
+    Args:
+        body: a module's or class's body.
+        required: leave out what stands in a `try` that has a handler, and may fail.
+    """
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            inner = getattr(node, field, None)
+            optional = required and isinstance(node, ast.Try) and node.handlers and field != "finalbody"
+            if (
+                isinstance(inner, list)
+                and not optional
+                and not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            ):
+                yield from executed(inner, required)
+
+
+def bound_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement binds."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def parameters(node: Definition) -> tuple[str, ...]:
+    """Return a function's parameter names, in the order of `inspect.signature`."""
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    a = node.args
+    several = [
+        *a.posonlyargs,
+        *a.args,
+        *([a.vararg] if a.vararg else []),
+        *a.kwonlyargs,
+        *([a.kwarg] if a.kwarg else []),
+    ]
+    return tuple(arg.arg for arg in several)

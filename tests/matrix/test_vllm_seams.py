@@ -1,0 +1,194 @@
+"""What this package takes from vLLM, held against vLLM's Python as text: without kernels, without importing it.
+
+By default against the vLLM installed here. `make test-matrix` points VLLM_SOURCE at the unpacked release that
+`verl[vllm]` brings to GPUs, which no CPU of ours can run.
+"""
+
+import ast
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+from source_tree import SourceTree, bound_names, executed, parameters
+
+from verl_precision.platforms.ledger import LEDGER
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _folder(package: str) -> Path:
+    return Path(importlib.util.find_spec(package).origin).parents[1]
+
+
+VLLM = SourceTree(Path(os.environ["VLLM_SOURCE"]) if "VLLM_SOURCE" in os.environ else _folder("vllm"))
+VERL = SourceTree(_folder("verl"))
+OURS = SourceTree(ROOT)
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(tree: SourceTree, module: str, nodes) -> set[tuple[str, str]]:
+    """Return (module, name) of each import; name is empty for `import module`."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(tree.absolute(module, node), alias.name) for alias in node.names}
+    return found
+
+
+def _needed() -> dict[tuple[str, str], str]:
+    """Return (vLLM module, name) -> who imports it.
+
+    Ours anywhere in a file; verl's where importing our worker extension executes them, through all of verl's modules.
+    """
+    needed, waiting, seen = {}, [(VERL, "verl.workers.rollout.vllm_rollout.vllm_async_server")], set()
+    for path in sorted((ROOT / "verl_precision").rglob("*.py")):
+        module = _module_name(path)
+        for found in _imports(OURS, module, ast.walk(OURS.module(module))):
+            needed |= {found: module} if found[0].partition(".")[0] == "vllm" else {}
+        if module.startswith("verl_precision.weight_sync"):
+            waiting.append((OURS, module))
+    while waiting:
+        tree, module = waiting.pop()
+        if module in seen or tree.module(module) is None:
+            continue
+        seen.add(module)
+        for home, name in _imports(tree, module, executed(tree.module(module).body, required=True)):
+            package = home.partition(".")[0]
+            if package == "vllm":
+                needed.setdefault((home, name), module)
+            elif package in ("verl", "verl_precision"):
+                source = VERL if package == "verl" else OURS
+                waiting += [(source, home), (source, f"{home}.{name}")]
+    return needed
+
+
+NEEDED = _needed()
+
+
+def test_the_imports_are_found():
+    assert len(NEEDED) > 15
+    assert NEEDED["vllm.outputs", "RequestOutput"] == "verl.workers.rollout.vllm_rollout.utils"
+    assert ("vllm.model_executor.model_loader.weight_utils", "default_weight_loader") in NEEDED
+
+
+@pytest.mark.parametrize(
+    ("wanted", "who"),
+    NEEDED.items(),
+    ids=lambda value: ".".join(filter(None, value)) if isinstance(value, tuple) else "",
+)
+def test_what_is_imported_exists(wanted, who):
+    module, name = wanted
+    assert VLLM.module(module) is not None, f"{who} imports {module}, which this vLLM does not have"
+    assert not name or VLLM.find(module, name) is not None, (
+        f"{who} imports {name} from {module}, which does not have it"
+    )
+
+
+IN_VLLM = [entry for entry in LEDGER if entry.module.startswith("vllm.")]
+
+
+@pytest.mark.parametrize("entry", IN_VLLM, ids=lambda entry: entry.name)
+def test_ledger_symbol_has_the_tested_signature(entry):
+    found = VLLM.find(entry.module, entry.name)
+    assert found is not None, f"{entry.module}.{entry.name} does not exist"
+    if isinstance(found, ast.FunctionDef):
+        assert parameters(found) == entry.parameters
+
+
+LAYERS = "vllm.model_executor.layers"
+# Called or overridden by verify.py, record.py and vllm_cpu.py, on objects that no import names.
+CALLED = [
+    (f"{LAYERS}.linear", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
+    (f"{LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")),
+    (f"{LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    (
+        f"{LAYERS}.vocab_parallel_embedding",
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        ("self", "layer"),
+    ),
+    (f"{LAYERS}.vocab_parallel_embedding", "ParallelLMHead.tie_weights", ("self", "embed_tokens")),
+    (f"{LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding.weight_loader", ("self", "param", "loaded_weight")),
+    (f"{LAYERS}.linear", "ReplicatedLinear.weight_loader", ("self", "param", "loaded_weight")),
+    (f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
+    (f"{LAYERS}.utils", "cpu_unquantized_gemm", ("layer", "x", "weight", "bias")),
+    ("vllm.model_executor.model_loader.weight_utils", "default_weight_loader", ("param", "loaded_weight")),
+    ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info", ("layer",)),
+    ("vllm.model_executor.model_loader.reload.layerwise", "_get_original_loader", ("tensor",)),
+    ("vllm.model_executor.model_loader.reload.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"), CALLED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_what_is_called_takes_what_we_give(module, name, expected):
+    found = VLLM.find(module, name)
+    assert found is not None, f"{module}.{name} does not exist"
+    assert parameters(found) == expected
+
+
+def test_every_weight_loader_of_a_layer_names_its_parameter_param():
+    """verify.py puts the reference's parameter under that name."""
+    layers, seen = VLLM.root / "vllm/model_executor/layers", 0
+    for path in [*layers.glob("*.py"), *(layers / "fused_moe").glob("*.py")]:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "def weight_loader" in text else ():
+            if isinstance(node, ast.FunctionDef) and re.fullmatch(r"weight_loader(_v2)?", node.name):
+                seen += 1
+                assert parameters(node)[:3] == ("self", "param", "loaded_weight"), f"{path.name}:{node.lineno}"
+    assert seen > 8
+
+
+def test_a_layer_of_the_reload_keeps_its_calls_in_a_list():
+    """(name, bound arguments) pairs, which LayerRecord.calls holds on to."""
+    found = VLLM.find("vllm.model_executor.model_loader.reload.types", "LayerReloadingInfo.loaded_weights")
+    assert isinstance(found, ast.AnnAssign) and "list[tuple[str," in ast.unparse(found.annotation)
+
+
+def test_repacked_layers_say_so_by_cpu_linear():
+    dispatch = VLLM.find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")
+    assigned = {ast.unparse(t) for node in ast.walk(dispatch) if isinstance(node, ast.Assign) for t in node.targets}
+    assert "layer.cpu_linear" in assigned and "layer.weight" in assigned
+
+
+def test_experts_are_packed_while_their_kernel_is_built():
+    """The reason for forget_expert_kernel; when it is gone, so can be its ledger entry."""
+    method = f"{LAYERS}.fused_moe.unquantized_fused_moe_method"
+    setup = ast.unparse(VLLM.find(method, "UnquantizedFusedMoEMethod._setup_kernel"))
+    assert "self.moe_kernel" in setup and "convert_to_unquantized_kernel_format" in setup
+
+
+def test_classes_that_we_name_exist():
+    named = {
+        node.value
+        for path in (ROOT / "verl_precision").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"Unquantized\w+Method", node.value)
+    }
+    layers = "".join(path.read_text() for path in (VLLM.root / "vllm/model_executor/layers").rglob("*.py"))
+    gone = sorted(name for name in named if not re.search(rf"^class {name}\b", layers, re.M))
+    assert named and not gone, f"vLLM has no such class: {', '.join(gone)}"
+
+
+def test_a_name_that_is_gone_is_missed(tmp_path):
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host/__init__.py").write_text("from .inner import a\nif 1:\n    from .inner import c as b\n")
+    (tmp_path / "host/inner.py").write_text(
+        "def a(x, *, y): ...\nclass Base:\n    def m(self, z): ...\nclass c(Base): ...\n"
+    )
+    tree = SourceTree(tmp_path)
+    assert parameters(tree.find("host", "a")) == ("x", "y")
+    assert parameters(tree.find("host", "b.m")) == ("self", "z")
+    assert (
+        tree.find("host", "gone") is None and tree.find("host", "b.gone") is None and tree.find("host.no", "a") is None
+    )
+    assert bound_names(ast.parse("p, q = 1, 2").body[0]) == {"p", "q"}
