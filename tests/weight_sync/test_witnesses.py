@@ -135,7 +135,7 @@ def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
     assert report.unverified_layers == 0
 
     def overwrite(worker):
-        worker.model_runner.model.model.layers[1].input_layernorm.weight.data.mul_(1.5)
+        worker.model_runner.model.model.layers[1].input_layernorm.weight.data.mul_(3)
 
     dense.engines[1].collective_rpc(overwrite)
     problems = dense.canary().problems

