@@ -6,7 +6,7 @@
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e check venv lock clean
+.PHONY: quickstart sanity test test-e2e test-matrix check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +28,6 @@ test: $(STAMP)
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
 
-.PHONY: test-matrix
 test-matrix:
 	@python=$$(sh requirements/find_python.sh) && exec "$$python" tests/matrix/run_matrix.py $(PAIRS)
 
