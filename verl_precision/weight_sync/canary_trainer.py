@@ -29,7 +29,7 @@ _MEANING = (
     "The digests of this sync agree (where they were sent) and no verified layer is damaged, so the weights arrived; "
     "what serves requests does not use them. Usual causes: a replica that a sync left out, a LoRA adapter that is not "
     "applied, CUDA graphs over old memory, quantised or packed weights that were not made anew, or a rollout whose "
-    "dtype or context differs from what the config says. Compare weight_sync/unverified_layers, restart the replica, "
+    "dtype or context differs from what the config says. Compare weight_sync/unverified_layers, start the run again, "
     "or set weight_sync.canary.action=log to go on."
 )
 
@@ -99,7 +99,8 @@ class TrainerCanary:
             if not set(futures) <= set(ready):
                 self._problems.append(
                     f"replica {rank} has not answered within weight_sync.canary.timeout_seconds="
-                    f"{self.settings.timeout_seconds:g}: look at its log, or allow more time"
+                    f"{self.settings.timeout_seconds:g}: look at its log, allow more time, or go on without it "
+                    "(weight_sync.canary.action=log)"
                 )
                 continue
             try:
@@ -144,9 +145,9 @@ class TrainerCanary:
                 return {}
             verdict = self._judge.judge(trainer, {rank: log_probs for rank, (_, log_probs) in answers.items()})
             metrics = verdict.metrics()
-            problems += verdict.problems
+            problems += [*verdict.problems, *([_MEANING] if verdict.problems else [])]
         if problems:
-            message = f"Canary of weight sync {self._syncs - 1}: {'; '.join(problems)}. {_MEANING}"
+            message = f"Canary of weight sync {self._syncs - 1}: {'. '.join(problems)}"
             if self.settings.action == "stop":
                 raise WeightSyncError(message)
             logger.error("%s", message)

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
+_PREFIX = "vp-weight-sync-"  # then the process that waits for the report
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -58,11 +62,16 @@ class ReportBox:
     """The trainer's side: names a file for each stream of a sync, and takes the reports that came back."""
 
     def __init__(self) -> None:
+        """Remove what processes that have ended left behind: the report of a run's last sync is never taken."""
         self._expected: list[Path] = []
+        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.json"):
+            process = left.name.removeprefix(_PREFIX).partition("-")[0]
+            if process.isdigit() and not psutil.pid_exists(int(process)):
+                left.unlink(missing_ok=True)
 
     def new_address(self) -> str:
         """Return the name of a file that does not exist yet, for one stream's report."""
-        path = Path(tempfile.gettempdir()) / f"vp-weight-sync-{os.getpid()}-{os.urandom(8).hex()}.json"
+        path = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}.json"
         self._expected.append(path)
         return str(path)
 

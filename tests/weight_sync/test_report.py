@@ -1,0 +1,57 @@
+"""The receiver's report on its way back: whole, once, and nothing is left behind."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from verl_precision.weight_sync.report import ReportBox, SyncReport, merge, write_report
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def test_a_report_comes_back_once(own_folder):
+    box = ReportBox()
+    write_report(box.new_address(), SyncReport(35, 2, 0.5))
+    assert box.take() == SyncReport(35, 2, 0.5)
+    assert box.take() is None
+    assert list(own_folder.iterdir()) == []
+
+
+def test_streams_of_one_sync_are_added():
+    """LoRA: base weights, then the adapter."""
+    box = ReportBox()
+    for report in (SyncReport(35, 0, 0.5), SyncReport(0, 12, 0.25)):
+        write_report(box.new_address(), report)
+    assert box.take() == SyncReport(35, 12, 0.75) == merge([SyncReport(35, 0, 0.5), SyncReport(0, 12, 0.25)])
+
+
+def test_a_receiver_that_does_not_answer_is_no_error():
+    """Another rollout engine reads no manifest, and a failed sync raises by itself."""
+    box = ReportBox()
+    box.new_address()
+    assert box.take() is None
+
+
+def test_metrics():
+    assert SyncReport(35, 2, 0.5).metrics() == {
+        "weight_sync/verified_layers": 35.0,
+        "weight_sync/unverified_layers": 2.0,
+        "weight_sync/seconds": 0.5,
+    }
+
+
+def test_what_ended_processes_left_is_removed_and_what_is_awaited_stays(own_folder):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    old = own_folder / f"vp-weight-sync-{ended.stdout.strip()}-0a.json"
+    awaited = own_folder / f"vp-weight-sync-{os.getpid()}-0b.json"
+    foreign = own_folder / "vp-weight-sync-notes.json"
+    for path in (old, awaited, foreign):
+        path.write_text("{}")
+    ReportBox()
+    assert sorted(own_folder.iterdir()) == sorted([awaited, foreign])
