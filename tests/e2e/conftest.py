@@ -1,6 +1,6 @@
 """Real runs: verl's main_ppo, V1 trainer, FSDP2, vLLM, Ray, TransferQueue, on a CPU.
 
-A run takes minutes on two cores, most of them imports on one core, so that two run side by side (`-n 2`), each test
+A run takes a minute on two cores, most of it imports on one core, so that two run side by side (`-n 2`), each test
 file in one process (`--dist loadfile`), and tests of a file share runs where they can.
 """
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from verl_precision.compare.fork_server import ForkServer
 from verl_precision.compare.results import read_metrics
 from verl_precision.compare.run import marked_processes, run_verl
 from verl_precision.compare.session import compare_precisions
@@ -51,8 +52,15 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
         yield lambda: [process for process in marked_processes() if started_here(process)]
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Where the workers of most runs are forked; test_resume.py and test_cluster_check.py have Ray start its own."""
+    with ForkServer() as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
-def run_recipe(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
+def run_recipe(tmp_path_factory, fork_server) -> Callable[..., list[dict[str, float]]]:
     """Run a recipe with overrides; return the metrics of each step. The same run is done once."""
     done: dict[tuple[Path | str, ...], list[dict[str, float]]] = {}
 
@@ -60,7 +68,7 @@ def run_recipe(tmp_path_factory) -> Callable[..., list[dict[str, float]]]:
         key = (recipe, *overrides)
         if key not in done:
             folder = tmp_path_factory.mktemp("e2e") / "run"
-            run_verl(recipe, overrides, folder, on_progress=lambda progress: None)
+            run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
             done[key] = read_metrics(folder / "metrics.jsonl")
         return done[key]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from verl_precision.compare.failure import reason
+from verl_precision.compare.fork_server import ForkServer
 from verl_precision.compare.stages import STAGES, TOTAL_STEPS, stage_of
 from verl_precision.errors import VerlPrecisionError
 
@@ -59,12 +60,18 @@ def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def quoted(path: Path) -> str:
-    """Return a path as a value in a Hydra override, whatever characters it has."""
+def quoted(path: Path | str) -> str:
+    """Return a path or text as a value in a Hydra override, whatever characters it has."""
     return "'" + str(path).replace("'", "\\'") + "'"
 
 
-def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: Callable[[Progress], None]) -> float:
+def run_verl(
+    config: Path,
+    overrides: Sequence[str],
+    folder: Path,
+    on_progress: Callable[[Progress], None],
+    fork_server: ForkServer | None = None,
+) -> float:
     """Run verl to its end.
 
     Args:
@@ -72,6 +79,7 @@ def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: 
         overrides: Hydra overrides.
         folder: receives `train.log`, `metrics.jsonl` and Hydra's own files; created.
         on_progress: called about twice a second.
+        fork_server: where Ray's workers are forked; with None Ray starts each by itself.
 
     Returns:
         Wall-clock seconds.
@@ -91,6 +99,8 @@ def run_verl(config: Path, overrides: Sequence[str], folder: Path, on_progress: 
         f"hydra.run.dir={quoted(folder / 'hydra')}",
         f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
     ]
+    if fork_server is not None:
+        command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(fork_server.executable)}")
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bars
 
 from verl_precision.check import versions
 from verl_precision.compare.figure import write_figure
+from verl_precision.compare.fork_server import fork_server_on_cpu
 from verl_precision.compare.pass_bar import PassBar
 from verl_precision.compare.results import Summary, read_metrics, summarise, table, write_summary
 from verl_precision.compare.run import Progress, run_verl
@@ -48,16 +49,18 @@ def compare_precisions(
     _check_arguments(config, precisions, folder)
     runs: dict[str, list[dict[str, float]]] = {}
     summaries: list[Summary] = []
-    for precision in precisions:
-        with _shown(precision, console) as on_progress:
-            seconds = run_verl(config, [*overrides, f"precision={precision}"], folder / precision, on_progress)
-        runs[precision] = read_metrics(folder / precision / "metrics.jsonl")
-        summaries.append(summarise(precision, runs[precision], seconds))
-        # After each run, so that an interrupted comparison leaves what it had.
-        verdicts = {name: pass_bar.verdict(rows) for name, rows in runs.items()} if pass_bar else None
-        write_summary(folder / "summary.json", summaries, sys.argv, versions(), verdicts)
-        write_figure(folder / "comparison.png", runs, title=config.stem)
-        write_page(folder / "report.html", page(read_runs([folder / name for name in runs])), force=True)
+    with fork_server_on_cpu() as fork_server:
+        for precision in precisions:
+            chosen = [*overrides, f"precision={precision}"]
+            with _shown(precision, console) as on_progress:
+                seconds = run_verl(config, chosen, folder / precision, on_progress, fork_server)
+            runs[precision] = read_metrics(folder / precision / "metrics.jsonl")
+            summaries.append(summarise(precision, runs[precision], seconds))
+            # After each run, so that an interrupted comparison leaves what it had.
+            verdicts = {name: pass_bar.verdict(rows) for name, rows in runs.items()} if pass_bar else None
+            write_summary(folder / "summary.json", summaries, sys.argv, versions(), verdicts)
+            write_figure(folder / "comparison.png", runs, title=config.stem)
+            write_page(folder / "report.html", page(read_runs([folder / name for name in runs])), force=True)
     console.print(table(summaries))
     if pass_bar:
         for name, rows in runs.items():

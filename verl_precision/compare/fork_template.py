@@ -1,0 +1,180 @@
+"""A process that has imported what verl's workers import, and forks one for each `fork_client.py` that asks.
+
+    python fork_template.py FOLDER NAME
+
+Importing verl, vLLM and torch takes ten seconds of a core, and a run has nine processes that do it. A fork has them at
+once and shares their memory. Whatever may differ between processes is set in the fork: arguments, environment, working
+directory, streams, signals, random state, number of threads. Ends when the process that owns FOLDER does.
+"""
+
+import array
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a fork is to run.
+
+    Attributes:
+        arguments: as after `python`: a script or `-m` and a module, then its own.
+        environment: whole.
+        cwd: working directory.
+    """
+
+    arguments: list[str]
+    environment: dict[str, str]
+    cwd: str
+
+
+def serve(folder: str, name: str) -> Order:
+    """Fork on request until the owner has gone; return in each fork, with its order.
+
+    Args:
+        folder: of the owner's `modules` and its socket `owner.sock`.
+        name: of this template's own socket there.
+    """
+    with open(os.path.join(folder, "modules")) as file:
+        modules = file.read().split()
+    owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    owner.connect(os.path.join(folder, "owner.sock"))
+    # Ray reads it as it is imported, and ends a worker whose raylet has ended; here, whose template has.
+    os.environ["RAY_RAYLET_PID"] = str(os.getpid())
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that the collector of a fork leaves shared pages alone
+
+    wake, woken = socket.socketpair()
+    woken.setblocking(False)
+    wake.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    path = os.path.join(folder, f"{name}.sock")
+    listening.bind(f"{path}.new")
+    listening.listen(64)
+    os.rename(f"{path}.new", path)  # there only once it answers
+
+    selector = selectors.DefaultSelector()
+    for each in (owner, wake, listening):
+        selector.register(each, selectors.EVENT_READ)
+    forked: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in selector.select():
+            source = key.fileobj
+            if source is owner:
+                os.unlink(path)
+                os._exit(0)
+            elif source is wake:
+                wake.recv(4096)
+                _reap(forked, selector)
+            elif source is listening:
+                connection, _ = listening.accept()
+                order, streams = _receive(connection)
+                process = os.fork()
+                if process == 0:
+                    signal.set_wakeup_fd(-1)
+                    selector.close()
+                    for ours in (owner, wake, woken, listening, connection, *forked.values()):
+                        ours.close()
+                    _become(order, streams)
+                    return order
+                for stream in streams:
+                    os.close(stream)
+                connection.sendall(struct.pack("!i", process))
+                forked[process] = connection
+                selector.register(connection, selectors.EVENT_READ)
+            elif source in forked.values():  # a client that was killed, and could not pass it on
+                selector.unregister(source)
+                os.kill(next(process for process, each in forked.items() if each is source), signal.SIGKILL)
+
+
+def _receive(connection: socket.socket) -> tuple[Order, list[int]]:
+    streams = array.array("i", [0, 0, 0])
+    head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(streams.itemsize * 3))
+    streams = array.array("i")
+    streams.frombytes(ancillary[0][2])
+    (length,) = struct.unpack("!I", head)
+    message = b""
+    while len(message) < length:
+        message += connection.recv(length - len(message))
+    return Order(**json.loads(message)), list(streams)
+
+
+def _reap(forked: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    while forked:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process == 0:
+            return
+        connection = forked.pop(process)
+        if connection.fileno() in selector.get_map():
+            selector.unregister(connection)
+            connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
+        connection.close()
+
+
+def _become(order: Order, streams: list[int]) -> None:
+    """Make a fresh fork what a process started with the order's command line would be."""
+    os.setsid()
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.cwd)
+    random.seed()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    _follow_thread_count()
+
+
+def _follow_thread_count() -> None:
+    """Have torch follow OMP_NUM_THREADS where Ray sets it: it is there already, and has read the variable."""
+    torch, utils = sys.modules.get("torch"), sys.modules.get("ray._private.utils")
+    if torch is None or utils is None:
+        return
+    ray_utils: Any = utils
+    set_variable = ray_utils.set_omp_num_threads_if_unset
+
+    def set_variable_and_threads() -> bool:
+        was_set = set_variable()
+        if was_set:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return was_set
+
+    ray_utils.set_omp_num_threads_if_unset = set_variable_and_threads
+
+
+def run(arguments: list[str]) -> None:
+    """Run a script or module as `python` would.
+
+    Args:
+        arguments: see `Order`.
+    """
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(arguments[0])
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(serve(sys.argv[1], sys.argv[2]).arguments)
