@@ -20,9 +20,10 @@ import subprocess
 import sys
 import time
 
-# What differs between the workers of a run, or between runs, and is not read while modules are imported.
+# What differs between the workers of a run, or between runs, and is not read while modules are imported. (Ray reads
+# RAY_JOB_ID and RAY_RAYLET_PID as it is imported: the first is the same in each fresh Ray, the second the template sets.)
 OWN = (
-    *("RAY_RAYLET_PID", "RAY_JOB_ID", "RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
+    *("RAY_RAYLET_PID", "RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WG_BACKEND", "WG_PREFIX"),
     *("VERL_FILE_LOGGER_PATH", "VERL_PRECISION_RUN", "VERL_PRECISION_TEST", "SHLVL", "PWD", "OLDPWD", "_"),
 )
