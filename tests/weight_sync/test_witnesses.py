@@ -46,7 +46,7 @@ def test_healthy_syncs_raise_nothing(model, dtype):
         canary.append(time.perf_counter() - start)
         guard.append(report.seconds)
         worst = max(worst, verdict.gap / verdict.bound)
-        assert verdict.problems == (), f"sync {sync}"
+        assert verdict.problems == (), f"sync {sync}; {_circumstances(pair)}"
         if lora:
             assert report.unverified_layers == 12 and report.verified_layers == (35 if sync == 0 else 0)
         else:
@@ -55,6 +55,15 @@ def test_healthy_syncs_raise_nothing(model, dtype):
     print(
         f"\n{model} {dtype}: {SYNCS} syncs, no alarm; largest gap {worst:.2f} of the bound; "
         f"guard {sorted(guard)[middle]:.4f} s, canary {sorted(canary)[middle]:.4f} s (medians)"
+    )
+
+
+def _circumstances(pair: EnginePair) -> str:
+    """Say what a false alarm may come from: does it last, and what has this process been set to?"""
+    return (
+        f"asked again: {pair.canary().problems}; float32 products {torch.get_float32_matmul_precision()!r}, "
+        f"autocast {torch.is_autocast_enabled('cpu')}, default {torch.get_default_dtype()}, "
+        f"{torch.get_num_threads()} threads, experts {pair.model.config._experts_implementation!r}"
     )
 
 
