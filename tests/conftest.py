@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,15 @@ hypothesis.settings.load_profile("unhurried")
 @pytest.fixture
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture
+def hear_ctrl_c() -> Callable[[], object]:
+    """A `preexec_fn` for a process that a test interrupts.
+
+    A shell without job control starts background jobs with SIGINT ignored, and pytest's own processes inherit that.
+    """
+    return lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
