@@ -1,5 +1,7 @@
 """Shared fixtures."""
 
+import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +21,21 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("VERL_PLATFORM", None)
+
+# vLLM's server imports this module, which raises the root logger and every handler that it has by then to ERROR. In a
+# test these would be pytest's own, until the process ends. Imported here it finds none of those, and what it did to
+# the others is undone.
+SETS_LOG_LEVELS = "model_hosting_container_standards.logging_config"
+
+
+def _import_without_log_levels() -> None:
+    before = {log: log.level for log in (logging.root, *logging.root.handlers)}
+    importlib.import_module(SETS_LOG_LEVELS)
+    for log, level in before.items():
+        log.setLevel(level)
+
+
+_import_without_log_levels()
 
 # Two test processes share two cores: how long an example takes says nothing.
 hypothesis.settings.register_profile("unhurried", deadline=None)
