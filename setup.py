@@ -18,7 +18,7 @@ BASE = [
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins
 ]
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
-PLOT = ["matplotlib>=3.8"]
+PLOT = ["matplotlib>=3.8", "jinja2>=3.1"]  # figures, and the page that shows them
 
 setup(
     name="verl-precision",

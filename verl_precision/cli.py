@@ -205,7 +205,7 @@ def patch(
     """Patch a verl that no plugin can reach, or take the patches back: all of them or none.
 
     Refused, naming the file: a tree that is not exactly a release with a series, or that release with the whole series
-    applied. A call that was killed is finished by the next one. What each patch does: patches/README.md.
+    applied. A call that was killed is finished or taken back by the next one. What each patch does: patches/README.md.
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise typer.BadParameter("give --list, or one of --check, --apply, --revert with TREE")
