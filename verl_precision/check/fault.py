@@ -59,3 +59,8 @@ class Environment:
 
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         return cls(vllm=installed_vllm(), gpus=gpus)
+
+    @classmethod
+    def without_gpus(cls) -> "Environment":
+        """Look at what is installed; asking for GPUs would start CUDA in this process, and no error depends on them."""
+        return cls(vllm=installed_vllm())
