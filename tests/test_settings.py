@@ -13,8 +13,8 @@ from verl_precision.settings import command_option, settings
 @settings(command_option)
 class Example:
     model: str
-    dtypes: tuple[Literal["fp16", "bf16"], ...] = Field(("fp16",), title="--dtype")
-    max_tokens: int = Field(8, ge=1)
+    dtypes: tuple[Literal["fp16", "bf16"], ...] = Field(default=("fp16",), title="--dtype")
+    max_tokens: int = Field(default=8, ge=1)
 
     def __post_init__(self):
         if self.max_tokens > 100 and self.model == "small":
@@ -44,15 +44,17 @@ def test_refusals_name_setting_value_allowed_and_remedy(values, words):
         Example(**{"model": "m", **values})
 
 
-def test_a_missing_setting_is_named():
+def test_a_missing_setting_and_one_given_by_position_are_named():
     with pytest.raises(ConfigurationError, match="--model: it is missing"):
         Example()
+    with pytest.raises(ConfigurationError, match="--dtype fp61: this cannot work"):
+        Example("m", ("fp61",))
 
 
 def test_another_spelling():
     @settings("mismatch.alarm.{}".format)
     class Block:
-        window: int = Field(5, ge=1)
+        window: int = Field(default=5, ge=1)
 
     with pytest.raises(ConfigurationError, match=r"mismatch\.alarm\.window 0: this cannot work"):
         Block(window=0)

@@ -1,7 +1,7 @@
 """Settings as pydantic dataclasses, and one translator from pydantic's error to ours.
 
-A class decorated with `@settings(command_option)` is a frozen dataclass. Its field `responses: int = Field(8, ge=1)`
-refuses 0 with `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
+A class decorated with `@settings(command_option)` is a frozen dataclass. Its field
+`responses: int = Field(default=8, ge=1)` refuses 0 with `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     if isinstance(own, VerlPrecisionError):  # raised by __post_init__
         return own
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    name = str(first["loc"][0])
+    place = first["loc"][0]
+    name = place if isinstance(place, str) else [*fields][place]  # given by position
     if name not in fields:
         known = ", ".join(map(spell, fields))
         return ConfigurationError(f"{spell(name)}: there is no such setting. Allowed: {known}. Check the spelling.")

@@ -1,7 +1,6 @@
 """What a run leaves: the rows kept, a summary, and the histogram of accuracies."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from verl_precision.sanity_set.problems import DataSet
+from verl_precision.files import new_file, write_file
+from verl_precision.sampling.problems import DataSet
 from verl_precision.sanity_set.schedule import Schedule
 from verl_precision.sanity_set.verdict import Verdict, Window
 
@@ -115,15 +115,13 @@ def histogram_text(histogram: list[int]) -> str:
 
 
 def write_summary(path: Path, summary: Summary, schedule: Schedule, settings: Mapping[str, Any]) -> None:
-    """Write summary, settings, and every problem's counts and verdict as JSON; it appears only when complete."""
+    """Write summary, settings, and every problem's counts and verdict as JSON."""
     problems = {
         name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
         for name, tally in schedule.tallies.items()
     }
     content = {"summary": asdict(summary), "settings": settings, "problems": problems}
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(scratch, path)
+    write_file(path, json.dumps(content, indent=1) + "\n", replace=True)
 
 
 def write_figure(path: Path, schedule: Schedule, title: str) -> None:
@@ -147,5 +145,6 @@ def write_figure(path: Path, schedule: Schedule, title: str) -> None:
     most = max((tally.drawn for tally in schedule.tallies.values()), default=0)
     axis.set(xlabel=f"accuracy over the responses drawn (up to {most})", ylabel="problems", title=title)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with new_file(path, replace=True) as scratch:
+        figure.savefig(scratch, dpi=150)
     pyplot.close(figure)

@@ -71,6 +71,11 @@ class Schedule:
         """Number of problems that need no more responses."""
         return len(self.tallies) - len(self._open)
 
+    @property
+    def drawn(self) -> int:
+        """Number of responses counted."""
+        return sum(tally.drawn for tally in self.tallies.values())
+
     def verdict(self, problem: str) -> Verdict:
         """Return what is known of a problem."""
         tally = self.tallies[problem]

@@ -1,0 +1,42 @@
+"""The loop asks for everything once, keeps engines full, and counts what comes back."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_precision.sampling.draw import EachOnce, work_through
+from verl_precision.sampling.engine import Response, ScoreRequest
+
+
+class Slow:
+    """Two engines that answer a few requests at a time, the last ones first."""
+
+    engines = 2
+
+    def __init__(self, batch):
+        self.batch, self.asked, self.most = batch, [], 0
+
+    def submit(self, requests):
+        self.asked += requests
+        self.most = max(self.most, len(self.asked))
+
+    def poll(self):
+        ready = [self.asked.pop() for _ in range(min(self.batch, len(self.asked)))]
+        return [Response(request.problem, request.response, 0) for request in ready]
+
+
+@given(count=st.integers(0, 60), batch=st.integers(1, 9), in_flight=st.integers(1, 20))
+def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
+    keys = [(str(index % 7), index) for index in range(count)]
+    plan, engine, back, calls = EachOnce(keys), Slow(batch), [], []
+
+    def record(response):
+        back.append((response.problem, response.response))
+        plan.done()
+
+    def request(problem, response):
+        return ScoreRequest(problem, response, (), ())
+
+    work_through(plan, engine, request, record, in_flight, lambda: calls.append(len(back)))
+    assert sorted(back) == sorted(keys)
+    assert engine.most == min(2 * in_flight, count)
+    assert calls == sorted(calls) and (not calls or calls[-1] == count)
