@@ -1,7 +1,7 @@
 """Settings as pydantic dataclasses, and one translator from pydantic's error to ours.
 
-A class decorated with `@settings(command_option)` is a frozen dataclass. Its field
-`responses: int = Field(default=8, ge=1)` refuses 0 with `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
+A class decorated with `@settings(command_option)` is a frozen dataclass. Where its field `responses: int = Field(ge=1)`
+is given 0, it raises `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.offline_mismatch import session
 from verl_precision.offline_mismatch.prompts import read_prompts
 from verl_precision.offline_mismatch.settings import MismatchJob
-from verl_precision.sampling.engine import Response, SampleRequest
+from verl_precision.sampling.engine import Response
 
 runner = CliRunner()
 
@@ -55,7 +55,7 @@ class MadeUp:
         MadeUp.lives -= 1
         request = self.asked.pop(0)
         MadeUp.seen.append(request)
-        if isinstance(request, SampleRequest):
+        if not request.response_token_ids:
             ids = (request.seed % 500, 7)
             return [Response(request.problem, request.response, 2, token_ids=ids, log_probs=(-1.0, -2.0))]
         return [Response(request.problem, request.response, 2, log_probs=(-1.1, -2.0))]

@@ -6,7 +6,7 @@ from made import PROMPTS, fill, job_of
 
 from verl_precision.errors import CheckpointStateError
 from verl_precision.offline_mismatch.store import Store
-from verl_precision.sampling.engine import Response, ScoreRequest, response_seed
+from verl_precision.sampling.engine import Request, Response, response_seed
 from verl_precision.sampling.journal import Journal, open_journal
 
 
@@ -28,7 +28,7 @@ def test_requests_of_a_sample_and_of_its_score(store):
     assert (sample.prompt_token_ids, sample.max_tokens, sample.seed) == ((7,), 40, response_seed(0, "1", 2))
     assert store.request("bf16", None, "1", 2) == sample, "the same seed in every dtype"
     store.add("fp16", None, Response("1", 2, 2, token_ids=(8, 9), log_probs=(-1.0, -2.0)))
-    assert store.request("fp16", "bf16", "1", 2) == ScoreRequest("1", 2, (7,), (8, 9))
+    assert store.request("fp16", "bf16", "1", 2) == Request("1", 2, (7,), response_token_ids=(8, 9))
 
 
 def test_every_fp32_log_prob_comes_back_exactly(store):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_precision.sampling.draw import EachOnce, work_through
-from verl_precision.sampling.engine import Response, ScoreRequest
+from verl_precision.sampling.engine import Request, Response
 
 
 class Slow:
@@ -34,7 +34,7 @@ def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
         plan.done()
 
     def request(problem, response):
-        return ScoreRequest(problem, response, (), ())
+        return Request(problem, response, ())
 
     work_through(plan, engine, request, record, in_flight, lambda: calls.append(len(back)))
     assert sorted(back) == sorted(keys)

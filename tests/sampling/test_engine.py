@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_precision.errors import EnvironmentMismatchError
-from verl_precision.sampling.engine import SampleRequest, response_seed
+from verl_precision.sampling.engine import Request, response_seed
 from verl_precision.sampling.ray_engines import engines_that_fit, spread
 
 
@@ -19,7 +19,7 @@ def test_every_response_has_a_seed_of_its_own():
 
 @given(st.integers(0, 50), st.lists(st.integers(0, 20), min_size=1, max_size=6))
 def test_requests_go_where_least_is_in_flight(count, in_flight):
-    requests = [SampleRequest(str(index), 0, (), 1, 0) for index in range(count)]
+    requests = [Request(str(index), 0, (), 1, 0) for index in range(count)]
     shares = spread(requests, in_flight)
     assert sorted((r for share in shares for r in share), key=lambda r: int(r.problem)) == requests
     loads = [before + len(share) for before, share in zip(in_flight, shares, strict=True)]

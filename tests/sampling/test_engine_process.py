@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from verl_precision.compare.run import RunFailedError
-from verl_precision.sampling.engine import Response, ScoreRequest
+from verl_precision.sampling.engine import Request, Response
 from verl_precision.sampling.engine_process import EngineProcess
 
 
@@ -56,7 +56,7 @@ def start(tmp_path, monkeypatch):
 
 
 def request(response, token=0):
-    return ScoreRequest("a", response, (token,), ())
+    return Request("a", response, (token,))
 
 
 def test_answers_come_from_another_process_that_ends_when_closed(start, tmp_path):

@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 
+from verl_precision.compare.run import RunFailedError
 from verl_precision.errors import EnvironmentMismatchError
-from verl_precision.sampling.engine import SampleRequest
+from verl_precision.sampling.engine import Request
 from verl_precision.sampling.ray_engines import RayEngines
 from verl_precision.sanity_set.recorded import RecordedEngine
 
@@ -19,11 +20,13 @@ def test_requests_come_back_once_from_two_engines(tmp_path, write_rows):
     try:
         with pytest.raises(EnvironmentMismatchError, match="Allowed: 1 to 2"):
             RayEngines(build, "local", engines=3)
+        with pytest.raises(RunFailedError, match=r"(?s)an engine on Ray failed.*FileNotFoundError"):
+            RayEngines(partial(RecordedEngine, tmp_path / "nowhere.jsonl"), "local", engines=1)
         engine = RayEngines(build, "local", engines=None)
         assert engine.engines == 2
         back = []
         for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
-            engine.submit([SampleRequest(problem, index, (), 1, 0) for problem, index in share])
+            engine.submit([Request(problem, index, (), 1, 0) for problem, index in share])
         while len(back) < len(wanted):
             responses = engine.poll()
             assert responses

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.sampling.engine import SampleRequest
+from verl_precision.sampling.engine import Request
 from verl_precision.sanity_set.recorded import RecordedEngine
 
 
@@ -16,7 +16,7 @@ def test_recorded_lines_that_are_not_responses_are_named(tmp_path, write_rows, l
 def test_recorded_text_comes_without_a_verdict(tmp_path, write_rows):
     path = write_rows(tmp_path / "r.jsonl", [{"problem": "a", "response": 0, "tokens": 3, "text": "2"}])
     engine = RecordedEngine(path)
-    engine.submit([SampleRequest("a", 0, (), 1, 0)])
+    engine.submit([Request("a", 0, (), 1, 0)])
     (response,) = engine.poll()
     assert (response.text, response.correct, response.tokens) == ("2", None, 3)
     assert engine.poll() == []

@@ -13,7 +13,7 @@ import numpy as np
 from verl_precision.errors import CheckpointStateError
 from verl_precision.offline_mismatch.settings import MismatchJob
 from verl_precision.sampling.draw import Key
-from verl_precision.sampling.engine import Request, Response, SampleRequest, ScoreRequest, response_seed
+from verl_precision.sampling.engine import Request, Response, response_seed
 from verl_precision.sampling.journal import Journal
 
 _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
@@ -71,9 +71,9 @@ class Store:
         prompt = self.prompt_ids[int(problem)]
         if train is None:
             seed = response_seed(self.job.seed, problem, response)
-            return SampleRequest(problem, response, prompt, self.job.max_response_tokens, seed)
+            return Request(problem, response, prompt, self.job.max_response_tokens, seed)
         sample = self._journal.read(self._positions[rollout, None][problem, response])
-        return ScoreRequest(problem, response, prompt, tuple(sample["token_ids"]))
+        return Request(problem, response, prompt, response_token_ids=tuple(sample["token_ids"]))
 
     def log_probs(self, rollout: str, train: str, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return log-probs, response after response, in float64.

@@ -27,8 +27,7 @@ def ranked(pairs: list[Pair]) -> list[Pair]:
 def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows as text, ranked.
 
-    Args:
-        pairs: Pairs in any order. Tokens whose log-prob is not finite, or positive, get a column if there are any.
+    Tokens whose log-prob is not finite, or positive, get a column if there are any.
     """
     extra = [column for column in _SHOWN_IF_ANY if any(pair.metrics.get(column[1]) for pair in pairs)]
     header = ["rank", "rollout", "train", "k3 KL", *(name for name, _, _ in _COLUMNS), *(name for name, _ in extra)]
@@ -60,14 +59,7 @@ def console_table(pairs: list[Pair]) -> Table:
 
 
 def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:
-    """Return the table with what is needed to make it again.
-
-    Args:
-        pairs: Pairs in any order.
-        settings: Settings of the job.
-        versions: Versions of the packages.
-        prompts: Number of prompts.
-    """
+    """Return the table with what is needed to make it again; `prompts` is their number."""
     header, rows = cells(pairs)
     lines = [
         "# Training-inference mismatch, offline",
@@ -88,15 +80,7 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
 def summary(
     pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int, command: list[str]
 ) -> str:
-    """Return everything measured as JSON; `pairs` are ranked.
-
-    Args:
-        pairs: Pairs in any order.
-        settings: Settings of the job.
-        versions: Versions of the packages.
-        prompts: Number of prompts.
-        command: Command that was typed.
-    """
+    """Return everything measured as JSON, with the pairs ranked; `prompts` is their number."""
     content = {
         "pairs": [
             {

@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 
 @dataclass(frozen=True)
-class SampleRequest:
-    """A response to draw.
+class Request:
+    """A response to draw, or with `response_token_ids` one to score.
 
     Attributes:
         problem: Identifier of the problem.
@@ -17,30 +17,15 @@ class SampleRequest:
         prompt_token_ids: The prompt in tokens.
         max_tokens: Most tokens to generate.
         seed: Seed of this response alone.
-    """
-
-    problem: str
-    response: int
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """A response to score.
-
-    Attributes:
-        problem: Identifier of the problem.
-        response: Index of the response, from 0.
-        prompt_token_ids: The prompt in tokens.
         response_token_ids: The response in tokens.
     """
 
     problem: str
     response: int
     prompt_token_ids: tuple[int, ...]
-    response_token_ids: tuple[int, ...]
+    max_tokens: int = 0
+    seed: int = 0
+    response_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,9 +53,6 @@ class Response:
     finish_reason: str | None = None
 
 
-Request: TypeAlias = SampleRequest | ScoreRequest
-
-
 class Engine(Protocol):
     """Answers requests, many at a time, each when it is ready."""
 
@@ -89,16 +71,7 @@ class Engine(Protocol):
 
 
 def response_seed(seed: int, problem: str, response: int) -> int:
-    """Return the seed of one response: the same whatever is drawn beside it, and whenever.
-
-    Args:
-        seed: Seed of the whole job.
-        problem: Identifier of the problem.
-        response: Index of the response.
-
-    Returns:
-        An integer from 0 to 2³¹ - 1.
-    """
+    """Return the seed of one response, from 0 to 2³¹ - 1: the same whatever is drawn beside it, and whenever."""
     return int.from_bytes(sha256(f"{seed}/{problem}/{response}".encode()).digest()[:4], "big") >> 1
 
 

@@ -110,15 +110,7 @@ class _Actor:
 
 
 def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[Request]]:
-    """Divide requests so that the engines come out as evenly loaded as can be.
-
-    Args:
-        requests: Requests to divide, in order.
-        in_flight: Requests that each engine has already.
-
-    Returns:
-        One list for each engine.
-    """
+    """Divide requests among engines that have `in_flight` ones each, so that they come out evenly loaded."""
     load = list(in_flight)
     shares: list[list[Request]] = [[] for _ in load]
     for request in requests:
@@ -129,12 +121,7 @@ def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[R
 
 
 def engines_that_fit(gpus: float, gpus_each: int, wanted: int | None) -> int:
-    """Return how many engines to start.
-
-    Args:
-        gpus: GPUs of the cluster.
-        gpus_each: GPUs of one engine.
-        wanted: Number asked for; None for all that fit.
+    """Return how many engines of `gpus_each` to start; with None wanted, all that fit.
 
     Raises:
         EnvironmentMismatchError: If that many, or a single one, do not fit.

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from verl_precision.engine.settings import DTYPES
-from verl_precision.sampling.engine import Request, Response, ScoreRequest, prepare_process
+from verl_precision.sampling.engine import Request, Response, prepare_process
 from verl_precision.sampling.model import model_location
 
 
@@ -59,13 +59,11 @@ class TrainerEngine:
             checkpoint_config=CheckpointConfig(),
         )
         self._engine.initialize()
-        self._waiting: list[ScoreRequest] = []
+        self._waiting: list[Request] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
-        for request in requests:
-            assert isinstance(request, ScoreRequest)
-            self._waiting.append(request)
+        self._waiting += requests
 
     def poll(self) -> list[Response]:
         """Score everything that waits; an empty response has no log-probs."""
@@ -76,7 +74,7 @@ class TrainerEngine:
             Response(r.problem, r.response, len(r.response_token_ids), log_probs=found.get(id(r), ())) for r in requests
         ]
 
-    def _log_probs(self, requests: list[ScoreRequest]) -> list[tuple[float, ...]]:
+    def _log_probs(self, requests: list[Request]) -> list[tuple[float, ...]]:
         """Return log π of each response's tokens, FP32."""
         import torch
         from verl.utils import tensordict_utils as tu

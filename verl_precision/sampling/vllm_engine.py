@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_precision.engine.settings import DTYPES
-from verl_precision.sampling.engine import Request, Response, SampleRequest, prepare_process
+from verl_precision.sampling.engine import Request, Response, prepare_process
 from verl_precision.sampling.model import model_location
 
 # On a CPU compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
@@ -48,7 +48,6 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         for request in requests:
-            assert isinstance(request, SampleRequest)
             key = f"{request.problem}/{request.response}"
             self._asked[key] = request
             parameters = SamplingParams(
@@ -78,14 +77,7 @@ class VllmEngine:
         if not self._log_probs:
             return Response(request.problem, request.response, len(ids), text=drawn.text)
         log_probs = tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
-        return Response(
-            request.problem,
-            request.response,
-            len(ids),
-            token_ids=ids,
-            log_probs=log_probs,
-            finish_reason=drawn.finish_reason,
-        )
+        return Response(request.problem, request.response, len(ids), None, None, ids, log_probs, drawn.finish_reason)
 
     def close(self) -> None:
         """Drop what is still being drawn."""

@@ -22,12 +22,8 @@ class RecordedEngine:
             path: JSONL with problem, response, tokens, and either correct or text.
 
         Raises:
-            ConfigurationError: If there is no such file, or a line lacks these fields.
+            ConfigurationError: If a line lacks these fields.
         """
-        if not path.is_file():
-            raise ConfigurationError(
-                f"--responses {path}: no such file. Allowed: a journal.jsonl of this command. Check the path."
-            )
         self._path = path
         self._recorded: dict[tuple[str, int], Response] = {}
         self._waiting: deque[Response] = deque()

@@ -22,18 +22,18 @@ class Summary:
     """The result in numbers.
 
     Attributes:
-        rows: of the data set.
-        duplicates: rows that repeat another, sampled and written once.
-        unreadable: problems left out, because their answer cannot be parsed.
-        overlong: problems left out, because their prompt is too long.
-        kept: problems kept.
-        too_easy: problems dropped above the window.
-        too_hard: problems dropped below it.
-        responses_drawn: drawn in all.
-        responses_saved: not drawn, because the verdict was decided.
-        tokens_drawn: of the responses drawn.
-        tokens_saved: estimated: responses saved x mean length of that problem's responses.
-        histogram: problems by accuracy over the responses drawn, in ten bins from 0 to 1.
+        rows: Rows of the data set.
+        duplicates: Rows that repeat another; they are sampled and written once.
+        unreadable: Problems left out because their answer cannot be parsed.
+        overlong: Problems left out because their prompt is too long.
+        kept: Problems kept.
+        too_easy: Problems dropped above the window.
+        too_hard: Problems dropped below it.
+        responses_drawn: Responses drawn in all.
+        responses_saved: Responses not drawn, because the verdict was decided.
+        tokens_drawn: Tokens of the responses drawn.
+        tokens_saved: Estimate: responses saved x mean length of that problem's responses.
+        histogram: Problems by accuracy over the responses drawn, in ten bins from 0 to 1.
     """
 
     rows: int
@@ -51,14 +51,7 @@ class Summary:
 
 
 def summarise(data: DataSet, schedule: Schedule, unreadable: int, overlong: int) -> Summary:
-    """Return the result in numbers.
-
-    Args:
-        data: the data set.
-        schedule: with every verdict decided.
-        unreadable: problems left out.
-        overlong: problems left out.
-    """
+    """Return the result of a schedule whose verdicts are all decided."""
     tallies = schedule.tallies
     dropped = [t for name, t in tallies.items() if schedule.verdict(name) is Verdict.DROPPED]
     too_easy = sum(tally.correct_count > schedule.window.most for tally in dropped)
@@ -125,13 +118,7 @@ def write_summary(path: Path, summary: Summary, schedule: Schedule, settings: Ma
 
 
 def write_figure(path: Path, schedule: Schedule, title: str) -> None:
-    """Write the histogram of accuracies as PNG, the window shaded.
-
-    Args:
-        path: the file to write.
-        schedule: with every verdict decided.
-        title: shown above.
-    """
+    """Write the histogram of accuracies as PNG, the window shaded."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.sampling.draw import start_engine, work_through
-from verl_precision.sampling.engine import Engine, Request, Response, SampleRequest, response_seed
+from verl_precision.sampling.engine import Engine, Request, Response, response_seed
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import find_model, tokenize
 from verl_precision.sampling.problems import DataSet, Problem, read_data_set
@@ -88,13 +88,17 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
             schedule.record(record["problem"], record["response"], record["correct"], record["tokens"])
 
         def record(response: Response) -> None:
-            judged = _judged(response, problems[response.problem], reward, options.keep_text)
+            correct, text = response.correct, response.text or ""
+            if correct is None:
+                correct = reward.is_correct(problems[response.problem], text)
+            judged: dict[str, Any] = {"problem": response.problem, "response": response.response, "correct": correct}
+            judged |= {"tokens": response.tokens, "text": response.text if options.keep_text else None}
             journal.append(judged)
             count(judged)
 
         def request(problem: str, response: int) -> Request:
             seed = response_seed(options.seed, problem, response)
-            return SampleRequest(problem, response, token_ids[problem], options.max_response_length, seed)
+            return Request(problem, response, token_ids[problem], options.max_response_length, seed)
 
         for _, earlier in journal.records(_FIELDS):
             count(earlier)
@@ -113,19 +117,6 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
                 work_through(schedule, engine, request, record, options.in_flight, on_progress)
         overlong = len(problems) - len(token_ids)
         return _write(options, data, schedule, recorded, summarise(data, schedule, len(unreadable), overlong), console)
-
-
-def _judged(response: Response, problem: Problem, reward: Reward, keep_text: bool) -> dict[str, Any]:
-    correct = response.correct
-    if correct is None:
-        correct = reward.is_correct(problem, response.text or "")
-    return {
-        "problem": response.problem,
-        "response": response.response,
-        "correct": correct,
-        "tokens": response.tokens,
-        "text": response.text if keep_text else None,
-    }
 
 
 def _origin(options: Options, problems: list[Problem]) -> tuple[str, dict[str, tuple[int, ...]]]:

@@ -61,12 +61,7 @@ class Window:
         return math.floor(self.high * self.responses)
 
     def verdict(self, correct: int, drawn: int) -> Verdict:
-        """Return what is known after `drawn` responses, `correct` of them correct.
-
-        Args:
-            correct: k.
-            drawn: m, from 0 to n.
-        """
+        """Return what is known after m = `drawn` responses, k = `correct` of them correct."""
         left = self.responses - drawn
         if correct > self.most or correct + left < self.fewest:
             return Verdict.DROPPED
@@ -79,10 +74,6 @@ class Window:
 
         Kept takes `fewest` correct and n - `most` wrong ones; dropped takes `most` + 1 correct or n - `fewest` + 1
         wrong ones.
-
-        Args:
-            correct: k.
-            drawn: m, from 0 to n.
         """
         if self.verdict(correct, drawn) is not Verdict.OPEN:
             return 0
