@@ -1,9 +1,11 @@
 """The loop asks for everything once, keeps engines full, and counts what comes back."""
 
+from itertools import islice
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_precision.sampling.draw import EachOnce, work_through
+from verl_precision.sampling.draw import work_through
 from verl_precision.sampling.engine import Request, Response
 
 
@@ -26,17 +28,16 @@ class Slow:
 
 @given(count=st.integers(0, 60), batch=st.integers(1, 9), in_flight=st.integers(1, 20))
 def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
-    keys = [(str(index % 7), index) for index in range(count)]
-    plan, engine, back, calls = EachOnce(keys), Slow(batch), [], []
+    requests = [Request(str(index % 7), index, ()) for index in range(count)]
+    engine, waiting, back, calls = Slow(batch), iter(requests), [], []
+
+    def next_requests(limit):
+        return list(islice(waiting, limit))
 
     def record(response):
         back.append((response.problem, response.response))
-        plan.done()
 
-    def request(problem, response):
-        return Request(problem, response, ())
-
-    work_through(plan, engine, request, record, in_flight, lambda: calls.append(len(back)))
-    assert sorted(back) == sorted(keys)
+    work_through(engine, next_requests, record, lambda: len(back) == count, in_flight, lambda: calls.append(len(back)))
+    assert sorted(back) == sorted((request.problem, request.response) for request in requests)
     assert engine.most == min(2 * in_flight, count)
     assert calls == sorted(calls) and (not calls or calls[-1] == count)

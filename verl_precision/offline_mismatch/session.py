@@ -1,10 +1,11 @@
 """A job from end to end: what is missing is sampled and scored, then table and figures are written."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -16,8 +17,8 @@ from verl_precision.offline_mismatch.measure import Pair, measure
 from verl_precision.offline_mismatch.settings import MismatchJob, check_model
 from verl_precision.offline_mismatch.store import Store
 from verl_precision.offline_mismatch.table import console_table, markdown, summary
-from verl_precision.sampling.draw import EachOnce, start_engine, work_through
-from verl_precision.sampling.engine import Engine, Response
+from verl_precision.sampling.draw import start_engine, work_through
+from verl_precision.sampling.engine import Engine, Request
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
 from verl_precision.sampling.progress import shown
@@ -100,14 +101,19 @@ def _fill(
             return
         with closing(start()) as engine:
             for rollout, keys in left.items():
-                plan = EachOnce(keys)
+                requests = (store.request(rollout, train, *key) for key in keys)
+                work_through(
+                    engine,
+                    partial(_first, requests),
+                    partial(store.add, rollout, train),
+                    partial(store.complete, rollout, train),
+                    in_flight,
+                    on_progress,
+                )
 
-                def record(response: Response, rollout: str = rollout, plan: EachOnce = plan) -> None:
-                    store.add(rollout, train, response)
-                    plan.done()
 
-                request = partial(store.request, rollout, train)
-                work_through(plan, engine, request, record, in_flight, on_progress)
+def _first(requests: Iterator[Request], limit: int) -> list[Request]:
+    return list(islice(requests, limit))
 
 
 def _write(folder: Path, pairs: list[Pair], job: MismatchJob, prompts: int, console: Console) -> None:

@@ -47,6 +47,10 @@ class Store:
         """Return how many responses are sampled, or with a train dtype scored."""
         return len(self._positions[rollout, train])
 
+    def complete(self, rollout: str, train: str | None) -> bool:
+        """Return whether every response is sampled, or with a train dtype scored."""
+        return self.count(rollout, train) == len(self.keys)
+
     def missing(self, rollout: str, train: str | None) -> list[Key]:
         """Return the responses that are not sampled yet, or with a train dtype not scored."""
         done = self._positions[rollout, train]

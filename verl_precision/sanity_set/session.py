@@ -100,6 +100,9 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
             seed = response_seed(options.seed, problem, response)
             return Request(problem, response, token_ids[problem], options.max_response_length, seed)
 
+        def next_requests(limit: int) -> list[Request]:
+            return [request(*key) for key in schedule.next_requests(limit)]
+
         for _, earlier in journal.records(_FIELDS):
             count(earlier)
         if drawn := schedule.drawn:
@@ -114,7 +117,7 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
                 console,
             )
             with closing(_engine(options)) as engine, progress as on_progress:
-                work_through(schedule, engine, request, record, options.in_flight, on_progress)
+                work_through(engine, next_requests, record, lambda: schedule.finished, options.in_flight, on_progress)
         overlong = len(problems) - len(token_ids)
         return _write(options, data, schedule, recorded, summarise(data, schedule, len(unreadable), overlong), console)
 
