@@ -13,6 +13,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "verl_precision" / "__ini
 BASE = [
     "packaging>=23",
     "psutil>=5.9",
+    "pydantic>=2.10",  # settings; typer and vLLM need it too, and 2.10 is the first that knows fractions
     "typer>=0.12",  # command line: help pages and validation
     "rich>=13",  # progress, tables
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins

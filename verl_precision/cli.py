@@ -14,7 +14,7 @@ from verl_precision import __version__
 from verl_precision.arithmetic.command import arithmetic
 from verl_precision.data.command import data
 from verl_precision.errors import VerlPrecisionError
-from verl_precision.offline.command import mismatch
+from verl_precision.offline_mismatch.command import mismatch
 from verl_precision.report.command import report
 from verl_precision.sanity_set.command import sanity_set
 

@@ -86,7 +86,7 @@ def download(wanted: Entry) -> Rows:
 def _read(source: Path) -> Rows:
     if not source.is_file():
         raise ConfigurationError(f"--source {source}: no such file. Allowed: .parquet or .jsonl.")
-    from verl_precision.sanity_set.problems import read_table
+    from verl_precision.sampling.problems import read_table
 
     return read_table(source).to_pylist()
 
