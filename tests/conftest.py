@@ -1,6 +1,9 @@
 """Shared fixtures."""
 
+import importlib
+import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +22,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("VERL_PLATFORM", None)
 
+# vLLM's server imports this module, which raises the root logger and every handler that it has by then to ERROR. In a
+# test these would be pytest's own, until the process ends. Imported here it finds none of those, and what it did to
+# the others is undone.
+SETS_LOG_LEVELS = "model_hosting_container_standards.logging_config"
+
+
+def _import_without_log_levels() -> None:
+    before = {log: log.level for log in (logging.root, *logging.root.handlers)}
+    importlib.import_module(SETS_LOG_LEVELS)
+    for log, level in before.items():
+        log.setLevel(level)
+
+
+_import_without_log_levels()
+
 # Two test processes share two cores: how long an example takes says nothing.
 hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
@@ -27,6 +45,15 @@ hypothesis.settings.load_profile("unhurried")
 @pytest.fixture
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture
+def hear_ctrl_c() -> Callable[[], object]:
+    """A `preexec_fn` for a process that a test interrupts.
+
+    A shell without job control starts background jobs with SIGINT ignored, and pytest's own processes inherit that.
+    """
+    return lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The command line teaches, and refuses by name."""
 
+import importlib
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ def test_check_says_what_is_wrong_and_exits_1(run_python):
 
 
 def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):
+    importlib.import_module("model_hosting_container_standards.logging_config")  # as vLLM's server does: conftest.py
     other = logging.getLogger("other")
     with only_errors_of_others():
         other.warning("hidden")

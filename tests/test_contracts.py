@@ -9,6 +9,7 @@ import pytest
 from verl_precision.errors import RegistrationError
 from verl_precision.platforms.ledger import LEDGER, LedgerEntry, require_expected_signature
 from verl_precision.plugin import REGISTRATIONS
+from verl_precision.versions import installed_vllm, loads_adapters
 
 
 @pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
@@ -44,6 +45,17 @@ def test_ledger_refuses_what_is_not_callable_and_changed(name, form, message):
     with pytest.raises(RegistrationError, match=message):
         changed = LedgerEntry("json", name, form, "used", "a test", "-", "-", "-")
         require_expected_signature(changed, importlib.import_module("json"))
+
+
+def test_verl_loads_adapters_into_this_vllm_or_the_check_refuses_them():
+    """verl asks vLLM >= 0.25 for the method that 0.29 renamed; older releases are not asked."""
+    from verl.utils.vllm.utils import VLLMHijack, is_version_ge
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    vllm = installed_vllm()
+    assert "get_unstacked_mapper" in inspect.getsource(VLLMHijack), "verl changed: it loads adapters in another way"
+    has_it = hasattr(WeightsMapper, "get_unstacked_mapper")
+    assert loads_adapters(vllm) == (has_it or not is_version_ge(minver="0.25.0")), f"vLLM {vllm}"
 
 
 @pytest.mark.parametrize("registration", REGISTRATIONS, ids=lambda r: r.what)

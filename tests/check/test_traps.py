@@ -247,6 +247,35 @@ def test_cascade_attention(compose, vllm, gpus, extra, found):
     assert names == (["cascade-attention"] if found else [])
 
 
+LORA = "actor_rollout_ref.model.lora"
+
+
+@pytest.mark.parametrize(
+    ("vllm", "extra", "found"),
+    [
+        ("0.29.0", [f"{LORA}_rank=8"], True),
+        ("0.29.0rc1", [f"{LORA}_rank=8"], True),
+        ("0.31.0", [f"{LORA}.rank=8"], True),
+        ("0.31.0", [f"{LORA}_rank=8", f"{LORA}.merge=True"], False),
+        ("0.31.0", [f"{LORA}_rank=8", f"{ROLLOUT}.name=sglang"], False),
+        ("0.31.0", [], False),
+        ("0.28.0", [f"{LORA}_rank=8"], False),
+        ("0.24.0", [f"{LORA}_rank=8"], False),
+        (None, [f"{LORA}_rank=8"], False),
+    ],
+)
+def test_verl_cannot_load_an_adapter_into_this_vllm(compose, monkeypatch, root, vllm, extra, found):
+    monkeypatch.chdir(root)
+    config = compose("+precision=fp16", "trainer.save_freq=-1", *extra)
+    faults = find_faults(config, Environment(vllm))
+    assert [(fault.name, fault.severity) for fault in faults] == ([("adapter-not-loadable", "error")] if found else [])
+    if found:
+        assert f"vLLM {vllm}" in faults[0].problem and f"{LORA}.merge=True" in faults[0].remedy
+    monkeypatch.setattr("verl_precision.preflight.installed_vllm", lambda: vllm)
+    refused = [problem for problem in find_problems(config) if "[adapter-not-loadable]" in problem]
+    assert len(refused) == found, "the preflight looks at the vLLM that is installed"
+
+
 @pytest.mark.parametrize("kind", VLLM_REFUSES_FP16)
 def test_architecture_that_vllm_refuses_in_fp16(compose, tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -124,6 +124,14 @@ def test_templates_end_with_their_server(script):
     assert psutil.wait_procs([template], timeout=60)[1] == []
 
 
+def test_a_template_without_work_ends_and_the_next_process_starts_another(script):
+    parent = "import psutil; print(psutil.Process().ppid())"
+    with ForkServer(modules=("decimal",), idle_seconds=0.0) as server:
+        first = psutil.Process(int(whole(start(server, script, parent))[1]))
+        assert psutil.wait_procs([first], timeout=60)[1] == []
+        assert int(whole(start(server, script, parent))[1]) != first.pid
+
+
 def test_torch_follows_the_number_of_threads_that_ray_sets(tmp_path):
     """Ray sets OMP_NUM_THREADS when an actor is made; a worker that it starts imports torch later and reads it."""
     script = tmp_path / "actor.py"

@@ -49,7 +49,7 @@ def test_a_folder_with_results_is_never_written_to(tmp_path, root):
         run_verl(root / "recipes/quickstart/quickstart.yaml", [], tmp_path, print)
 
 
-def test_processes_of_a_run_are_ended_and_no_others(tmp_path):
+def test_processes_of_a_run_are_ended_and_no_others(tmp_path, hear_ctrl_c):
     """A driver that ignores Ctrl-C, with a detached child that ignores everything but SIGKILL."""
     import os
 
@@ -66,7 +66,13 @@ def test_processes_of_a_run_are_ended_and_no_others(tmp_path):
 
     def start(script: str, value: str) -> subprocess.Popen:
         environment = {**os.environ, RUN_MARK: value}
-        return subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=hear_ctrl_c,
+        )
 
     ours, theirs = start(driver, mark), start("print('ready', flush=True); import time; time.sleep(300)", other)
     try:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes):
+def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c):
     command = [sys.executable, "-m", "verl_precision.cli", "compare", "recipes/quickstart/quickstart.yaml"]
     process = subprocess.Popen(
         [*command, "--precision", "fp16", "--output", str(tmp_path)],
@@ -15,6 +15,7 @@ def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_process
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
+        preexec_fn=hear_ctrl_c,
     )
     assert process.stdout is not None
     seen = ""

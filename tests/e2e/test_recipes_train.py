@@ -71,7 +71,6 @@ def test_it_trains(run, recipe, precision):
         if precision == "fp16":
             assert row["precision/loss_scale"] == LOSS_SCALE and row["precision/skipped_steps"] == 0
         if estimator in BYPASS:
-            assert row["timing_s/old_log_prob"] < 0.2 * row["timing_s/update_actor"]
             assert abs(row["actor/is_weight_mean"] - 1) < 0.05, "on-policy: the importance weight is close to 1"
 
 

@@ -29,6 +29,8 @@ class Workers:
     def compute_log_prob(self, data):
         self.rows = len(data)
         assert self.rows % self.world_size == 0, "verl splits a batch evenly over its ranks"
+        rows_of_a_rank = self.rows // self.world_size
+        assert tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", None) == rows_of_a_rank, "one forward a rank"
         values = torch.full_like(data["input_ids"].values(), self.value, dtype=torch.float32)
         return tu.get_tensordict(
             {"log_probs": torch.nested.nested_tensor_from_jagged(values, data["input_ids"].offsets())}
@@ -85,6 +87,13 @@ def test_healthy_replicas(canary, tokenizer, healthy):
     assert metrics["weight_sync/canary_gap"] == 0.0 < metrics["weight_sync/canary_bound"]
     assert metrics["weight_sync/seconds"] > 0
     assert workers.rows == 3, "two sequences, repeated until each of three ranks has one"
+
+
+@pytest.mark.parametrize(("sequences", "ranks", "rows"), [(2, 1, 2), (2, 2, 2), (4, 3, 6), (1, 4, 4)])
+def test_each_rank_scores_its_rows_in_one_forward(canary, tokenizer, healthy, sequences, ranks, rows):
+    workers = Workers(world_size=ranks)
+    assert _one_sync(canary(sequences=sequences), healthy[:1], tokenizer, workers)["weight_sync/canary_gap"] == 0.0
+    assert workers.rows == rows
 
 
 def test_only_every_nth_sync_is_asked(canary, tokenizer, healthy):

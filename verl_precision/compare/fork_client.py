@@ -20,11 +20,13 @@ import subprocess
 import sys
 import time
 
-# What differs between the workers of a run, or between runs, and is not read while modules are imported.
+# What differs between the workers of a run, or between runs, and is not read while modules are imported. (Ray reads
+# RAY_JOB_ID and RAY_RAYLET_PID when imported: the first is the same in each fresh Ray, the second is the template's.)
 OWN = (
-    *("RAY_RAYLET_PID", "RAY_JOB_ID", "RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
+    *("RAY_RAYLET_PID", "RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WG_BACKEND", "WG_PREFIX"),
-    *("VERL_FILE_LOGGER_PATH", "VERL_PRECISION_RUN", "VERL_PRECISION_TEST", "SHLVL", "PWD", "OLDPWD", "_"),
+    *("VERL_FILE_LOGGER_PATH", "VERL_PRECISION_RUN", "VERL_PRECISION_TEST", "PYTEST_CURRENT_TEST"),
+    *("SHLVL", "PWD", "OLDPWD", "_"),
 )
 START_SECONDS = 300.0
 _POLL_SECONDS = 0.05
@@ -35,12 +37,13 @@ def connect(folder: str) -> socket.socket:
     environment = {name: value for name, value in os.environ.items() if name not in OWN}
     name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
     path = os.path.join(folder, f"{name}.sock")
+    # A template that ends for want of work holds this lock too, so that none ends between these lines.
     with open(os.path.join(folder, f"{name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
             _start_template(folder, name, environment)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(path)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(path)
     return connection
 
 

@@ -1,5 +1,6 @@
 """Ray workers that are forked from a process which has imported verl and vLLM, for runs on one machine's CPU."""
 
+import json
 import shlex
 import shutil
 import socket
@@ -36,18 +37,19 @@ class ForkServer:
         executable: the command that Ray's `runtime_env.py_executable` takes.
     """
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+    def __init__(self, modules: Sequence[str] = MODULES, idle_seconds: float = 60.0) -> None:
         """Start nothing yet: the first worker starts its template.
 
         Args:
             modules: what a template imports.
+            idle_seconds: how long a template stays that has nothing to do. Longer than the pause between two runs.
         """
-        self._modules = modules
+        self._template = {"modules": list(modules), "idle_seconds": idle_seconds}
 
     def __enter__(self) -> "ForkServer":
         """Make the folder in which clients find templates."""
         self._folder = Path(tempfile.mkdtemp(prefix="vp-fork-"))
-        (self._folder / "modules").write_text("\n".join(self._modules))
+        (self._folder / "template.json").write_text(json.dumps(self._template))
         # A template connects to it and ends when the connection does, whatever ends this process.
         self._owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._owner.bind(str(self._folder / "owner.sock"))

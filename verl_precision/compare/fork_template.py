@@ -4,10 +4,12 @@
 
 Importing verl, vLLM and torch takes ten seconds of a core, and a run has nine processes that do it. A fork has them at
 once and shares their memory. Whatever may differ between processes is set in the fork: arguments, environment, working
-directory, streams, signals, random state, number of threads. Ends when the process that owns FOLDER does.
+directory, streams, signals, random state, number of threads. Ends when the process that owns FOLDER does, or
+for want of work: a folder may see many environments, each with a template of half a gigabyte.
 """
 
 import array
+import fcntl
 import gc
 import importlib
 import json
@@ -39,19 +41,19 @@ class Order:
 
 
 def serve(folder: str, name: str) -> Order:
-    """Fork on request until the owner has gone; return in each fork, with its order.
+    """Fork on request until the owner has gone or there is no work; return in each fork, with its order.
 
     Args:
-        folder: of the owner's `modules` and its socket `owner.sock`.
+        folder: of the owner's `template.json` and its socket `owner.sock`.
         name: of this template's own socket there.
     """
-    with open(os.path.join(folder, "modules")) as file:
-        modules = file.read().split()
+    with open(os.path.join(folder, "template.json")) as file:
+        settings = json.load(file)
     owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     owner.connect(os.path.join(folder, "owner.sock"))
     # Ray reads it as it is imported, and ends a worker whose raylet has ended; here, whose template has.
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())
-    for module in modules:
+    for module in settings["modules"]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that the collector of a fork leaves shared pages alone
@@ -72,7 +74,14 @@ def serve(folder: str, name: str) -> Order:
         selector.register(each, selectors.EVENT_READ)
     forked: dict[int, socket.socket] = {}
     while True:
-        for key, _ in selector.select():
+        events = selector.select(timeout=None if forked else settings["idle_seconds"])
+        if not events:
+            with open(os.path.join(folder, f"{name}.lock")) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not selector.select(timeout=0):  # no client has connected meanwhile
+                    os.unlink(path)
+                    os._exit(0)
+        for key, _ in events:
             source = key.fileobj
             if source is owner:
                 os.unlink(path)

@@ -49,6 +49,7 @@ class TrainerCanary:
         # vLLM gives no prompt log-probs where it serves LoRA adapters (its engine dies of it on a CPU). There, replicas
         # continue the first half of each sequence greedily, and the trainer scores the continuations.
         self._continues = uses_adapter(config)
+        self._tokens_to_continue_by = settings.tokens // 2
         self._tokens: Tensor | None = None
         self._pending: dict[int, list[Any]] = {}
         self._answers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -74,9 +75,13 @@ class TrainerCanary:
             self._tokens = canary_tokens(len(tokenizer), special, self.settings.sequences, self.settings.tokens)
         given, sampling = self._tokens, {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         if self._continues:
-            length = self.settings.tokens // 2
-            given = self._tokens[:, : self.settings.tokens - length]
-            sampling = {"logprobs": True, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
+            given = self._tokens[:, : -self._tokens_to_continue_by]
+            sampling = {
+                "logprobs": True,
+                "max_tokens": self._tokens_to_continue_by,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            }
         self._pending = {
             replica.replica_rank: [
                 replica.server_handle.generate.remote(
@@ -165,8 +170,8 @@ class TrainerCanary:
     def _trainer_log_probs(self, workers: Any, asked: dict[int, Tensor]) -> dict[int, Tensor]:
         if self._continues:
             every = _log_probs(workers, torch.cat(list(asked.values())))
-            length = self.settings.tokens // 2
-            return dict(zip(asked, every[:, -length:].split(self.settings.sequences), strict=True))
+            continued = every[:, -self._tokens_to_continue_by :]
+            return dict(zip(asked, continued.split(self.settings.sequences), strict=True))
         return dict.fromkeys(asked, _log_probs(workers, next(iter(asked.values()))))
 
     def _give_up(self, why: str) -> None:
@@ -182,7 +187,8 @@ def _dtype(name: str) -> torch.dtype:
 def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
     """Return the trainer's log π of tokens 1.. given those before, float32 [S, T - 1], at temperature 1.
 
-    verl splits a batch evenly over its ranks, so that the sequences are repeated until every rank has one.
+    verl splits a batch evenly over its ranks, so that the sequences are repeated until every rank has as many; each
+    rank scores its own in one forward.
     """
     sequences, length = tokens.shape
     rows = -(-sequences // workers.world_size) * workers.world_size
@@ -204,7 +210,7 @@ def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
         calculate_entropy=False,
         compute_loss=False,
         use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=1,
+        micro_batch_size_per_gpu=rows // workers.world_size,
     )
     output = workers.compute_log_prob(data)
     log_probs = tu.get(output, "log_probs").values().view(rows, length)
