@@ -88,8 +88,8 @@ BAD = [
     ({"normalizer": float("nan")}, r"actor\.loss_scale_factor=nan"),
     ({"normalizer": 6, "dp_size": 0}, "dp_size=0"),
     ({"normalizer": 6, "num_responses": 0}, "num_responses=0"),
-    ({"normalizer": 6, "dp_size": 2}, "num_responses=None with dp_size=2"),
-    ({"mode": "token-mean", "dp_size": 2, "num_responses": 3}, "num_tokens=None with dp_size=2"),
+    ({"normalizer": 6, "dp_size": 2}, "num_responses=None: with dp_size=2"),
+    ({"mode": "token-mean", "dp_size": 2, "num_responses": 3}, "num_tokens=None: with dp_size=2"),
 ]
 
 

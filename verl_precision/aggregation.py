@@ -56,23 +56,30 @@ class Aggregation:
         """Check the bounds."""
         if self.mode not in MODES:
             raise ConfigurationError(
-                f"loss_agg_mode={self.mode!r}: no such aggregation. Allowed: {', '.join(MODES)}. Set "
-                f"actor.loss_agg_mode={NORM_MODE} for Dr.GRPO."
+                "no such aggregation",
+                setting="actor.loss_agg_mode",
+                value=self.mode,
+                allowed=", ".join(MODES),
+                remedy=f"Set actor.loss_agg_mode={NORM_MODE} for Dr.GRPO.",
             )
         if self.mode == NORM_MODE:
             require_normalizer(self.normalizer)
         for setting, value in (("dp_size", self.dp_size), ("num_responses", self.num_responses)):
             if value is not None and value < 1:
-                raise ConfigurationError(f"{setting}={value}: allowed is 1 or more. Pass what the mini-batch has.")
+                raise ConfigurationError(
+                    setting=setting, value=value, allowed="1 or more", remedy="Pass what the mini-batch has."
+                )
         needed, count = (
             ("num_tokens", self.num_tokens) if self.mode == "token-mean" else ("num_responses", self.num_responses)
         )
         if self.dp_size > 1 and self.mode != "token-sum" and count is None:
             verl_name = {"num_tokens": "batch_num_tokens", "num_responses": "global_batch_size"}[needed]
             raise ConfigurationError(
-                f"{needed}=None with dp_size={self.dp_size}: one rank cannot know the global mini-batch, and dividing "
-                f"by its own share changes the gradient. Allowed: the count over all ranks. Pass {needed} (verl: "
-                f"config.global_batch_info[{verl_name!r}])."
+                f"with dp_size={self.dp_size} one rank cannot know the global mini-batch, and dividing by its own "
+                "share changes the gradient",
+                setting=needed,
+                allowed="the count over all ranks",
+                remedy=f"Pass {needed} (verl: config.global_batch_info[{verl_name!r}]).",
             )
 
 
@@ -88,9 +95,13 @@ def require_normalizer(value: object) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     if not good:
         raise ConfigurationError(
-            f"actor.loss_scale_factor={value!r} with loss_agg_mode={NORM_MODE}: the sum over tokens is divided by one "
-            "constant for the whole run (without it, verl divides by the padded width of each micro-batch). Allowed: a "
-            "number > 0. Set actor.loss_scale_factor=${data.max_response_length}."
+            f"with loss_agg_mode={NORM_MODE} the sum over tokens is divided by one constant for the whole run. Without "
+            "it, verl divides by the padded width of each micro-batch, so that the gradient changes with how the batch "
+            "is cut",
+            setting="actor.loss_scale_factor",
+            value=value,
+            allowed="a number > 0",
+            remedy="Set actor.loss_scale_factor=${data.max_response_length}.",
         )
 
 
@@ -147,8 +158,9 @@ def aggregate(values_BT: Tensor, response_mask: Tensor, aggregation: Aggregation
     """
     if values_BT.shape != response_mask.shape or values_BT.dim() != 2:
         raise ConfigurationError(
-            f"values have shape {tuple(values_BT.shape)}, the mask {tuple(response_mask.shape)}. Allowed: one shape "
-            "[responses, tokens] for both. Pad them to the same width."
+            f"values have shape {tuple(values_BT.shape)}, the mask {tuple(response_mask.shape)}",
+            allowed="one shape [responses, tokens] for both",
+            remedy="Pad them to the same width.",
         )
     valid = response_mask.bool()
     row_sums_B = torch.where(valid, values_BT, 0).sum(dim=-1)

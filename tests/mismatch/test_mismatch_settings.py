@@ -21,11 +21,11 @@ def test_block_with_alarm():
     ("block", "message"),
     [
         ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: alarm, enabled"),
-        ({"enabled": "yes"}, "mismatch.enabled='yes': allowed is True or False"),
-        ({"histograms": 1}, "mismatch.histograms=1: allowed is True or False"),
+        ({"enabled": "yes"}, "mismatch.enabled='yes'. Allowed: True or False"),
+        ({"histograms": 1}, "mismatch.histograms=1. Allowed: True or False"),
         ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
         ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
-        ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': allowed is log or stop"),
+        ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout'. Allowed: log or stop"),
     ],
 )
 def test_what_cannot_be_is_refused(block, message):

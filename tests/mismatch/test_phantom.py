@@ -108,7 +108,7 @@ def test_merged_micro_batches_are_the_whole():
     states = [measured(responses[i : i + 7]).to_tensor() for i in range(0, 20, 7)]
     merged = functools.reduce(PhantomSums.merge, map(PhantomSums.from_tensor, states))
     assert_close(merged.metrics(), plain_statistics.phantom(responses))
-    with pytest.raises(ConfigurationError, match="clip_high=0.28 is merged with clip_high=0.3"):
+    with pytest.raises(ConfigurationError, match="clip_high=0.28.*merged with clip_high=0.3"):
         merged.merge(PhantomSums(clip_high=0.3))
 
 

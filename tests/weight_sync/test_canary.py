@@ -126,14 +126,14 @@ def test_noise_like_the_first_syncs_never_raises_an_alarm(size, seed):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"every_n_syncs": -1}, r"weight_sync\.canary\.every_n_syncs=-1: allowed is a whole number, 0 or more"),
+        ({"every_n_syncs": -1}, r"weight_sync\.canary\.every_n_syncs=-1. Allowed: a whole number, 0 or more"),
         ({"sequences": 0}, r"weight_sync\.canary\.sequences=0"),
-        ({"tokens": 1}, r"weight_sync\.canary\.tokens=1: allowed is a whole number, 2 or more"),
+        ({"tokens": 1}, r"weight_sync\.canary\.tokens=1. Allowed: a whole number, 2 or more"),
         ({"tokens": True}, r"weight_sync\.canary\.tokens=True"),
-        ({"action": "shout"}, r"weight_sync\.canary\.action='shout': allowed is stop or log"),
-        ({"timeout_seconds": 0}, r"weight_sync\.canary\.timeout_seconds=0: allowed is a positive number"),
+        ({"action": "shout"}, r"weight_sync\.canary\.action='shout'. Allowed: stop or log"),
+        ({"timeout_seconds": 0}, r"weight_sync\.canary\.timeout_seconds=0. Allowed: a positive number"),
         ({"timeout_seconds": float("nan")}, r"weight_sync\.canary\.timeout_seconds=nan"),
-        ({"token": 3}, r"weight_sync\.canary\.token=3: allowed is action, every_n_syncs, sequences"),
+        ({"token": 3}, r"weight_sync\.canary\.token=3. Allowed: action, every_n_syncs, sequences"),
     ],
 )
 def test_settings_are_checked_before_anything_starts(values, message):

@@ -108,7 +108,8 @@ def _train(model, on_progress: Progress) -> None:
                 return
     raise EnvironmentMismatchError(
         f"the arithmetic model knows {float(known.mean()):.0%} of its answers after {MAX_STEPS} steps; {KNOWN:.0%} are "
-        "wanted, and took about 350 steps with the tested versions. Install those: see requirements/cpu.lock."
+        "wanted, and took about 350 steps with the tested versions",
+        remedy="Install those: see requirements/cpu.lock.",
     )
 
 

@@ -153,13 +153,19 @@ def checkpoint_files(path: Path) -> list[Path]:
         files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigurationError(
-            f"--model {path}: no safetensors file there. Allowed: a folder in Hugging Face format with "
-            "model.safetensors or its shards, or one .safetensors file. Save the model with save_pretrained first."
+            "no safetensors file there",
+            setting="--model",
+            value=path,
+            allowed="a folder in Hugging Face format with model.safetensors or its shards, or one .safetensors file",
+            remedy="Save the model with save_pretrained first.",
         )
     for file in files:
         if not file.is_file():
             raise ConfigurationError(
-                f"--model {path}: {file.name}, which {INDEX} names, is missing. Download the checkpoint again."
+                f"{file.name}, which {INDEX} names, is missing",
+                setting="--model",
+                value=path,
+                remedy="Download the checkpoint again.",
             )
     return files
 
@@ -188,7 +194,9 @@ def _header(file: Path, content: BinaryIO) -> tuple[int, dict[str, dict[str, Any
         header.pop("__metadata__", None)
         ordered = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"--model {file}: not a readable safetensors file ({error}). Get it again.") from error
+        raise ConfigurationError(
+            f"not a readable safetensors file ({error})", setting="--model", value=file, remedy="Get it again."
+        ) from error
     return 8 + length, ordered
 
 
@@ -204,7 +212,9 @@ def _audit_tensor(
     while left:
         raw = bytearray(content.read(min(left, SLICE_ELEMENTS * kind.itemsize)))
         if not raw:
-            raise ConfigurationError(f"--model {file}: it ends within the tensor {name}. Get it again.")
+            raise ConfigurationError(
+                f"it ends within the tensor {name}", setting="--model", value=file, remedy="Get it again."
+            )
         counts = _count(torch.frombuffer(raw, dtype=kind))
         largest = max(largest, counts[0])
         overflows += counts[1]

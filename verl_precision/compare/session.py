@@ -75,17 +75,21 @@ def compare_precisions(
 def _check_arguments(config: Path, precisions: Sequence[str], folder: Path) -> None:
     if not config.is_file():
         raise ConfigurationError(
-            f"{config}: no such recipe. Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the "
-            "repository's root."
+            f"{config}: no such recipe",
+            remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root.",
         )
     allowed = preset_names("precision")
     for precision in precisions:
         if precision not in allowed:
-            raise ConfigurationError(f"--precision {precision}: no such preset. Allowed: {', '.join(allowed)}.")
+            raise ConfigurationError(
+                "no such preset", setting="--precision", value=precision, allowed=", ".join(allowed)
+            )
     if len(set(precisions)) != len(precisions):
-        raise ConfigurationError(f"--precision {' '.join(precisions)}: each preset can be given once.")
+        raise ConfigurationError(setting="--precision", value=" ".join(precisions), allowed="each preset once")
     if folder.exists():
-        raise ConfigurationError(f"{folder} exists, and nothing is overwritten. Wait a second, or give --output.")
+        raise ConfigurationError(
+            f"{folder} exists, and nothing is overwritten", remedy="Wait a second, or give --output."
+        )
 
 
 @contextmanager

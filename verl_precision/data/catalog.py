@@ -106,5 +106,5 @@ def entry(name: str) -> Entry:
         ConfigurationError: for another name.
     """
     if name not in CATALOG:
-        raise ConfigurationError(f"data {name}: no such data set. Allowed: {', '.join(CATALOG)}.")
+        raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(CATALOG))
     return CATALOG[name]

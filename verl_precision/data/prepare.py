@@ -44,9 +44,11 @@ def prepare(
     wanted = entry(name)
     template = template or wanted.template
     if template not in TEMPLATES:
-        raise ConfigurationError(f"--template {template}: no such template. Allowed: {', '.join(TEMPLATES)}.")
+        raise ConfigurationError("no such template", setting="--template", value=template, allowed=", ".join(TEMPLATES))
     if stand_in and source is not None:
-        raise ConfigurationError("--stand-in makes its own problems and --source reads a file. Give one of them.")
+        raise ConfigurationError(
+            "--stand-in makes its own problems and --source reads a file", remedy="Give one of them."
+        )
     rows = stand_in_rows(wanted.layouts[0]) if stand_in else _read(source) if source else download(wanted)
     questions = _questions(name, wanted, rows)
     counted = f"{len(questions)} distinct problems in {len(rows)} rows"
@@ -56,8 +58,8 @@ def prepare(
         note = f"; expected {expected} ({wanted.said_by})"
         if not any_count:
             raise ConfigurationError(
-                f"{name}: {counted}{note}. It is not the data set of the paper, or it has changed. Check --source, or "
-                "give --any-count to write it nevertheless."
+                f"{name}: {counted}{note}. It is not the data set of the paper, or it has changed",
+                remedy="Check --source, or give --any-count to write it nevertheless.",
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.Table.from_pylist(_verl_rows(wanted, questions, template, stand_in)), path)
@@ -77,15 +79,15 @@ def download(wanted: Entry) -> Rows:
     except (ConnectionError, OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentMismatchError(
-            f"{wanted.hub} cannot be had from Hugging Face ({type(error).__name__}: {reason}). Give --source FILE with "
-            "a copy of it, or --stand-in for a few sums in its columns."
+            f"{wanted.hub} cannot be had from Hugging Face ({type(error).__name__}: {reason})",
+            remedy="Give --source FILE with a copy of it, or --stand-in for a few sums in its columns.",
         ) from error
     return datasets.concatenate_datasets(splits)
 
 
 def _read(source: Path) -> Rows:
     if not source.is_file():
-        raise ConfigurationError(f"--source {source}: no such file. Allowed: .parquet or .jsonl.")
+        raise ConfigurationError("no such file", setting="--source", value=source, allowed=".parquet or .jsonl")
     from verl_precision.sampling.problems import read_table
 
     return read_table(source).to_pylist()
@@ -99,8 +101,9 @@ def _questions(name: str, wanted: Entry, rows: Rows) -> list[Question]:
     if layout is None:
         allowed = " or ".join(", ".join(layout.columns) for layout in layouts)
         raise ConfigurationError(
-            f"{name}: its columns are {', '.join(sorted(columns)) or 'none'}. Allowed: {allowed}. Check --source, or "
-            "look whether the data set has changed."
+            f"{name}: its columns are {', '.join(sorted(columns)) or 'none'}",
+            allowed=allowed,
+            remedy="Check --source, or look whether the data set has changed.",
         )
     found: dict[str, Question] = {}
     for number, row in enumerate(rows):
@@ -108,10 +111,10 @@ def _questions(name: str, wanted: Entry, rows: Rows) -> list[Question]:
             question = layout.read(row)
         except (ConfigurationError, KeyError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"{name}, row {number}: {error}. Correct the file, or leave the row out."
+                f"{name}, row {number}: {error}", remedy="Correct the file, or leave the row out."
             ) from error
         if not question.text or not question.answer:
-            raise ConfigurationError(f"{name}, row {number}: empty question or answer. Leave the row out.")
+            raise ConfigurationError(f"{name}, row {number}: empty question or answer", remedy="Leave the row out.")
         found.setdefault(question.text, question)
     return list(found.values())
 

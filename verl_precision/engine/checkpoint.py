@@ -69,6 +69,7 @@ def _read(path: Path) -> dict[str, float] | CheckpointStateError | None:
         return {key: float(state[key]) for key in ("scale", "growth_tracker", "steps_at_minimum")}
     except (ValueError, KeyError, TypeError) as error:
         return CheckpointStateError(
-            f"{path} is not a loss-scale state ({type(error).__name__}: {error}). Allowed: what this package wrote. "
-            "Restore the file, or delete it to start from loss_scale.initial."
+            f"{path} is not a loss-scale state ({type(error).__name__}: {error})",
+            allowed="what this package wrote",
+            remedy="Restore the file, or delete it to start from loss_scale.initial.",
         )

@@ -48,38 +48,53 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
         found = self.mixed_precision
         if found is None or set(found) != set(wanted):
             raise ConfigurationError(
-                f"fsdp_config.mixed_precision={found!r}: what is not said would silently be verl's default, bf16 for "
-                f"param_dtype. Allowed: all of {', '.join(wanted)}. Choose a preset: precision=fp16."
+                "what is not said would silently be verl's default, bf16 for param_dtype",
+                setting="fsdp_config.mixed_precision",
+                value=found,
+                allowed=f"all of {', '.join(wanted)}",
+                remedy="Choose a preset: precision=fp16.",
             )
         for name in wanted:
             if found[name] not in DTYPES and found[name] not in LONG_NAMES:
                 raise ConfigurationError(
-                    f"fsdp_config.mixed_precision.{name}={found[name]!r}: allowed is {', '.join(DTYPES)}. "
-                    "Choose a preset: precision=fp16."
+                    setting=f"fsdp_config.mixed_precision.{name}",
+                    value=found[name],
+                    allowed=", ".join(DTYPES),
+                    remedy="Choose a preset: precision=fp16.",
                 )
         if DTYPES.get(self.dtype, self.dtype) != DTYPES[self.compute_dtype]:
             raise ConfigurationError(
-                f"fsdp_config.dtype={self.dtype!r} and mixed_precision.param_dtype={found['param_dtype']!r} contradict "
-                "each other: verl's FSDP engine reads the second and ignores the first. Allowed: the same in both. "
-                "Choose a preset (precision=fp16) instead of setting dtype."
+                f"it contradicts mixed_precision.param_dtype={found['param_dtype']!r}, which is what verl's FSDP "
+                "engine reads; it ignores dtype",
+                setting="fsdp_config.dtype",
+                value=self.dtype,
+                allowed="the same in both",
+                remedy="Choose a preset (precision=fp16) instead of setting dtype.",
             )
         if self.model_dtype not in ("fp32", "float32"):
             raise ConfigurationError(
-                f"fsdp_config.model_dtype={self.model_dtype!r}: master weights and Adam's moments would be in 16 bits, "
-                "where eps=1e-8 is zero and small updates round away, and RoPE's frequencies would be rounded. "
-                "Allowed: fp32. The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory."
+                "master weights and Adam's moments would be in 16 bits, where eps=1e-8 is zero and small updates "
+                "round away, and RoPE's frequencies would be rounded",
+                setting="fsdp_config.model_dtype",
+                value=self.model_dtype,
+                allowed="fp32",
+                remedy="The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory.",
             )
         for name, wanted_type in (("loss_scale", LossScaleSettings), ("shadow", ShadowSettings)):
             if not isinstance(getattr(self, name), wanted_type):
                 raise ConfigurationError(
-                    f"fsdp_config.{name}={getattr(self, name)!r}: allowed is a block with "
-                    f"_target_: {wanted_type.__module__}.{wanted_type.__qualname__}. Choose precision=fp16."
+                    setting=f"fsdp_config.{name}",
+                    value=getattr(self, name),
+                    allowed=f"a block with _target_: {wanted_type.__module__}.{wanted_type.__qualname__}",
+                    remedy="Choose precision=fp16.",
                 )
         chunk = self.log_prob_chunk_tokens
         if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
             raise ConfigurationError(
-                f"fsdp_config.log_prob_chunk_tokens={chunk!r}: allowed is an integer >= 1, in tokens. "
-                "Leave it out for the default; halve it when memory is short."
+                setting="fsdp_config.log_prob_chunk_tokens",
+                value=chunk,
+                allowed="an integer >= 1, in tokens",
+                remedy="Leave it out for the default; halve it when memory is short.",
             )
 
     @property

@@ -64,10 +64,13 @@ class ForwardDtypes:
             named = "; ".join(f"{name}: {_name(dtype)}" for name, dtype in list(wrong.items())[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise PrecisionContradictionError(
-                f"fsdp_config.mixed_precision.param_dtype asks for {_name(self.expected)}, but in the {self._role}'s "
-                f"forward {len(wrong)} modules gave another dtype: {named}{more}. Allowed: that dtype everywhere. "
-                "Usual causes: autocast switched off or nested with another dtype, a model that casts by itself, a "
-                "kernel without this dtype. Remedy: choose the precision that the model supports, e.g. precision=bf16."
+                f"in the {self._role}'s forward {len(wrong)} modules gave another dtype: {named}{more}. Usual causes: "
+                "autocast switched off or nested with another dtype, a model that casts by itself, a kernel without "
+                "this dtype",
+                setting="fsdp_config.mixed_precision.param_dtype",
+                value=_name(self.expected),
+                allowed="that dtype everywhere",
+                remedy="Choose the precision that the model supports, e.g. precision=bf16.",
             )
         if not self._said:
             self._said = True

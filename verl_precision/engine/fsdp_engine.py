@@ -219,7 +219,8 @@ def register_variant(engine: type, model_type: str, backend: str, key: tuple[str
     if owner is not None and owner.__module__ != engine.__module__:
         raise RegistrationError(
             f"verl engine {model_type}/{backend} for (device, vendor) {key} is already registered by "
-            f"{owner.__module__}.{owner.__qualname__}. Uninstall one of the two packages."
+            f"{owner.__module__}.{owner.__qualname__}",
+            remedy="Uninstall one of the two packages.",
         )
     if owner is None:
         EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)

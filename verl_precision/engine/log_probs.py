@@ -42,8 +42,10 @@ def log_probs_and_entropy(
     """
     if chunk_tokens < 1:
         raise ConfigurationError(
-            f"fsdp_config.log_prob_chunk_tokens={chunk_tokens!r}: allowed is an integer >= 1, in tokens. "
-            "Leave it out for the default."
+            setting="fsdp_config.log_prob_chunk_tokens",
+            value=chunk_tokens,
+            allowed="an integer >= 1, in tokens",
+            remedy="Leave it out for the default.",
         )
     log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy)
     return log_probs, entropy if with_entropy else None

@@ -77,9 +77,11 @@ class LossScaler(ShardedGradScaler):
         )
         if not self.is_enabled():
             raise EnvironmentMismatchError(
-                f"loss scaling on device {device!r}: torch switched its gradient scaler off, so that FP16 gradients "
-                "would underflow. Allowed: cpu, or an accelerator that torch sees. Check the installed torch build and "
-                "trainer.device, or set precision=bf16."
+                "torch switched its gradient scaler off, so that FP16 gradients would underflow",
+                setting="trainer.device",
+                value=device,
+                allowed="cpu, or an accelerator that torch sees",
+                remedy="Check the installed torch build and trainer.device, or set precision=bf16.",
             )
         self.settings = settings
         self.last_step: ScalerStep | None = None

@@ -21,8 +21,11 @@ def compute_in_fp32(model: nn.Module) -> nn.Module:
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ConfigurationError(
-            f"fsdp_config.fp32_output_head=True: the output head of {type(model).__name__} is a "
-            f"{type(head).__name__}. Allowed: a model whose head is a linear layer. Set it to False."
+            f"the output head of {type(model).__name__} is a {type(head).__name__}",
+            setting="fsdp_config.fp32_output_head",
+            value=True,
+            allowed="a model whose head is a linear layer",
+            remedy="Set it to False.",
         )
     head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
     return head

@@ -45,25 +45,25 @@ class LossScaleSettings:
             ConfigurationError: naming setting, value, what is allowed and what to do.
         """
         if self.mode not in MODES:
-            raise _refused("mode", self.mode, " or ".join(MODES), "dynamic suits every run")
+            raise _refused("mode", self.mode, " or ".join(MODES), "Dynamic suits every run.")
         for name in ("initial", "growth_factor", "backoff_factor", "minimum", "maximum"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise _refused(name, value, "a positive finite number", "powers of two scale without rounding")
+                raise _refused(name, value, "a positive finite number", "Powers of two scale without rounding.")
         for name in ("growth_interval", "stop_after_steps_at_minimum"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise _refused(name, value, "an integer >= 1, in optimizer steps", "leave it out for the default")
+                raise _refused(name, value, "an integer >= 1, in optimizer steps", "Leave it out for the default.")
         if self.growth_factor <= 1:
-            raise _refused("growth_factor", self.growth_factor, "> 1", "set mode=static for a scale that never grows")
+            raise _refused("growth_factor", self.growth_factor, "> 1", "Set mode=static for a scale that never grows.")
         if self.backoff_factor >= 1:
-            raise _refused("backoff_factor", self.backoff_factor, "in (0, 1)", "0.5 is torch's")
+            raise _refused("backoff_factor", self.backoff_factor, "in (0, 1)", "Torch's own is 0.5.")
         if not self.minimum <= self.initial <= self.maximum < 2.0**127:
             raise _refused(
                 "initial",
                 self.initial,
                 f"minimum <= initial <= maximum < 2^127 (minimum={self.minimum}, maximum={self.maximum})",
-                "move the bound or the initial scale",
+                "Move the bound or the initial scale.",
             )
 
     def bounds(self) -> tuple[float, float]:
@@ -101,7 +101,7 @@ class ShadowSettings:
                 "ratio_source",
                 self.ratio_source,
                 " or ".join(RATIO_SOURCES),
-                "training unless β is to leave the ratio",
+                "Keep training, unless β is to leave the ratio.",
                 "shadow",
             )
         if isinstance(self.every_n_steps, bool) or not isinstance(self.every_n_steps, int) or self.every_n_steps < 0:
@@ -109,7 +109,7 @@ class ShadowSettings:
                 "every_n_steps",
                 self.every_n_steps,
                 "an integer >= 0, in training steps",
-                "0 measures never, 10 costs little",
+                "0 measures never, 10 costs little.",
                 "shadow",
             )
         if self.enabled and self.dtype not in DTYPES and self.dtype not in LONG_NAMES:
@@ -117,7 +117,7 @@ class ShadowSettings:
                 "dtype",
                 self.dtype,
                 f"{', '.join(DTYPES)} or {', '.join(LONG_NAMES)}",
-                "the presets take it from actor_rollout_ref.rollout.dtype",
+                "Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
                 "shadow",
             )
 
@@ -128,4 +128,4 @@ class ShadowSettings:
 
 
 def _refused(name: str, value: object, allowed: str, remedy: str, block: str = "loss_scale") -> ConfigurationError:
-    return ConfigurationError(f"fsdp_config.{block}.{name}={value!r}: allowed is {allowed}. Remedy: {remedy}.")
+    return ConfigurationError(setting=f"fsdp_config.{block}.{name}", value=value, allowed=allowed, remedy=remedy)

@@ -60,8 +60,11 @@ class ShadowForward:
             return step(micro_batch, loss_function, forward_only)
         if ratio_from_shadow and tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False):
             raise ConfigurationError(
-                "fsdp_config.shadow.ratio_source='shadow' with top-k distillation, whose loss is taken from logits: "
-                "allowed is training. Set ratio_source=training, or distillation without use_topk."
+                "top-k distillation takes its loss from logits, which the shadow does not give",
+                setting="fsdp_config.shadow.ratio_source",
+                value="shadow",
+                allowed="training",
+                remedy="Set ratio_source=training, or distillation without use_topk.",
             )
         shadow = self._shadow_log_probs(step, micro_batch) if ratio_from_shadow or self._shadow_is_due() else None
 

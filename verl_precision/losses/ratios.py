@@ -99,14 +99,17 @@ def checked_batch(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigurationError(f"{name} is {got}. Allowed: a floating-point tensor. Pass log-probs, not tokens.")
+            raise ConfigurationError(
+                f"{name} is {got}", allowed="a floating-point tensor", remedy="Pass log-probs, not tokens."
+            )
     shape = trainer_log_probs.shape
     for name, tensor in {**named, "response_mask": response_mask}.items():
         per_response = name == "advantages" and tensor.shape == shape[:1]
         if len(shape) != 2 or not (tensor.shape == shape or per_response):
             raise ConfigurationError(
-                f"{name} has shape {tuple(tensor.shape)}, trainer_log_probs {tuple(shape)}. Allowed: [responses, "
-                "tokens] for all of them (advantages also [responses]). Pad them to the same width."
+                f"{name} has shape {tuple(tensor.shape)}, trainer_log_probs {tuple(shape)}",
+                allowed="[responses, tokens] for all of them (advantages also [responses])",
+                remedy="Pad them to the same width.",
             )
     with torch.no_grad():
         dtype = torch.promote_types(trainer_log_probs.dtype, torch.float32)

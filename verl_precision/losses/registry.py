@@ -85,15 +85,17 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
         if unknown or "trainer_log_probs" not in parameters:
             wrong = ", ".join(unknown) or "the parameter for the trainer's log-probs"
             raise RegistrationError(
-                f"policy loss {name!r} takes ({', '.join(parameters)}). Allowed: trainer_log_probs, and any of "
-                f"{', '.join(sorted(PARAMETERS))}; other parameters need a default. Rename {wrong}."
+                f"policy loss {name!r} takes ({', '.join(parameters)})",
+                allowed=f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; other parameters need a "
+                "default",
+                remedy=f"Rename {wrong}.",
             )
         entry = PolicyLoss(function, summary, equation)
         taken = _losses.get(name)
         if taken is not None and taken.function is not function:
             where = f"{taken.function.__module__}.{taken.function.__qualname__}"
             raise RegistrationError(
-                f"policy loss {name!r} is {where} already. Allowed: one loss per name. Rename yours."
+                f"policy loss {name!r} is {where} already", allowed="one loss per name", remedy="Rename yours."
             )
         for listener in _listeners:
             listener(name, entry)

@@ -58,11 +58,12 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
 
 def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not log_ratio.is_floating_point():
-        raise ConfigurationError(f"log_ratio is {log_ratio.dtype}. Allowed: a floating-point tensor, in nats.")
+        raise ConfigurationError(f"log_ratio is {log_ratio.dtype}", allowed="a floating-point tensor, in nats")
     if log_ratio.shape != response_mask.shape or log_ratio.dim() != 2:
         raise ConfigurationError(
-            f"log_ratio has shape {tuple(log_ratio.shape)}, response_mask {tuple(response_mask.shape)}. Allowed: one "
-            "shape [responses, tokens] for both. Pad them to the same width."
+            f"log_ratio has shape {tuple(log_ratio.shape)}, response_mask {tuple(response_mask.shape)}",
+            allowed="one shape [responses, tokens] for both",
+            remedy="Pad them to the same width.",
         )
     valid_BT = response_mask.bool()
     log_ratio_BT = torch.where(valid_BT, log_ratio.detach(), 0)

@@ -27,8 +27,12 @@ def require_threshold(value: object, setting: str = "threshold") -> float:
     """
     if not is_number(value) or not value >= 1:  # type: ignore[operator]
         raise ConfigurationError(
-            f"{setting}={value!r}: C bounds the importance weight from above. Allowed: one number >= 1 (the paper's is "
-            "3; bands such as 0.5_5 are another estimator, and YAML reads that one as 0.55). Set it to 3.0."
+            "C bounds the importance weight from above",
+            setting=setting,
+            value=value,
+            allowed="one number >= 1 (the paper's is 3; bands such as 0.5_5 are another estimator, and YAML reads that "
+            "one as 0.55)",
+            remedy="Set it to 3.0.",
         )
     return float(value)  # type: ignore[arg-type]
 
@@ -41,12 +45,18 @@ def require_clip_range(low: object, high: object) -> tuple[float, float]:
     """
     if not is_number(low) or not 0 < low <= 1:  # type: ignore[operator]
         raise ConfigurationError(
-            f"actor.clip_ratio_low={low!r}: the ratio is clipped below 1 - clip_ratio_low. Allowed: a number in (0, "
-            "1]. Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped."
+            "the ratio is clipped below 1 - clip_ratio_low",
+            setting="actor.clip_ratio_low",
+            value=low,
+            allowed="a number in (0, 1]",
+            remedy="Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
         )
     if not is_number(high) or not high > 0:  # type: ignore[operator]
         raise ConfigurationError(
-            f"actor.clip_ratio_high={high!r}: the ratio is clipped above 1 + clip_ratio_high. Allowed: a number > 0. "
-            "Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped."
+            "the ratio is clipped above 1 + clip_ratio_high",
+            setting="actor.clip_ratio_high",
+            value=high,
+            allowed="a number > 0",
+            remedy="Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
         )
     return float(low), float(high)  # type: ignore[arg-type]

@@ -39,8 +39,9 @@ def register_losses(core_algos: ModuleType) -> None:
         elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
             where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
             raise RegistrationError(
-                f"policy loss {name!r} is already registered with verl by {where}. Allowed: one owner per name. Remove "
-                f"the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none)."
+                f"policy loss {name!r} is already registered with verl by {where}",
+                allowed="one owner per name",
+                remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
             )
 
     if not any(isinstance(owner, AdaptedLoss) for owner in core_algos.POLICY_LOSS_REGISTRY.values()):
@@ -86,13 +87,18 @@ class AdaptedLoss:
         """
         if config is None:
             raise ConfigurationError(
-                f"policy loss {self.name!r} was called with config=None. Allowed: verl's ActorConfig. Outside verl, "
-                f"call verl_precision.losses.POLICY_LOSSES[{self.name!r}].function with tensors."
+                f"policy loss {self.name!r} was called with config=None",
+                allowed="verl's ActorConfig",
+                remedy=f"Outside verl, call verl_precision.losses.POLICY_LOSSES[{self.name!r}].function with tensors.",
             )
         if rollout_is_weights is not None and "rollout_is_weights" not in self._needs:
             raise ConfigurationError(
-                f"algorithm.rollout_correction.rollout_is made weights that loss_mode={self.name!r} does not take: it "
-                "would ignore them. Allowed: null. Set algorithm.rollout_correction.rollout_is=null."
+                "algorithm.rollout_correction.rollout_is made weights that this loss does not take: it would ignore "
+                "them",
+                setting="actor.policy_loss.loss_mode",
+                value=self.name,
+                allowed="a loss that takes the weights, or no weights",
+                remedy="Set algorithm.rollout_correction.rollout_is=null.",
             )
         if "rollout_log_probs" in self._needs:
             self._require_bypass(config)

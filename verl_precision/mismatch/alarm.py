@@ -197,8 +197,9 @@ class MismatchAlarm:
                 check.load(state[name])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointStateError(
-                f"the state of the mismatch alarm cannot be read ({error!r}). Allowed: what state_dict() returned. "
-                "Remove it to begin with a new baseline."
+                f"the state of the mismatch alarm cannot be read ({error!r})",
+                allowed="what state_dict() returned",
+                remedy="Remove it to begin with a new baseline.",
             ) from error
         self._k3, self._gap, self._persistent = fresh._k3, fresh._gap, fresh._persistent
 
@@ -225,6 +226,7 @@ def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], ob
     severe = [alarm for alarm in alarms if alarm.severe]
     if severe and settings.on_alarm == "stop":
         raise MismatchAlarmError(
-            "\n".join(map(str, severe)) + "\nalarm.on_alarm='stop' ends the run here. Allowed: log or stop. "
-            "Remedy: one of the fixes above, or on_alarm=log to go on regardless."
+            "\n".join(map(str, severe)) + "\nmismatch.alarm.on_alarm='stop' ends the run here",
+            allowed="log or stop",
+            remedy="Apply one of the fixes above, or set on_alarm=log to go on regardless.",
         )

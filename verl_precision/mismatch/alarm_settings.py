@@ -49,22 +49,24 @@ class AlarmSettings:
             ConfigurationError: naming setting, value, what is allowed and what to do.
         """
         if self.on_alarm not in ACTIONS:
-            raise _refused("on_alarm", self.on_alarm, " or ".join(ACTIONS), "log never ends a run")
+            raise _refused("on_alarm", self.on_alarm, " or ".join(ACTIONS), "The value log never ends a run.")
         for name, least in (("baseline_steps", 5), ("evidence_steps", 1), ("persist_steps", 1), ("skipped_steps", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _refused(name, value, f"an integer >= {least}, in training steps", "leave it out for the default")
-        self._check("allowed_growth", 1, math.inf, "a finite number > 1", "2 is sensitive, 3 the default")
-        self._check("extreme_gap", 0, 1, "in (0, 1]", "1 switches the check off", upper_included=True)
-        self._check("affected_fraction", 0, 1, "in (0, 1]", "1 switches the checks off", upper_included=True)
-        self._check("sync_pearson", -1, 1, "in [-1, 1)", "-1 switches the check off", lower_included=True)
-        self._check("sync_gap", 0, math.inf, "a positive number of nats", "leave it out for the default")
+                raise _refused(
+                    name, value, f"an integer >= {least}, in training steps", "Leave it out for the default."
+                )
+        self._check("allowed_growth", 1, math.inf, "a finite number > 1", "2 is sensitive, 3 is the default.")
+        self._check("extreme_gap", 0, 1, "in (0, 1]", "1 switches the check off.", upper_included=True)
+        self._check("affected_fraction", 0, 1, "in (0, 1]", "1 switches the checks off.", upper_included=True)
+        self._check("sync_pearson", -1, 1, "in [-1, 1)", "-1 switches the check off.", lower_included=True)
+        self._check("sync_gap", 0, math.inf, "a positive number of nats", "Leave it out for the default.")
         self._check(
             "loss_scale_minimum",
             0,
             math.inf,
             "a finite number >= 0",
-            "set it to the engine's loss_scale.minimum; 0 switches the check off",
+            "Set it to the engine's loss_scale.minimum; 0 switches the check off.",
             lower_included=True,
         )
 
@@ -87,4 +89,4 @@ class AlarmSettings:
 
 
 def _refused(name: str, value: object, allowed: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"alarm.{name}={value!r}: allowed is {allowed}. Remedy: {remedy}.")
+    return ConfigurationError(setting=f"mismatch.alarm.{name}", value=value, allowed=allowed, remedy=remedy)

@@ -68,7 +68,9 @@ def packed_chunks(
     if chunk_tokens is None:
         chunk_tokens = CPU_CHUNK_TOKENS if first.device.type == "cpu" else GPU_CHUNK_TOKENS
     if chunk_tokens < 1:
-        raise ConfigurationError(f"chunk_tokens={chunk_tokens}. Allowed: 1 or more, or None. Leave it at None.")
+        raise ConfigurationError(
+            setting="chunk_tokens", value=chunk_tokens, allowed="1 or more, or None", remedy="Leave it at None."
+        )
     names = tuple(log_probs)
     return [partial(_pack, given, names, rows, tokens) for rows, tokens in _cuts(first, chunk_tokens)]
 
@@ -154,17 +156,20 @@ def _check(given: dict[str, Tensor], log_probs: Mapping[str, Tensor], first: Ten
     for name, tensor in given.items():
         if name != "response_mask" and not tensor.is_floating_point():
             raise ConfigurationError(
-                f"{name} is {tensor.dtype}. Allowed: a floating-point tensor. Pass log-probs, not tokens."
+                f"{name} is {tensor.dtype}", allowed="a floating-point tensor", remedy="Pass log-probs, not tokens."
             )
     if "response_mask" not in given and not first.is_nested:
-        raise ConfigurationError("response_mask is None. Allowed: [B, T] beside padded log-probs. Pass the mask.")
+        raise ConfigurationError(
+            "response_mask is None", allowed="[B, T] beside padded log-probs", remedy="Pass the mask."
+        )
     for name, tensor in given.items():
         holes = tensor.is_nested and tensor.layout == torch.jagged and tensor.lengths() is not None  # type: ignore[attr-defined]
         if tensor.is_nested and (tensor.layout != torch.jagged or holes or tensor.dim() != 2):
             raise ConfigurationError(
                 f"{name} is a nested tensor of {tensor.dim()} dimensions, layout {tensor.layout}"
-                f"{', with holes' if holes else ''}. Allowed: "
-                "[B, jagged], layout torch.jagged, contiguous. Call .contiguous(), or pad it."
+                f"{', with holes' if holes else ''}",
+                allowed="[B, jagged], layout torch.jagged, contiguous",
+                remedy="Call .contiguous(), or pad it.",
             )
         if name == "advantages" and not tensor.is_nested and tensor.shape == (first.shape[0],):
             continue
@@ -175,6 +180,7 @@ def _check(given: dict[str, Tensor], log_probs: Mapping[str, Tensor], first: Ten
             fits = tensor.shape == first.shape
         if not fits:
             raise ConfigurationError(
-                f"{name} has shape {tuple(tensor.shape)}, {reference} {tuple(first.shape)}. Allowed: [B, T] of one "
-                "shape for all, or jagged with the same lengths (advantages also [B]). Pad or nest all of them alike."
+                f"{name} has shape {tuple(tensor.shape)}, {reference} {tuple(first.shape)}",
+                allowed="[B, T] of one shape for all, or jagged with the same lengths (advantages also [B])",
+                remedy="Pad or nest all of them alike.",
             )

@@ -36,7 +36,10 @@ class MismatchSettings:
         for name in ("enabled", "histograms"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(
-                    f"mismatch.{name}={getattr(self, name)!r}: allowed is True or False. Set one of them."
+                    setting=f"mismatch.{name}",
+                    value=getattr(self, name),
+                    allowed="True or False",
+                    remedy="Set one of them.",
                 )
         require_threshold(self.ratio_threshold, "mismatch.ratio_threshold")
 
@@ -57,7 +60,10 @@ class MismatchSettings:
             unknown = sorted(given.keys() - known)
             if unknown:
                 raise ConfigurationError(
-                    f"{name}.{unknown[0]}={given[unknown[0]]!r}: there is no such setting. Allowed: "
-                    f"{', '.join(sorted(known))}. Check the spelling."
+                    "there is no such setting",
+                    setting=f"{name}.{unknown[0]}",
+                    value=given[unknown[0]],
+                    allowed=", ".join(sorted(known)),
+                    remedy="Check the spelling.",
                 )
         return cls(**values, alarm=AlarmSettings(**alarm))

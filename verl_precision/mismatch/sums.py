@@ -56,8 +56,11 @@ class Sums:
             rule = field.metadata["merge"]
             if rule == "same" and mine != theirs:
                 raise ConfigurationError(
-                    f"{field.name}={mine:g} is merged with {field.name}={theirs:g}. Allowed: one value. Give all "
-                    "micro-batches and ranks the same."
+                    f"it is merged with {field.name}={theirs:g}",
+                    setting=field.name,
+                    value=mine,
+                    allowed="one value",
+                    remedy="Give all micro-batches and ranks the same.",
                 )
             merged[field.name] = _RULES[rule](mine, theirs)
         return type(self)(**merged)
@@ -78,8 +81,9 @@ class Sums:
         sizes = [field.metadata["size"] for field in fields]
         if state.shape != (sum(sizes),) or state.dtype != torch.float64:
             raise ConfigurationError(
-                f"state is {state.dtype} of shape {tuple(state.shape)}. Allowed: float64 ({sum(sizes)},), made by "
-                f"{cls.__name__}.to_tensor() of this version. Pass that."
+                f"state is {state.dtype} of shape {tuple(state.shape)}",
+                allowed=f"float64 ({sum(sizes)},), made by {cls.__name__}.to_tensor() of this version",
+                remedy="Pass that.",
             )
         parts = state.cpu().split(sizes)
         values = [part.clone() if size > 1 else part.item() for part, size in zip(parts, sizes, strict=True)]

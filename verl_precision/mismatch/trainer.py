@@ -52,8 +52,11 @@ def require_rollout_log_probs(config: DictConfig) -> None:
     """
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         raise ConfigurationError(
-            "actor_rollout_ref.rollout.calculate_log_probs=False with mismatch.enabled=True: without the rollout's "
-            "log-probs there is no mismatch to measure. Allowed: True. Set it to True, or mismatch.enabled=False."
+            "without the rollout's log-probs there is no mismatch to measure (mismatch.enabled=True)",
+            setting="actor_rollout_ref.rollout.calculate_log_probs",
+            value=False,
+            allowed="True",
+            remedy="Set it to True, or mismatch.enabled=False.",
         )
 
 

@@ -111,7 +111,8 @@ def register_platform(platform_manager: ModuleType) -> None:
         return
     if owner is not None:
         raise RegistrationError(
-            f"verl platform {PLATFORM_NAME!r} is already registered by {owner.__module__}.{owner.__qualname__}. "
-            "Uninstall one of the two packages, or disable this one: VERL_USE_EXTERNAL_PLUGINS=<the other plugin>."
+            f"verl platform {PLATFORM_NAME!r} is already registered by {owner.__module__}.{owner.__qualname__}",
+            remedy="Uninstall one of the two packages, or disable this one: "
+            "VERL_USE_EXTERNAL_PLUGINS=<the other plugin>.",
         )
     PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)

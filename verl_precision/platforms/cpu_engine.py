@@ -33,6 +33,9 @@ def register_engines(transformer_impl: ModuleType) -> None:
 
 def _refuse_fsdp1(self: object, *args: object, **kwargs: object) -> None:
     raise ConfigurationError(
-        "strategy=fsdp: FSDP1 cannot wrap CPU parameters. Allowed on a CPU: fsdp2. "
-        "Set actor_rollout_ref.actor.strategy=fsdp2 (and ref, critic), as scale=cpu does."
+        "FSDP1 cannot wrap CPU parameters",
+        setting="strategy",
+        value="fsdp",
+        allowed="fsdp2 on a CPU",
+        remedy="Set actor_rollout_ref.actor.strategy=fsdp2 (and ref, critic), as scale=cpu does.",
     )

@@ -48,9 +48,11 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
     if _under_way(model):
         raise WeightSyncError(
             f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights. "
-            "Allowed: one reload at a time, begun by this sync or inside it. Usual causes: an earlier weight sync "
-            "failed (its error is above), or another package reloads around this one. Start the run again; if it "
-            "comes back, report it with the versions shown by `verl-precision check`."
+            "Usual causes: an earlier weight sync failed (its error is above), or another package reloads around this "
+            "one",
+            allowed="one reload at a time, begun by this sync or inside it",
+            remedy="Start the run again; if it comes back, report it with the versions shown by `verl-precision "
+            "check`.",
         )
     for layer in model.modules():
         forget_expert_kernel(layer)

@@ -43,7 +43,7 @@ class CanarySettings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise _refused(name, value, f"a whole number, {least} or more", "Leave it out for the default.")
         if self.action not in ACTIONS:
-            raise _refused("action", self.action, " or ".join(ACTIONS), "stop suits every run.")
+            raise _refused("action", self.action, " or ".join(ACTIONS), "The value stop suits every run.")
         if isinstance(self.timeout_seconds, bool) or not isinstance(self.timeout_seconds, int | float):
             raise _refused("timeout_seconds", self.timeout_seconds, "a positive number", "Leave it out for 120.")
         if not self.timeout_seconds > 0:
@@ -82,4 +82,4 @@ def canary_settings(config: DictConfig) -> CanarySettings:
 
 
 def _refused(name: str, value: object, allowed: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(f"weight_sync.canary.{name}={value!r}: allowed is {allowed}. {remedy}")
+    return ConfigurationError(setting=f"weight_sync.canary.{name}", value=value, allowed=allowed, remedy=remedy)

@@ -100,6 +100,6 @@ def _gives_its_instances(owner: type, attribute: str) -> bool:
 
 def _changed(entry: LedgerEntry, what: str) -> RegistrationError:
     return RegistrationError(
-        f"{entry.module}.{entry.name} {what}. It is needed because {entry.why}. "
-        "Install a tested release (`verl-precision check` lists them)."
+        f"{entry.module}.{entry.name} {what}. It is needed because {entry.why}",
+        remedy="Install a tested release (`verl-precision check` lists them).",
     )
