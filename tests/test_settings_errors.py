@@ -56,5 +56,5 @@ def test_another_spelling():
     class Block:
         window: int = Field(default=5, ge=1)
 
-    with pytest.raises(ConfigurationError, match=r"mismatch\.alarm\.window 0: this cannot work"):
+    with pytest.raises(ConfigurationError, match=r"mismatch\.alarm\.window=0: this cannot work"):
         Block(window=0)

@@ -63,7 +63,8 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     name = place if isinstance(place, str) else [*fields][place]  # given by position
     if name not in fields:
         known = ", ".join(map(spell, fields))
-        return ConfigurationError(f"{spell(name)}: there is no such setting. Allowed: {known}. Check the spelling.")
+        unknown = f"{spell(name)}: there is no such setting"
+        return ConfigurationError(unknown, allowed=known, remedy="Check the spelling.")
     described = cls.__pydantic_fields__[name]
     setting = described.title or spell(name)
     if described.is_required():
@@ -72,6 +73,8 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
         default = described.get_default(call_default_factory=True)
         remedy = f"Leave it out for the default, {default}."
     if first["type"] in ("missing", "missing_argument"):
-        return ConfigurationError(f"{setting}: it is missing. Allowed: {described.annotation}. Give a value.")
+        missing = f"{setting}: it is missing"
+        return ConfigurationError(missing, allowed=str(described.annotation), remedy="Give a value.")
     allowed = first["msg"].removeprefix("Input should be ")
-    return ConfigurationError(f"{setting} {first['input']}: this cannot work. Allowed: {allowed}. {remedy}")
+    given = first["input"]
+    return ConfigurationError("this cannot work", setting=setting, value=given, allowed=allowed, remedy=remedy)
