@@ -5,20 +5,38 @@ import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
 
 from verl_precision import __version__
 from verl_precision.arithmetic.command import arithmetic
 from verl_precision.data.command import data
-from verl_precision.errors import VerlPrecisionError
+from verl_precision.errors import ConfigurationError, PatchError, VerlPrecisionError
 from verl_precision.offline_mismatch.command import mismatch
 from verl_precision.report.command import report
 from verl_precision.sanity_set.command import sanity_set
 
+
+class Verbs(typer.core.TyperGroup):
+    """The one place that shows a user what ended a verb: one line and an exit code, no traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb; an error of ours ends it with exit code 1, Ctrl-C with 130 and what the verb says of it."""
+        try:
+            return super().invoke(ctx)
+        except VerlPrecisionError as error:
+            errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as interrupt:
+            errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=Verbs,
     name="verl-precision",
     help="Close the floating-point gap between training and rollout in verl.",
     no_args_is_help=True,
@@ -75,21 +93,17 @@ def check(
         raise typer.BadParameter("give --cluster ADDRESS [--path PATH], with or without a recipe; it has no --json")
     from verl_precision.check.quiet import only_errors_of_others
 
-    try:
-        with only_errors_of_others():
-            if model is not None:
-                ok = _check_model(model, activations, loss_scale, as_json)
-            elif config is not None:
-                ok = _check_recipe(config, overrides or [], gpu, as_json)
-            elif cluster is None:
-                ok = _check_installation(as_json)
-            else:
-                ok = True
-            if cluster is not None:
-                ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    with only_errors_of_others():
+        if model is not None:
+            ok = _check_model(model, activations, loss_scale, as_json)
+        elif config is not None:
+            ok = _check_recipe(config, overrides or [], gpu, as_json)
+        elif cluster is None:
+            ok = _check_installation(as_json)
+        else:
+            ok = True
+        if cluster is not None:
+            ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
     raise typer.Exit(0 if ok else 1)
 
 
@@ -182,15 +196,12 @@ def compare(
 
     precisions = precision or ["bf16", "fp16"]
     folder = output / config.stem / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
     try:
-        bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
         compare_precisions(config, precisions, overrides or [], folder, console, bar)
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        errors.print(f"interrupted; every process of the run has ended. What was measured is in {folder}")
-        raise typer.Exit(130) from None
+        said = f"every process of the run has ended. What was measured is in {folder}"
+        raise KeyboardInterrupt(said) from None
 
 
 @app.command("patch")
@@ -220,9 +231,8 @@ def patch(
         else:
             assert tree is not None
             lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
-    except (VerlPrecisionError, OSError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    except OSError as error:
+        raise PatchError(str(error)) from error
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -236,12 +246,8 @@ def tiny_model(
 
     try:
         build_tiny_model(architecture, folder)
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
     except FileExistsError:
-        errors.print(f"error: {folder} exists; nothing was written. Name a folder that does not.", style="red")
-        raise typer.Exit(1) from None
+        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.") from None
     console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
 
 

@@ -8,8 +8,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from verl_precision.errors import VerlPrecisionError
-
 
 def mismatch(
     model: Annotated[str, typer.Option(help="Folder or hub name of the model; tiny:qwen3 is built in.")] = "tiny:qwen3",
@@ -53,24 +51,21 @@ def mismatch(
     if shard_responses is not None:
         errors.print("warning: --shard-responses is now called --in-flight; the old name goes with the next version")
         in_flight = shard_responses
+    values: dict[str, Any] = dict(
+        model=model,
+        prompts=BUILT_IN_NAME if prompts is None else str(prompts),
+        rollout_dtypes=tuple(rollout_dtype or ("fp16", "bf16")),
+        train_dtypes=tuple(train_dtype or ("fp16", "bf16")),
+        responses=responses,
+        max_response_tokens=max_response_tokens,
+        seed=seed,
+        attention=attention,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    job = MismatchJob(**values)
+    chosen = read_prompts(prompts, prompt_field, max_prompts)
     try:
-        values: dict[str, Any] = dict(
-            model=model,
-            prompts=BUILT_IN_NAME if prompts is None else str(prompts),
-            rollout_dtypes=tuple(rollout_dtype or ("fp16", "bf16")),
-            train_dtypes=tuple(train_dtype or ("fp16", "bf16")),
-            responses=responses,
-            max_response_tokens=max_response_tokens,
-            seed=seed,
-            attention=attention,
-            micro_batch_tokens=micro_batch_tokens,
-        )
-        job = MismatchJob(**values)
-        chosen = read_prompts(prompts, prompt_field, max_prompts)
         measure_mismatch(job, chosen, folder, console, ray_address, in_flight)
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        errors.print(f"interrupted; every process has ended. What is done is in {folder}; the same command continues")
-        raise typer.Exit(130) from None
+        said = f"every process has ended. What is done is in {folder}; the same command continues"
+        raise KeyboardInterrupt(said) from None

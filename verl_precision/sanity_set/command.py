@@ -1,15 +1,12 @@
 """`verl-precision sanity-set`."""
 
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-
-from verl_precision.errors import VerlPrecisionError
-
-errors = Console(stderr=True)
 
 
 def _fraction(value: str) -> Fraction:
@@ -48,29 +45,26 @@ def sanity_set(
     from verl_precision.sanity_set.session import Options, build_sanity_set
     from verl_precision.sanity_set.verdict import Window
 
+    values: dict[str, Any] = dict(
+        data=data,
+        model=model,
+        output=output,
+        window=Window(responses_per_problem, low, high),
+        reward=reward,
+        correct_at=correct_at,
+        dtype=dtype,
+        max_prompt_length=max_prompt_length,
+        max_response_length=max_response_length,
+        seed=seed,
+        in_flight=in_flight,
+        early_stopping=not all_responses,
+        keep_text=keep_text,
+        recorded=responses,
+        ray_address=ray_address,
+        engines=engines,
+    )
     try:
-        values: dict[str, Any] = dict(
-            data=data,
-            model=model,
-            output=output,
-            window=Window(responses_per_problem, low, high),
-            reward=reward,
-            correct_at=correct_at,
-            dtype=dtype,
-            max_prompt_length=max_prompt_length,
-            max_response_length=max_response_length,
-            seed=seed,
-            in_flight=in_flight,
-            early_stopping=not all_responses,
-            keep_text=keep_text,
-            recorded=responses,
-            ray_address=ray_address,
-            engines=engines,
-        )
-        build_sanity_set(Options(**values), Console(width=None if errors.is_terminal else 100))
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        build_sanity_set(Options(**values), Console(width=None if sys.stderr.isatty() else 100))
     except KeyboardInterrupt:
-        errors.print(f"interrupted; every response that was ready is in {output}. The same command continues.")
-        raise typer.Exit(130) from None
+        said = f"every response that was ready is in {output}. The same command continues."
+        raise KeyboardInterrupt(said) from None
