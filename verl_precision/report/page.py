@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from verl_precision import __version__
 from verl_precision.errors import ConfigurationError
+from verl_precision.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.report.figures import COLOURS, svg
@@ -83,7 +84,7 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
             f"--output {path}: it exists and is not an earlier report; nothing was written. Allowed: a new file or "
             "an earlier report. Name another file, or add --force."
         )
-    path.write_text(content, encoding="utf-8")
+    write_file(path, content, replace=True)
 
 
 def number_text(value: float) -> str:
