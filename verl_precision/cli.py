@@ -1,14 +1,15 @@
 """`verl-precision <verb>`."""
 
+import functools
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
 from rich.console import Console
 
 from verl_precision import __version__
@@ -19,24 +20,7 @@ from verl_precision.offline_mismatch.command import mismatch
 from verl_precision.report.command import report
 from verl_precision.sanity_set.command import sanity_set
 
-
-class Verbs(typer.core.TyperGroup):
-    """The one place that shows a user what ended a verb: one line and an exit code, no traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a verb; an error of ours ends it with exit code 1, Ctrl-C with 130 and what the verb says of it."""
-        try:
-            return super().invoke(ctx)
-        except VerlPrecisionError as error:
-            errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt as interrupt:
-            errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
-            raise typer.Exit(130) from None
-
-
 app = typer.Typer(
-    cls=Verbs,
     name="verl-precision",
     help="Close the floating-point gap between training and rollout in verl.",
     no_args_is_help=True,
@@ -45,6 +29,33 @@ app = typer.Typer(
 )
 console = Console(width=None if sys.stdout.isatty() else 100)
 errors = Console(stderr=True)
+Verb = Callable[..., None]
+
+
+def verb(name: str, **settings: Any) -> Callable[[Verb], Verb]:
+    """Make a function a verb: an error of ours ends it with exit code 1, Ctrl-C with 130 and what the verb says of it.
+
+    Args:
+        name: Name of the verb.
+        settings: Settings of typer's command.
+    """
+
+    def register(function: Verb) -> Verb:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except VerlPrecisionError as error:
+                errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+                raise typer.Exit(1) from None
+            except KeyboardInterrupt as interrupt:
+                errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
+                raise typer.Exit(130) from None
+
+        app.command(name, **settings)(run)
+        return function
+
+    return register
 
 
 def _version(value: bool) -> None:
@@ -60,7 +71,7 @@ def main(
     """Close the floating-point gap between training and rollout in verl."""
 
 
-@app.command("check", context_settings={"ignore_unknown_options": True})
+@verb("check", context_settings={"ignore_unknown_options": True})
 def check(
     config: Annotated[
         Path | None, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")
@@ -171,7 +182,7 @@ def _check_cluster(address: str, config: Path | None, overrides: list[str], path
     return all(finding.ok for finding in found)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@verb("compare", context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")],
     overrides: Annotated[
@@ -204,7 +215,7 @@ def compare(
         raise KeyboardInterrupt(said) from None
 
 
-@app.command("patch")
+@verb("patch")
 def patch(
     tree: Annotated[Path | None, typer.Argument(help="Holds verl/: a checkout or an unpacked release.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Print every series and its patches.")] = False,
@@ -236,7 +247,7 @@ def patch(
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("tiny-model")
+@verb("tiny-model")
 def tiny_model(
     architecture: Annotated[str, typer.Argument(help="Its architecture; an unknown name lists them.")],
     folder: Annotated[Path, typer.Argument(help="A folder to create.")],
@@ -251,11 +262,11 @@ def tiny_model(
     console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
 
 
-app.command("report")(report)
-app.command("arithmetic")(arithmetic)
-app.command("data")(data)
-app.command("sanity-set")(sanity_set)
-app.command("mismatch")(mismatch)
+verb("report")(report)
+verb("arithmetic")(arithmetic)
+verb("data")(data)
+verb("sanity-set")(sanity_set)
+verb("mismatch")(mismatch)
 
 if __name__ == "__main__":
     app()

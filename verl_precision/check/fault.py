@@ -33,7 +33,8 @@ class Fault:
 
     def __str__(self) -> str:
         """Return one line for a log."""
-        return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
+        subject = f"{self.setting}={self.value}: " if self.setting else ""  # as one writes it in an override
+        return f"{subject}{describe(self.problem, allowed=self.allowed, remedy=self.remedy)} [{self.name}]"
 
 
 @dataclass(frozen=True)
