@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_precision.check.dtype_traps import VLLM_REFUSES_FP16
 from verl_precision.engine.settings import DTYPES
 from verl_precision.errors import ConfigurationError
+from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
 ATTENTION = ("sdpa", "flash_attention_2")
