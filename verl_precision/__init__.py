@@ -7,6 +7,7 @@ Map of the package (dependencies point downwards):
     plugin         what verl loads: the table of everything that is registered, and where
     presets/       Hydra groups precision=..., estimator=..., scale=..., one small YAML each
     preflight      what can be known to fail before Ray or a model starts
+    rules/         what can be wrong with a config: every rule once, as data
     compare/       run one recipe in several precisions, follow it, compare the results
     losses/        the paper's estimators (pure torch), and their adapters to verl
     aggregation    from token values to a loss that does not change with the cut of the mini-batch (pure torch)

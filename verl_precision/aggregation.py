@@ -57,10 +57,10 @@ class Aggregation:
         if self.mode not in MODES:
             raise ConfigurationError(
                 "no such aggregation",
-                setting="actor.loss_agg_mode",
+                setting="actor_rollout_ref.actor.loss_agg_mode",
                 value=self.mode,
                 allowed=", ".join(MODES),
-                remedy=f"Set actor.loss_agg_mode={NORM_MODE} for Dr.GRPO.",
+                remedy=f"Set actor_rollout_ref.actor.loss_agg_mode={NORM_MODE} for Dr.GRPO.",
             )
         if self.mode == NORM_MODE:
             require_normalizer(self.normalizer)
@@ -98,10 +98,10 @@ def require_normalizer(value: object) -> None:
             f"with loss_agg_mode={NORM_MODE} the sum over tokens is divided by one constant for the whole run. Without "
             "it, verl divides by the padded width of each micro-batch, so that the gradient changes with how the batch "
             "is cut",
-            setting="actor.loss_scale_factor",
+            setting="actor_rollout_ref.actor.loss_scale_factor",
             value=value,
             allowed="a number > 0",
-            remedy="Set actor.loss_scale_factor=${data.max_response_length}.",
+            remedy="Set actor_rollout_ref.actor.loss_scale_factor=${data.max_response_length}.",
         )
 
 

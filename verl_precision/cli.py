@@ -119,12 +119,13 @@ def check(
 
 
 def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
-    from verl_precision.check.fault import Environment
+    from verl_precision.check.environment import here
     from verl_precision.check.recipe import check_recipe
     from verl_precision.check.show import show_recipe
+    from verl_precision.rules.rule import Environment
+    from verl_precision.versions import installed_vllm
 
-    here = Environment.here()
-    report = check_recipe(config, overrides, here if gpu is None else Environment(here.vllm, (gpu,)))
+    report = check_recipe(config, overrides, here() if gpu is None else Environment(installed_vllm(), (gpu,)))
     if as_json:
         print(report.as_json())
     else:

@@ -19,7 +19,12 @@ def describe(problem: str, setting: str = "", value: object = None, allowed: str
     parts = [part for part in (head, allowed and f"Allowed: {allowed}", remedy) if part]
     if parts == [head]:
         return head
-    return " ".join(part if part.endswith((".", "!")) else f"{part}." for part in parts)
+    return " ".join(map(sentence, parts))
+
+
+def sentence(text: str) -> str:
+    """Return a text with a full stop at its end; an empty one stays empty."""
+    return text if not text or text.endswith((".", "!")) else f"{text}."
 
 
 def subject(setting: str, value: object) -> str:

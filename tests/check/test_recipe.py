@@ -6,12 +6,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from verl_precision.check.dtypes import short, table
-from verl_precision.check.fault import Environment
-from verl_precision.check.recipe import check_recipe, compose_recipe, find_faults
+from verl_precision.check.recipe import check_recipe, compose_recipe, table
 from verl_precision.cli import app
 from verl_precision.errors import ConfigurationError
 from verl_precision.presets import preset_names
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.dtypes import short
+from verl_precision.rules.rule import Environment
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
 runner = CliRunner()

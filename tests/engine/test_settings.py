@@ -6,9 +6,10 @@ import pytest
 from verl.workers.config import FSDPEngineConfig
 
 from verl_precision.engine.config import PrecisionFSDPConfig
-from verl_precision.engine.config_check import check_engines
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.errors import ConfigurationError
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
 
 MIXED = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
@@ -80,16 +81,28 @@ def test_contradictions_are_refused(changes, message):
         config(**changes)
 
 
-def test_preflight_names_the_block(compose_verl):
-    check_engines(compose_verl())  # not ours: verl's business
-    check_engines(compose_verl("+precision=fp16"))
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+
+
+@pytest.fixture
+def refused(compose_verl):
+    """What the rules of the engine say of a config."""
+
+    def ask(*overrides: str) -> list[str]:
+        faults = find_faults(compose_verl(VLLM, *overrides), Environment())
+        return [f"{fault.setting}={fault.value!r}" for fault in faults if fault.name == "check_engines"]
+
+    return ask
+
+
+def test_rules_name_the_block(refused):
+    assert refused() == []  # not ours: verl's business
+    assert refused("+precision=fp16") == []
     for path in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"):
-        with pytest.raises(ConfigurationError, match=rf"{path}: fsdp_config.dtype='bfloat16'.*contradict"):
-            check_engines(compose_verl("+precision=fp16", f"{path}.dtype=bfloat16"))
-    with pytest.raises(ConfigurationError, match=r"actor.fsdp_config: fsdp_config.loss_scale.growth_interval=0"):
-        check_engines(
-            compose_verl("+precision=fp16", "actor_rollout_ref.actor.fsdp_config.loss_scale.growth_interval=0")
-        )
+        assert refused("+precision=fp16", f"{path}.dtype=bfloat16") == [f"{path}.dtype='bfloat16'"]
+    interval = "actor_rollout_ref.actor.fsdp_config.loss_scale.growth_interval"
+    assert refused("+precision=fp16", f"{interval}=0") == [f"{interval}=0"]
+    assert refused("+precision=fp16", f"+{interval}s=7") == [f"{interval}s=7"]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +126,8 @@ def test_shadow_is_off_by_default_whatever_the_rollouts_dtype():
     assert ShadowSettings(dtype="bf16", ratio_source="shadow").enabled
 
 
-def test_shadow_is_the_actors_alone_and_in_the_rollouts_dtype(compose_verl):
+def test_shadow_is_the_actors_alone_and_in_the_rollouts_dtype(refused):
     actor = "actor_rollout_ref.actor.fsdp_config.shadow"
-    vllm = "actor_rollout_ref.rollout.name=vllm"
-    check_engines(compose_verl("+precision=fp32_train_bf16_rollout", vllm, f"{actor}.ratio_source=shadow"))
-    with pytest.raises(ConfigurationError, match=r"shadow.dtype='fp16', but the rollout runs in bf16"):
-        check_engines(compose_verl("+precision=bf16", vllm, f"{actor}.every_n_steps=1", f"{actor}.dtype=fp16"))
-    with pytest.raises(ConfigurationError, match=r"^critic.fsdp.shadow is switched on: only the actor"):
-        check_engines(compose_verl("+precision=bf16", "critic.fsdp.shadow.every_n_steps=1"))
+    assert refused("+precision=fp32_train_bf16_rollout", f"{actor}.ratio_source=shadow") == []
+    assert refused("+precision=bf16", f"{actor}.every_n_steps=1", f"{actor}.dtype=fp16") == [f"{actor}.dtype='fp16'"]
+    assert refused("+precision=bf16", "critic.fsdp.shadow.every_n_steps=1") == ["critic.fsdp.shadow.every_n_steps=1"]

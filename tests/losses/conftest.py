@@ -14,6 +14,7 @@ import verl_precision.plugin  # noqa: F401  (verl loads it too; here whatever th
 
 ANY_BATCH = (
     "hydra.searchpath=[pkg://verl_precision.presets]",
+    "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
     f"data.max_response_length={C_NORM}",

@@ -1,14 +1,16 @@
 """Registration with verl, a user's own loss, and what verl's side can get wrong: an error before any number."""
 
+import re
+
 import pytest
 import torch
 from conftest import actor_config
-from omegaconf import OmegaConf
 
 from verl_precision.aggregation import aggregate
 from verl_precision.errors import ConfigurationError, RegistrationError
 from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
-from verl_precision.losses.config_check import check_estimator
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
 
 NAMES = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis", "grpo", "vp_gspo", "grpo_unclipped", "ratio_one"}
 
@@ -123,10 +125,14 @@ def test_own_loss_with_unknown_parameter_is_refused():
     assert "test_adapter_bad" not in POLICY_LOSSES
 
 
+def errors(config) -> list[str]:
+    return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
+
+
 PG = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 IN_THE_WORKER = {
-    "bypass off": ("pg_seq_is", ["algorithm.rollout_correction.bypass_mode=False"], "bypass_mode=False with loss_mode"),
-    "no marker": ("pg_seq_mis", [f"{PG}.bypass_mode=null"], "bypass_mode=None with loss_mode"),
+    "bypass off": ("pg_seq_is", ["algorithm.rollout_correction.bypass_mode=False"], "bypass_mode=False: loss_mode"),
+    "no marker": ("pg_seq_mis", [f"{PG}.bypass_mode=null"], "bypass_mode=None: loss_mode"),
     "C zero": ("pg_seq_tis", [f"{PG}.rollout_is_threshold=0"], "rollout_is_threshold=0"),
     "C a band": ("pg_seq_mis", [f"{PG}.rollout_is_threshold='0.5_5'"], "rollout_is_threshold='0.5_5'"),
     "C misread by YAML": ("pg_seq_mis", [f"{PG}.rollout_is_threshold=0.55"], "YAML reads that one as 0.55"),
@@ -142,17 +148,16 @@ def test_bad_setting_is_refused_by_the_loss_and_before_the_run(bad, composed):
     estimator, overrides, message = IN_THE_WORKER[bad]
     with pytest.raises(ConfigurationError, match=message.replace("'", ".")) as worker:
         call(estimator, actor_config(estimator, *overrides))
-    with pytest.raises(ConfigurationError, match=message.replace("'", ".")) as driver:
-        check_estimator(composed(estimator, *overrides))
-    for error in (worker, driver):
-        assert "Allowed: " in str(error.value)
-        assert any(remedy in str(error.value) for remedy in ("Set ", "Choose ")), error.value
+    before_the_run = errors(composed(estimator, *overrides))
+    assert any(re.search(message.replace("'", "."), text) for text in before_the_run), before_the_run
+    for text in (str(worker.value), *before_the_run):
+        assert "Allowed: " in text and any(remedy in text for remedy in ("Set ", "Choose ")), text
 
 
 NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
 BEFORE_THE_RUN = {
-    "no rollout log-probs": ("pg_seq_is", [NO_LOG_PROBS], "log-probs are missing"),
-    "weights without rollout log-probs": ("grpo_seq_mis", [NO_LOG_PROBS], "log-probs are missing"),
+    "no rollout log-probs": ("pg_seq_is", [NO_LOG_PROBS], "needs the rollout.s log-probs"),
+    "weights without rollout log-probs": ("grpo_seq_mis", [NO_LOG_PROBS], "needs the rollout.s log-probs"),
     "V0 trainer": ("pg_seq_is", ["trainer.use_v1=False"], r"trainer\.use_v1=False"),
     "weights in bypass mode": ("grpo_token_tis", ["algorithm.rollout_correction.bypass_mode=True"], "makes no weights"),
     "weights and rejection": ("grpo_seq_mis", ["algorithm.rollout_correction.rollout_rs=token_k1"], "the denominator"),
@@ -177,16 +182,8 @@ BEFORE_THE_RUN = {
 @pytest.mark.parametrize("bad", BEFORE_THE_RUN)
 def test_contradiction_is_refused_before_the_run(bad, composed):
     estimator, overrides, message = BEFORE_THE_RUN[bad]
-    with pytest.raises(ConfigurationError, match=message):
-        check_estimator(composed(estimator, *overrides))
-
-
-def test_config_without_our_loss_is_left_alone():
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        check_estimator(compose("ppo_trainer"))
-    check_estimator(OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": {}}}, "algorithm": {}}))
+    found = errors(composed(estimator, *overrides))
+    assert any(re.search(message, text) for text in found), found
 
 
 def test_ranks_without_global_counts_are_refused():

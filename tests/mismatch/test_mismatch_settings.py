@@ -3,7 +3,7 @@
 import pytest
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.mismatch.settings import MismatchSettings, settings_of
 from verl_precision.presets import preset_names
 
 
@@ -40,6 +40,4 @@ def test_every_preset_switches_it_on(compose_verl, group):
 
 
 def test_precision_presets_spell_out_the_defaults(compose_verl):
-    from verl_precision.mismatch.trainer import settings_of
-
     assert settings_of(compose_verl("+precision=fp16")) == MismatchSettings()

@@ -13,10 +13,11 @@ from discovered import CPU_ONLY, RECIPES, ROOT
 from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
-from verl_precision.check.fault import Environment
-from verl_precision.check.recipe import compose_recipe, find_faults
-from verl_precision.preflight import CONFIG_CHECKS, failed_checks
+from verl_precision.check.environment import look
+from verl_precision.check.recipe import compose_recipe
 from verl_precision.presets import preset_names
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
 from verl_precision.tiny_model import ARCHITECTURES
 
 PAPER = [path for path in RECIPES if path.stem not in CPU_ONLY]
@@ -27,8 +28,8 @@ ids = {"ids": lambda value: getattr(value, "stem", str(value))}
 
 def problems(config) -> list[str]:
     """Return everything `verl-precision check` would call an error."""
-    faults = [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
-    return faults + [message for name, message in failed_checks(config) if name in CONFIG_CHECKS]
+    faults = find_faults(config, look(config, Environment()), elsewhere=True)
+    return [str(fault) for fault in faults if fault.severity == "error"]
 
 
 def test_every_yaml_is_a_recipe_with_readme_pin_and_script():

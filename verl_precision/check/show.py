@@ -14,9 +14,9 @@ from verl_precision.errors import describe, subject
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
     from verl_precision.check.activations import ActivationReport
     from verl_precision.check.checkpoint import CheckpointReport
-    from verl_precision.check.fault import Fault
     from verl_precision.check.installation import Finding
     from verl_precision.check.recipe import RecipeReport
+    from verl_precision.rules.rule import Fault
 
 WORST = 12
 

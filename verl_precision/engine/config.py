@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig
 
-from verl_precision.engine.settings import DTYPES, LONG_NAMES, LossScaleSettings, ShadowSettings
-from verl_precision.errors import ConfigurationError
+from verl_precision.engine.settings import LONG_NAMES, LossScaleSettings, ShadowSettings, require_engine_settings
 
 
 @dataclass
@@ -44,58 +43,7 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
             ConfigurationError: naming setting, value, what is allowed and what to do.
         """
         super().__post_init__()
-        wanted = ("param_dtype", "reduce_dtype", "buffer_dtype")
-        found = self.mixed_precision
-        if found is None or set(found) != set(wanted):
-            raise ConfigurationError(
-                "what is not said would silently be verl's default, bf16 for param_dtype",
-                setting="fsdp_config.mixed_precision",
-                value=found,
-                allowed=f"all of {', '.join(wanted)}",
-                remedy="Choose a preset: precision=fp16.",
-            )
-        for name in wanted:
-            if found[name] not in DTYPES and found[name] not in LONG_NAMES:
-                raise ConfigurationError(
-                    setting=f"fsdp_config.mixed_precision.{name}",
-                    value=found[name],
-                    allowed=", ".join(DTYPES),
-                    remedy="Choose a preset: precision=fp16.",
-                )
-        if DTYPES.get(self.dtype, self.dtype) != DTYPES[self.compute_dtype]:
-            raise ConfigurationError(
-                f"it contradicts mixed_precision.param_dtype={found['param_dtype']!r}, which is what verl's FSDP "
-                "engine reads; it ignores dtype",
-                setting="fsdp_config.dtype",
-                value=self.dtype,
-                allowed="the same in both",
-                remedy="Choose a preset (precision=fp16) instead of setting dtype.",
-            )
-        if self.model_dtype not in ("fp32", "float32"):
-            raise ConfigurationError(
-                "master weights and Adam's moments would be in 16 bits, where eps=1e-8 is zero and small updates "
-                "round away, and RoPE's frequencies would be rounded",
-                setting="fsdp_config.model_dtype",
-                value=self.model_dtype,
-                allowed="fp32",
-                remedy="The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory.",
-            )
-        for name, wanted_type in (("loss_scale", LossScaleSettings), ("shadow", ShadowSettings)):
-            if not isinstance(getattr(self, name), wanted_type):
-                raise ConfigurationError(
-                    setting=f"fsdp_config.{name}",
-                    value=getattr(self, name),
-                    allowed=f"a block with _target_: {wanted_type.__module__}.{wanted_type.__qualname__}",
-                    remedy="Choose precision=fp16.",
-                )
-        chunk = self.log_prob_chunk_tokens
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise ConfigurationError(
-                setting="fsdp_config.log_prob_chunk_tokens",
-                value=chunk,
-                allowed="an integer >= 1, in tokens",
-                remedy="Leave it out for the default; halve it when memory is short.",
-            )
+        require_engine_settings(self)
 
     @property
     def compute_dtype(self) -> str:

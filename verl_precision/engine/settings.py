@@ -1,7 +1,9 @@
-"""Settings of the loss scale and of the shadow forward, with bounds."""
+"""Settings of this package's FSDP engine, of its loss scale and of its shadow forward, with bounds."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from verl_precision.errors import ConfigurationError
 
@@ -129,3 +131,85 @@ class ShadowSettings:
 
 def _refused(name: str, value: object, allowed: str, remedy: str, block: str = "loss_scale") -> ConfigurationError:
     return ConfigurationError(setting=f"fsdp_config.{block}.{name}", value=value, allowed=allowed, remedy=remedy)
+
+
+T = TypeVar("T", LossScaleSettings, ShadowSettings)
+MIXED_PRECISION = ("param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
+    """Require that dtypes are said, known and without contradiction, and every setting of ours within its bounds.
+
+    Args:
+        found: A `PrecisionFSDPConfig`, or the block of a config that becomes one.
+
+    Returns:
+        The settings of its shadow.
+
+    Raises:
+        ConfigurationError: naming setting, value, what is allowed and what to do.
+    """
+    mixed = found.get("mixed_precision")
+    if mixed is None or set(mixed) != set(MIXED_PRECISION):
+        raise ConfigurationError(
+            "what is not said would silently be verl's default, bf16 for param_dtype",
+            setting="fsdp_config.mixed_precision",
+            value=mixed,
+            allowed=f"all of {', '.join(MIXED_PRECISION)}",
+            remedy="Choose a preset: precision=fp16.",
+        )
+    for name in MIXED_PRECISION:
+        if mixed[name] not in DTYPES and mixed[name] not in LONG_NAMES:
+            raise ConfigurationError(
+                setting=f"fsdp_config.mixed_precision.{name}",
+                value=mixed[name],
+                allowed=", ".join(DTYPES),
+                remedy="Choose a preset: precision=fp16.",
+            )
+    dtype, compute = found.get("dtype", "bfloat16"), mixed["param_dtype"]
+    if LONG_NAMES.get(dtype, dtype) != LONG_NAMES.get(compute, compute):
+        raise ConfigurationError(
+            f"it contradicts mixed_precision.param_dtype={compute!r}, which is what verl's FSDP engine reads; it "
+            "ignores dtype",
+            setting="fsdp_config.dtype",
+            value=dtype,
+            allowed="the same in both",
+            remedy="Choose a preset (precision=fp16) instead of setting dtype.",
+        )
+    if found.get("model_dtype", "fp32") not in ("fp32", "float32"):
+        raise ConfigurationError(
+            "master weights and Adam's moments would be in 16 bits, where eps=1e-8 is zero and small updates round "
+            "away, and RoPE's frequencies would be rounded",
+            setting="fsdp_config.model_dtype",
+            value=found.get("model_dtype"),
+            allowed="fp32",
+            remedy="The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory.",
+        )
+    _typed(found, "loss_scale", LossScaleSettings)
+    chunk = found.get("log_prob_chunk_tokens", 1)
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ConfigurationError(
+            setting="fsdp_config.log_prob_chunk_tokens",
+            value=chunk,
+            allowed="an integer >= 1, in tokens",
+            remedy="Leave it out for the default; halve it when memory is short.",
+        )
+    return _typed(found, "shadow", ShadowSettings)
+
+
+def _typed(found: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    """Return a block of settings as its type: as it is, or built as Hydra will build it."""
+    block = found.get(name, kind())
+    if isinstance(block, kind):
+        return block
+    target = f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(block, Mapping) or block.get("_target_") != target:
+        allowed = f"a block with _target_: {target}"
+        raise ConfigurationError(
+            setting=f"fsdp_config.{name}", value=block, allowed=allowed, remedy="Choose precision=fp16."
+        )
+    values = {key: value for key, value in block.items() if key != "_target_"}
+    known = [field.name for field in fields(kind)]
+    for key in values.keys() - set(known):
+        raise _refused(key, values[key], ", ".join(known), "There is no such setting: check its spelling.", name)
+    return kind(**values)

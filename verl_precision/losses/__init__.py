@@ -8,8 +8,7 @@
     surrogate         shared: the clipped objective
     metrics           shared: metrics that survive micro-batches and ranks
     registry          POLICY_LOSSES: name -> entry; `policy_loss` adds your own
-    settings          bounds of C and of the clip range
-    config_check      does a composed config give the chosen loss what it needs?
+    settings          bounds of C and of the clip range; the rules of a config ask here (rules/loss_rules.py)
     verl_adapter, verl_metrics, verl_weights   the only modules that know verl
 
 Numbers are equations of https://arxiv.org/abs/2510.26788; docs/math.md says when to use which.

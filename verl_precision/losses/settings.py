@@ -4,8 +4,10 @@ import math
 
 from verl_precision.errors import ConfigurationError
 
-THRESHOLD = "actor.policy_loss.rollout_correction.rollout_is_threshold"
+THRESHOLD = "actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold"
 WEIGHT_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
+# Levels of `algorithm.rollout_correction.rollout_is` that are this package's: equations (9) and (10).
+WEIGHTS = ("vp_token_tis", "vp_seq_mis")
 
 
 def is_number(value: object) -> bool:
@@ -46,7 +48,7 @@ def require_clip_range(low: object, high: object) -> tuple[float, float]:
     if not is_number(low) or not 0 < low <= 1:  # type: ignore[operator]
         raise ConfigurationError(
             "the ratio is clipped below 1 - clip_ratio_low",
-            setting="actor.clip_ratio_low",
+            setting="actor_rollout_ref.actor.clip_ratio_low",
             value=low,
             allowed="a number in (0, 1]",
             remedy="Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
@@ -54,9 +56,50 @@ def require_clip_range(low: object, high: object) -> tuple[float, float]:
     if not is_number(high) or not high > 0:  # type: ignore[operator]
         raise ConfigurationError(
             "the ratio is clipped above 1 + clip_ratio_high",
-            setting="actor.clip_ratio_high",
+            setting="actor_rollout_ref.actor.clip_ratio_high",
             value=high,
             allowed="a number > 0",
             remedy="Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
         )
     return float(low), float(high)  # type: ignore[arg-type]
+
+
+def require_bypass(value: object, loss: str) -> None:
+    """Require the marker that tells a worker that the old log-probs are the rollout's.
+
+    Args:
+        value: Value of the marker.
+        loss: Name of the loss that needs the rollout's log-probs.
+
+    Raises:
+        ConfigurationError: unless it is True.
+    """
+    if value is not True:
+        raise ConfigurationError(
+            f"loss_mode={loss} weighs by the rollout's log-probs, and outside bypass mode verl hands it "
+            "recomputed ones. This setting tells the worker whose log-probs it is given",
+            setting="actor_rollout_ref.actor.policy_loss.rollout_correction.bypass_mode",
+            value=value,
+            allowed="${algorithm.rollout_correction.bypass_mode}, where that is True",
+            remedy=f"Choose the preset estimator={loss}, which sets both.",
+        )
+
+
+def require_plain_weights(normalised: object, level: str) -> None:
+    """Require that verl does not normalise weights of this package.
+
+    Args:
+        normalised: Value of `rollout_is_batch_normalize`.
+        level: One of `WEIGHTS`.
+
+    Raises:
+        ConfigurationError: if it does.
+    """
+    if normalised:
+        raise ConfigurationError(
+            f"with rollout_is={level}: normalised weights are not those of the equation",
+            setting="algorithm.rollout_correction.rollout_is_batch_normalize",
+            value=normalised,
+            allowed="False",
+            remedy="Set it to False.",
+        )

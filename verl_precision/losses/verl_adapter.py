@@ -15,10 +15,8 @@ from torch import Tensor
 from verl_precision.aggregation import Aggregation
 from verl_precision.errors import ConfigurationError, RegistrationError
 from verl_precision.losses.registry import PolicyLoss, on_registration
-from verl_precision.losses.settings import THRESHOLD, require_threshold
+from verl_precision.losses.settings import THRESHOLD, require_bypass, require_threshold
 from verl_precision.losses.verl_metrics import MergedMetric, keep_merged_metrics
-
-BYPASS = "actor.policy_loss.rollout_correction.bypass_mode"
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -95,13 +93,13 @@ class AdaptedLoss:
             raise ConfigurationError(
                 "algorithm.rollout_correction.rollout_is made weights that this loss does not take: it would ignore "
                 "them",
-                setting="actor.policy_loss.loss_mode",
+                setting="actor_rollout_ref.actor.policy_loss.loss_mode",
                 value=self.name,
                 allowed="a loss that takes the weights, or no weights",
                 remedy="Set algorithm.rollout_correction.rollout_is=null.",
             )
         if "rollout_log_probs" in self._needs:
-            self._require_bypass(config)
+            require_bypass(_rollout_correction(config).get("bypass_mode", None), self.name)
         offered = {
             "trainer_log_probs": log_prob,
             "rollout_log_probs": old_log_prob,
@@ -115,15 +113,6 @@ class AdaptedLoss:
         arguments |= {name: resolve(config) for name, resolve in self._resolvers.items() if name in self._needs}
         output = self.entry.function(**arguments)
         return output.loss, {name: MergedMetric([statistic]) for name, statistic in output.metrics.items()}
-
-    def _require_bypass(self, config: Any) -> None:
-        value = _rollout_correction(config).get("bypass_mode", None)
-        if value is not True:
-            raise ConfigurationError(
-                f"{BYPASS}={value!r} with loss_mode={self.name!r}: this loss weighs by the rollout's log-probs, and "
-                "outside bypass mode verl hands it recomputed ones instead. Allowed: True, together with "
-                f"algorithm.rollout_correction.bypass_mode. Choose the preset estimator={self.name}."
-            )
 
     @staticmethod
     def _threshold(config: Any) -> float:

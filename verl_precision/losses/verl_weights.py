@@ -14,10 +14,9 @@ from types import ModuleType
 import wrapt
 from torch import Tensor
 
-from verl_precision.errors import ConfigurationError
 from verl_precision.losses.metrics import weight_statistics
 from verl_precision.losses.rollout_weights import seq_mis_weights, token_tis_weights
-from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_threshold
+from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
 from verl_precision.platforms.ledger import ROLLOUT_WEIGHTS, require_expected_signature
 
 LEVELS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
@@ -52,11 +51,7 @@ def _own_weights(
     rollout_is_threshold: object = None,
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    if rollout_is_batch_normalize:
-        raise ConfigurationError(
-            f"algorithm.rollout_correction.rollout_is_batch_normalize=True with rollout_is={rollout_is}: normalised "
-            "weights are not those of the equation. Allowed: False. Set it to False."
-        )
+    require_plain_weights(rollout_is_batch_normalize, rollout_is)
     threshold = require_threshold(rollout_is_threshold, WEIGHT_THRESHOLD)
     weights_BT = LEVELS[rollout_is](log_ratio, response_mask, threshold)
     valid_BT = response_mask.bool()

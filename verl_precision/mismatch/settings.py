@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from verl_precision.errors import ConfigurationError
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch.alarm_settings import AlarmSettings
@@ -67,3 +69,16 @@ class MismatchSettings:
                     remedy="Check the spelling.",
                 )
         return cls(**values, alarm=AlarmSettings(**alarm))
+
+
+def settings_of(config: DictConfig) -> MismatchSettings:
+    """Return the typed settings of a config's block `mismatch`.
+
+    Args:
+        config: Composed config.
+
+    Raises:
+        ConfigurationError: for a block that cannot be used.
+    """
+    block = OmegaConf.select(config, "mismatch")
+    return MismatchSettings.from_block(None if block is None else OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.watch import Watch
+from verl_precision.rules.rollout_rules import logprobs_missing, nothing_to_report
 from verl_precision.weight_sync.settings import canary_settings
 
 PREFIX = "vp_"
@@ -38,26 +38,14 @@ def measured_mode(config: DictConfig) -> str | None:
     return PREFIX + mode
 
 
-def settings_of(config: DictConfig) -> MismatchSettings:
-    """Return the typed settings of a config's block `mismatch`."""
-    block = OmegaConf.select(config, "mismatch")
-    return MismatchSettings.from_block(None if block is None else OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]
-
-
 def require_rollout_log_probs(config: DictConfig) -> None:
     """Require that the rollout returns its log-probs.
 
     Raises:
         ConfigurationError: naming the setting.
     """
-    if not config.actor_rollout_ref.rollout.calculate_log_probs:
-        raise ConfigurationError(
-            "without the rollout's log-probs there is no mismatch to measure (mismatch.enabled=True)",
-            setting="actor_rollout_ref.rollout.calculate_log_probs",
-            value=False,
-            allowed="True",
-            remedy="Set it to True, or mismatch.enabled=False.",
-        )
+    for each in (logprobs_missing, nothing_to_report):
+        each.require(config)
 
 
 def register_trainers(v1: ModuleType) -> None:

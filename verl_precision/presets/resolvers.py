@@ -75,7 +75,7 @@ def _sync_is_verified(_root_: DictConfig) -> bool:
 
 
 def _run_name(_root_: DictConfig) -> str:
-    from verl_precision.check.dtypes import engines, rollout_dtype
+    from verl_precision.rules.dtypes import engines, rollout_dtype
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)
     precision = train if train == rollout else f"{train}_train_{rollout}_rollout"

@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from verl_precision.check.dtype_traps import VLLM_REFUSES_FP16
 from verl_precision.errors import ConfigurationError
+from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
 Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}

@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from verl_precision.check.dtypes import engines, rollout_dtype, uses_adapter
 from verl_precision.engine.settings import DTYPES
 from verl_precision.errors import WeightSyncError
+from verl_precision.rules.dtypes import engines, rollout_dtype, uses_adapter
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
 

@@ -2,14 +2,14 @@
 
 import ast
 import importlib.util
-import json
+import re
 
 import pytest
 
-from verl_precision.check.dtype_traps import VLLM_REFUSES_FP16
-from verl_precision.check.fault import Environment
-from verl_precision.check.recipe import find_faults
 from verl_precision.preflight import find_problems
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
+from verl_precision.rules.rule import RULES, Environment
 
 ACTOR = "actor_rollout_ref.actor"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -174,7 +174,7 @@ COMPANIONS = {
 @pytest.fixture
 def compose(compose_verl):
     def run(*overrides: str):
-        # with the rollout's log-probs, so that the traps about them have something to look at
+        # with the rollout's log-probs, so that the rules about them have something to look at
         base = [] if any("calculate_log_probs" in o for o in overrides) else [f"{ROLLOUT}.calculate_log_probs=True"]
         base += ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm"]
         return compose_verl(*base, *overrides, return_hydra_config=True)
@@ -271,18 +271,17 @@ def test_verl_cannot_load_an_adapter_into_this_vllm(compose, monkeypatch, root, 
     assert [(fault.name, fault.severity) for fault in faults] == ([("adapter-not-loadable", "error")] if found else [])
     if found:
         assert f"vLLM {vllm}" in faults[0].problem and f"{LORA}.merge=True" in faults[0].remedy
-    monkeypatch.setattr("verl_precision.check.fault.installed_vllm", lambda: vllm)
+    monkeypatch.setattr("verl_precision.preflight.installed_vllm", lambda: vllm)
     refused = [problem for problem in find_problems(config) if "[adapter-not-loadable]" in problem]
     assert len(refused) == found, "the preflight looks at the vLLM that is installed"
 
 
 @pytest.mark.parametrize("kind", VLLM_REFUSES_FP16)
-def test_architecture_that_vllm_refuses_in_fp16(compose, tmp_path, kind):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    model = f"actor_rollout_ref.model.path={tmp_path}"
-    faults = find_faults(compose("+precision=fp16", model, "trainer.save_freq=-1"), Environment())
-    assert "vllm-refuses-fp16" in [fault.name for fault in faults]
-    assert find_faults(compose("+precision=bf16", model), Environment()) == []
+def test_architecture_that_vllm_refuses_in_fp16(compose, kind):
+    environment = Environment(model={"model_type": kind})
+    faults = find_faults(compose("+precision=fp16", "trainer.save_freq=-1"), environment)
+    assert [fault.name for fault in faults] == ["vllm-refuses-fp16"]
+    assert find_faults(compose("+precision=bf16"), environment) == []
 
 
 def test_the_list_of_refused_architectures_is_vllms():
@@ -321,5 +320,25 @@ def test_preflight_refuses_the_errors_and_not_the_warnings(compose, root, monkey
     monkeypatch.chdir(root)
     problems = find_problems(compose("+precision=fp16", f"{ROLLOUT}.dtype=bfloat16", f"{ROLLOUT}.top_p=0.9"))
     text = "\n".join(problems)
-    assert f"{ROLLOUT}.dtype=bfloat16" in text and "[rollout-contradicts-actor]" in text
+    assert f"{ROLLOUT}.dtype='bfloat16'" in text and "[rollout-contradicts-actor]" in text
     assert "truncated-sampling" not in text
+
+
+def test_every_rule_is_in_the_catalogue(root):
+    """And the catalogue names no other: docs/precision.md."""
+    table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
+    rows = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"`([\w-]+)`", "".join(rows)))
+    assert named == {rule.name for rule in RULES}
+
+
+def test_texts_of_every_rule_are_complete():
+    for rule in RULES:
+        assert rule.condition.__doc__, rule.name
+        if rule.setting:  # otherwise its cases are errors, which bring their own texts
+            assert rule.problem and rule.remedy.endswith((".", "}")), rule.name
+
+
+def test_rules_import_neither_verl_nor_vllm(run_python):
+    done = run_python("import sys\nimport verl_precision.rules.book\nprint({'verl', 'vllm', 'ray'} & set(sys.modules))")
+    assert done.stdout.strip() == "set()", done.stderr

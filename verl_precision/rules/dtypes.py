@@ -4,7 +4,6 @@ The rules are those of verl 0.9.1: FSDP computes in `mixed_precision.param_dtype
 reads `dtype`; Megatron reads `dtype` only; the other engines compute in BF16 whatever is set.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
@@ -63,6 +62,13 @@ class Engine:
     def trains(self) -> bool:
         """Whether an optimizer updates it."""
         return self.optim is not None
+
+    @property
+    def half_master(self) -> bool:
+        """Whether one of torch's optimizers updates 16-bit weights; this package's engine refuses that by itself."""
+        optimizer = (self.optim or {}).get("optimizer_impl", "torch.optim")  # torchao's are made for it
+        halves = self.strategy in FSDP and self.master in HALF and not self.ours
+        return halves and self.trains and optimizer.startswith("torch.optim")
 
 
 def uses_reference(config: DictConfig) -> bool:
@@ -148,43 +154,3 @@ def transport_dtype(config: DictConfig) -> tuple[str, str]:
     if lora_is_merged(config) and actor.strategy in FSDP and not actor.ours:
         return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
     return actor.master, "the master weights' own; the rollout casts on arrival"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: what runs in which dtype, and the setting that decides."""
-
-    what: str
-    dtype: str
-    source: str
-
-
-def table(config: DictConfig) -> Iterator[Row]:
-    """Yield what will run in which dtype.
-
-    Args:
-        config: the composed config.
-    """
-    for engine in engines(config):
-        yield Row(f"{engine.role} forward", engine.compute, engine.source)
-        if engine.trains:
-            yield Row(f"{engine.role} master weights, Adam", engine.master, f"{engine.setting}.model_dtype")
-            yield Row(
-                f"{engine.role} gradient reduction", engine.reduce, f"{engine.setting}.mixed_precision.reduce_dtype"
-            )
-        else:
-            yield Row(f"{engine.role} weights", engine.master, f"{engine.setting}.model_dtype")
-    yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
-    yield Row("weights to the rollout", *transport_dtype(config))
-    yield Row(
-        "rollout log-probs",
-        "fp32",
-        "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else "",
-    )
-    actor = engines(config)[0]
-    on_cpu = config.trainer.device == "cpu" and not actor.ours
-    yield Row(
-        "trainer log-probs",
-        actor.compute if on_cpu else "fp32",
-        "log-softmax in the logits' dtype (device cpu)" if on_cpu else "autocast and flash-attn lift them to FP32",
-    )

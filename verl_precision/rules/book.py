@@ -1,0 +1,26 @@
+"""All rules, and the function that asks them."""
+
+from dataclasses import replace
+
+from omegaconf import DictConfig
+
+from verl_precision.rules import dtype_rules, engine_rules, loss_rules, rollout_rules, run_rules  # noqa: F401
+from verl_precision.rules.rule import RULES, Environment, Fault
+
+
+def find_faults(config: DictConfig, environment: Environment, elsewhere: bool = False) -> list[Fault]:
+    """Ask every rule.
+
+    Args:
+        config: Composed config; with Hydra's own node where a precision preset names two dtypes.
+        environment: What is known beyond it.
+        elsewhere: Whether the run may start on another machine: faults of the machine at hand are then warnings.
+
+    Returns:
+        The faults, errors first.
+    """
+    faults: list[Fault] = []
+    for rule in RULES:
+        found = rule.faults(config, environment)
+        faults += [replace(fault, severity="warning") for fault in found] if elsewhere and rule.of_machine else found
+    return sorted(faults, key=lambda fault: fault.severity)
