@@ -23,7 +23,7 @@ sanity: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not e2e and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 -m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e

@@ -13,12 +13,13 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "verl_precision" / "__ini
 BASE = [
     "packaging>=23",
     "psutil>=5.9",
+    "pydantic>=2.10",  # settings; typer and vLLM need it too, and 2.10 is the first that knows fractions
     "typer>=0.12",  # command line: help pages and validation
     "rich>=13",  # progress, tables
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins
 ]
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
-PLOT = ["matplotlib>=3.8"]
+PLOT = ["matplotlib>=3.8", "jinja2>=3.1"]  # figures, and the page that shows them
 
 setup(
     name="verl-precision",

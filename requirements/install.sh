@@ -115,7 +115,8 @@ else
       "torch==$torch (pip config set global.find-links FOLDER, or global.extra-index-url URL)." "$again"
 fi
 # All at once, on all cores: nine processes of a run import the same packages. Some ship templates that do not compile.
-run "compiling to byte code" "$python" -m compileall -q -j 0 "$venv/lib" || true
+# Without the lock: the compiler's own processes outlive it when it is killed, and wait for work for ever.
+run "compiling to byte code" "$python" -m compileall -q -j 0 "$venv/lib" 9>&- || true
 run "installing this package" "$python" -m pip install --no-deps --no-build-isolation -q -e "$here/.." ||
   fail "this package could not be installed." "$again"
 rm "$venv/.unfinished"

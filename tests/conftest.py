@@ -1,12 +1,13 @@
 """Shared fixtures."""
 
 import importlib
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -90,3 +91,30 @@ def compose_recipe(root) -> Iterator[Callable[..., DictConfig]]:
             return compose(config.stem, overrides=[f"hydra.searchpath=[{folders}]", *overrides], **kwargs)
 
     yield run
+
+
+def make_row(number: int, **changes) -> dict:
+    """One row of a data set in verl's format."""
+    values = {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": f"What is {number} + 1?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+        "extra_info": {"index": number, "split": "train"},
+    }
+    return {**values, **changes}
+
+
+def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
+    path.write_text("".join(json.dumps(values) + "\n" for values in rows))
+    return path
+
+
+@pytest.fixture
+def row() -> Callable[..., dict]:
+    return make_row
+
+
+@pytest.fixture
+def write_rows() -> Callable[[Path, Sequence[dict]], Path]:
+    return write_jsonl

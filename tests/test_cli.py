@@ -89,3 +89,22 @@ def test_tiny_model_writes_once_and_never_over(tmp_path):
     again = runner.invoke(app, ["tiny-model", "qwen3", str(folder)])
     assert again.exit_code == 1 and "nothing was written" in again.output
     assert "Allowed: qwen3" in runner.invoke(app, ["tiny-model", "gpt9", str(tmp_path / "x")]).output
+
+
+def test_errors_and_ctrl_c_are_shown_in_one_place(root):
+    elsewhere = [
+        str(path)
+        for path in (root / "verl_precision").rglob("*.py")
+        if path.name != "cli.py" and "typer.Exit(1" in path.read_text()
+    ]
+    assert elsewhere == []
+
+
+@pytest.mark.parametrize(("said", "shown"), [("", "interrupted\n"), ("all is in out", "interrupted; all is in out\n")])
+def test_ctrl_c_says_what_the_verb_says_of_it(monkeypatch, said, shown):
+    def interrupted(*args):
+        raise KeyboardInterrupt(said)
+
+    monkeypatch.setattr("verl_precision.tiny_model.build_tiny_model", interrupted)
+    done = CliRunner().invoke(app, ["tiny-model", "qwen3", "folder"])
+    assert (done.exit_code, done.stderr) == (130, shown)

@@ -15,8 +15,11 @@ Map of the package (dependencies point downwards):
     platforms/     verl and vLLM on a CPU
     weight_sync/   are the rollout's weights the trainer's? (`digest` and `verify` are pure torch)
     data/          the paper's data sets in verl's format
-    sanity_set/    the problems a model solves sometimes
+    sanity_set/    the problems a model solves sometimes (`sanity-set`)
+    offline_mismatch/  the mismatch without training (`mismatch`)
+    sampling/      one engine that draws responses and scores them, for both verbs
     arithmetic/    the sanity test on a CPU: sums, and a small model that forgets the carry
+    settings       pydantic dataclasses whose errors are ours; files: complete or not at all
     tiny_model     tiny models with tokenizer, built in seconds, for CPU runs
 
 Importing this module, or `verl_precision.plugin`, imports neither vLLM nor transformers nor Ray.

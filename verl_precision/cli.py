@@ -1,11 +1,13 @@
 """`verl-precision <verb>`."""
 
+import functools
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,8 +15,8 @@ from rich.console import Console
 from verl_precision import __version__
 from verl_precision.arithmetic.command import arithmetic
 from verl_precision.data.command import data
-from verl_precision.errors import VerlPrecisionError
-from verl_precision.offline.command import mismatch
+from verl_precision.errors import ConfigurationError, PatchError, VerlPrecisionError
+from verl_precision.offline_mismatch.command import mismatch
 from verl_precision.report.command import report
 from verl_precision.sanity_set.command import sanity_set
 
@@ -27,6 +29,33 @@ app = typer.Typer(
 )
 console = Console(width=None if sys.stdout.isatty() else 100)
 errors = Console(stderr=True)
+Verb = Callable[..., None]
+
+
+def verb(name: str, **settings: Any) -> Callable[[Verb], Verb]:
+    """Make a function a verb: an error of ours ends it with exit code 1, Ctrl-C with 130 and what the verb says of it.
+
+    Args:
+        name: Name of the verb.
+        settings: Settings of typer's command.
+    """
+
+    def register(function: Verb) -> Verb:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except VerlPrecisionError as error:
+                errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+                raise typer.Exit(1) from None
+            except KeyboardInterrupt as interrupt:
+                errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
+                raise typer.Exit(130) from None
+
+        app.command(name, **settings)(run)
+        return function
+
+    return register
 
 
 def _version(value: bool) -> None:
@@ -42,7 +71,7 @@ def main(
     """Close the floating-point gap between training and rollout in verl."""
 
 
-@app.command("check", context_settings={"ignore_unknown_options": True})
+@verb("check", context_settings={"ignore_unknown_options": True})
 def check(
     config: Annotated[
         Path | None, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")
@@ -75,21 +104,17 @@ def check(
         raise typer.BadParameter("give --cluster ADDRESS [--path PATH], with or without a recipe; it has no --json")
     from verl_precision.check.quiet import only_errors_of_others
 
-    try:
-        with only_errors_of_others():
-            if model is not None:
-                ok = _check_model(model, activations, loss_scale, as_json)
-            elif config is not None:
-                ok = _check_recipe(config, overrides or [], gpu, as_json)
-            elif cluster is None:
-                ok = _check_installation(as_json)
-            else:
-                ok = True
-            if cluster is not None:
-                ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    with only_errors_of_others():
+        if model is not None:
+            ok = _check_model(model, activations, loss_scale, as_json)
+        elif config is not None:
+            ok = _check_recipe(config, overrides or [], gpu, as_json)
+        elif cluster is None:
+            ok = _check_installation(as_json)
+        else:
+            ok = True
+        if cluster is not None:
+            ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
     raise typer.Exit(0 if ok else 1)
 
 
@@ -158,7 +183,7 @@ def _check_cluster(address: str, config: Path | None, overrides: list[str], path
     return all(finding.ok for finding in found)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@verb("compare", context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")],
     overrides: Annotated[
@@ -183,18 +208,15 @@ def compare(
 
     precisions = precision or ["bf16", "fp16"]
     folder = output / config.stem / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
     try:
-        bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
         compare_precisions(config, precisions, overrides or [], folder, console, bar)
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        errors.print(f"interrupted; every process of the run has ended. What was measured is in {folder}")
-        raise typer.Exit(130) from None
+        said = f"every process of the run has ended. What was measured is in {folder}"
+        raise KeyboardInterrupt(said) from None
 
 
-@app.command("patch")
+@verb("patch")
 def patch(
     tree: Annotated[Path | None, typer.Argument(help="Holds verl/: a checkout or an unpacked release.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Print every series and its patches.")] = False,
@@ -206,7 +228,7 @@ def patch(
     """Patch a verl that no plugin can reach, or take the patches back: all of them or none.
 
     Refused, naming the file: a tree that is not exactly a release with a series, or that release with the whole series
-    applied. A call that was killed is finished by the next one. What each patch does: patches/README.md.
+    applied. A call that was killed is finished or taken back by the next one. What each patch does: patches/README.md.
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise typer.BadParameter("give --list, or one of --check, --apply, --revert with TREE")
@@ -221,13 +243,12 @@ def patch(
         else:
             assert tree is not None
             lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
-    except (VerlPrecisionError, OSError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    except OSError as error:
+        raise PatchError(str(error)) from error
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("tiny-model")
+@verb("tiny-model")
 def tiny_model(
     architecture: Annotated[str, typer.Argument(help="Its architecture; an unknown name lists them.")],
     folder: Annotated[Path, typer.Argument(help="A folder to create.")],
@@ -237,20 +258,16 @@ def tiny_model(
 
     try:
         build_tiny_model(architecture, folder)
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
     except FileExistsError:
-        errors.print(f"error: {folder} exists; nothing was written. Name a folder that does not.", style="red")
-        raise typer.Exit(1) from None
+        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.") from None
     console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
 
 
-app.command("report")(report)
-app.command("arithmetic")(arithmetic)
-app.command("data")(data)
-app.command("sanity-set")(sanity_set)
-app.command("mismatch")(mismatch)
+verb("report")(report)
+verb("arithmetic")(arithmetic)
+verb("data")(data)
+verb("sanity-set")(sanity_set)
+verb("mismatch")(mismatch)
 
 if __name__ == "__main__":
     app()

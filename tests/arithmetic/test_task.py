@@ -4,7 +4,7 @@ import json
 
 from verl_precision.arithmetic.reward import compute_score
 from verl_precision.arithmetic.task import PROMPT_LENGTH, RESPONSE_LENGTH, Sum, all_sums, write_rows
-from verl_precision.sanity_set.problems import read_data_set
+from verl_precision.sampling.problems import read_data_set
 
 
 def test_a_sum_with_and_one_without_a_carry_by_hand():

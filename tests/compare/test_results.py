@@ -1,4 +1,4 @@
-"""From verl's metrics file to summary, table, JSON and figure."""
+"""From verl's metrics file to summary, table and JSON."""
 
 import io
 import json
@@ -6,7 +6,6 @@ import json
 import pytest
 from rich.console import Console
 
-from verl_precision.compare.figure import write_figure
 from verl_precision.compare.results import ratios, read_metrics, summarise, table, write_summary
 from verl_precision.errors import ConfigurationError
 
@@ -60,7 +59,7 @@ def test_rewards_between_0_and_1_keep_three_digits():
     assert "0.523 -> 0.983" in text.getvalue()
 
 
-def test_table_json_and_figure(tmp_path):
+def test_table_and_json(tmp_path):
     runs = {"bf16": _rows(10), "fp16": _rows(1)}
     summaries = [summarise(name, rows, 1) for name, rows in runs.items()]
     text = io.StringIO()
@@ -73,5 +72,3 @@ def test_table_json_and_figure(tmp_path):
     assert content["ratios"]["bf16/fp16"]["k3_kl"] == pytest.approx(100)
     assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
     assert content["pass_bar"] == verdicts
-    write_figure(tmp_path / "f.png", runs, "test")
-    assert (tmp_path / "f.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -13,8 +13,8 @@ from verl_precision.data.layouts import DAPO_AFTER, DAPO_BEFORE
 from verl_precision.data.prepare import prepare
 from verl_precision.data.templates import TEMPLATES
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.sanity_set.problems import read_data_set
-from verl_precision.sanity_set.reward import load_reward
+from verl_precision.sampling.problems import read_data_set
+from verl_precision.sampling.reward import load_reward
 
 MATH_ROWS = [
     {"problem": f"Problem {n}?", "level": "Level 1", "type": "Algebra", "solution": f"$\\boxed{{{n}}}$"}

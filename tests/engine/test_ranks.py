@@ -169,7 +169,7 @@ def test_forward_in_another_dtype_stops_the_run(seen):
     for rank in seen:
         found = rank["contradiction"]
         assert found["error"] == "PrecisionContradictionError"
-        assert "asks for bfloat16" in found["message"] and "actor" in found["message"]
+        assert "param_dtype='bfloat16'" in found["message"] and "actor" in found["message"]
         assert "model.layers.0.self_attn.q_proj: float16" in found["message"]
 
 

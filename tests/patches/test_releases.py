@@ -9,7 +9,7 @@ import pytest
 
 from verl_precision.patching.command import State, change_tree, check_tree
 from verl_precision.patching.series import available, sha256
-from verl_precision.patching.tree import open_tree, touched_files
+from verl_precision.patching.tree import open_tree
 
 VERSIONS = sorted(available())
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def test_applies_and_reverts_byte_for_byte(unpack, version):
 
 
 def _copy_of_touched_files(tree, version, folder):
-    for path in touched_files(open_tree(tree), available()[version]):
+    for path in open_tree(tree, available()).files:
         if (tree / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(tree / path, folder / path)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def release(made: Path, tmp_path: Path) -> Path:
+def copy_of_release(made: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Make a pristine tree, tests included, in a folder of that name."""
+    return lambda name: shutil.copytree(made / "release", tmp_path / name)
+
+
+@pytest.fixture
+def release(copy_of_release: Callable[[str], Path]) -> Path:
     """A pristine tree, tests included."""
-    return shutil.copytree(made / "release", tmp_path / "release")
+    return copy_of_release("release")
 
 
 @pytest.fixture

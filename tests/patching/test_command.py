@@ -3,15 +3,13 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from small_series import CONFIG, CORE, PATCHED
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
-from verl_precision.patching import transaction
+from verl_precision.patching import change
 
 runner = CliRunner()
 
@@ -82,64 +80,39 @@ def test_a_full_disk_leaves_the_tree_as_it_was(release, series, snapshot, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = snapshot(release)
-    monkeypatch.setattr(transaction.os, "fsync", full)
+    monkeypatch.setattr(change.os, "fsync", full)
     code, output = patch("--apply", release)
     assert code == 1 and "No space left on device" in output
     assert snapshot(release) == before
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from verl_precision.cli import app
-from verl_precision.patching import command
-from verl_precision.patching.series import available
-
-command.available = lambda: available(Path(sys.argv[1]))
-left, real = int(sys.argv[4]), os.replace
-
-def replace(*arguments):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(*arguments)
-
-os.replace = replace
-app(["patch", sys.argv[3], sys.argv[2]])
-"""
-
-
-@pytest.mark.parametrize(("action", "goal"), [("--apply", "applied"), ("--revert", "pristine")])
-@pytest.mark.parametrize("renames", [0, 1, 2])
-def test_killed_between_files(release, series, snapshot, patches, action, goal, renames):
-    """kill -9 before the journal (0 renames), and after it and 0 or 1 files."""
+@pytest.mark.parametrize(("action", "goal"), [("--apply", PATCHED), ("--revert", None)])
+def test_an_interrupted_call_is_named_and_finished_or_taken_back(release, series, snapshot, monkeypatch, action, goal):
+    """As a call leaves it that dies after one of four files."""
     pristine = snapshot(release)
-    if action == "--revert":
-        assert patch("--apply", release)[0] == 0
-    begun = snapshot(release)
-    done = subprocess.run([sys.executable, "-c", KILLED, patches, release, action, str(renames)])
-    assert done.returncode == -9
-    if renames == 0:  # as it was
-        assert transaction.FOLDER in os.listdir(release)
-        left = {path: entry for path, entry in snapshot(release).items() if not path.startswith(transaction.FOLDER)}
-        assert left == begun
-        assert patch("--check", release)[0] == 0
-    else:
-        code, output = patch("--check", release)
-        assert code == 1 and "was interrupted; files may be old or new. Run --apply or --revert" in output
+    (release / CONFIG).write_bytes(PATCHED[CONFIG])
+    (release / change.FOLDER).mkdir()
+    (release / change.FOLDER / "copy").write_text("half")
+    before = snapshot(release)
+    code, output = patch("--check", release)
+    assert (
+        code == 1 and "patched in part, as an interrupted call leaves it: 1 of 4 files. Run --apply or --rev" in output
+    )
+    assert snapshot(release) == before
     code, output = patch(action, release)
-    assert code == 0
-    assert ("finished an interrupted call" in output) == (renames > 0)
-    assert f"is {goal}" in patch("--check", release)[1]
-    assert transaction.FOLDER not in os.listdir(release)
-    patch("--revert", release)
-    assert snapshot(release) == pristine
-
-
-def test_an_interrupted_apply_can_be_reverted_at_once(release, series, snapshot, patches):
-    pristine = snapshot(release)
-    subprocess.run([sys.executable, "-c", KILLED, patches, release, "--apply", "2"])
-    code, output = patch("--revert", release)
     assert code == 0 and "finished an interrupted call" in output
-    assert snapshot(release) == pristine
+    assert change.FOLDER not in os.listdir(release)
+    if goal is None:
+        assert snapshot(release) == pristine
+    else:
+        assert {path: (release / path).read_bytes() for path in goal} == goal
+
+
+def test_patched_in_part_and_dirty_is_refused(release, series, snapshot):
+    (release / CONFIG).write_bytes(PATCHED[CONFIG])
+    (release / CORE).write_text("mine\n")
+    before = snapshot(release)
+    for action in ("--check", "--apply", "--revert"):
+        code, output = patch(action, release)
+        assert code == 1 and f"dirty; neither verl 1.2.3 as released nor with the whole series: {CORE}" in output
+        assert snapshot(release) == before

@@ -16,20 +16,20 @@ import pytest
 from pyarrow import parquet
 from rich.console import Console
 
+from verl_precision.sampling.journal import read_lines
 from verl_precision.sanity_set import session
-from verl_precision.sanity_set.journal import read_lines
 
 SCRIPT = """
 import os, sys
 from pathlib import Path
 from rich.console import Console
 from verl_precision.sanity_set import session
-from verl_precision.sanity_set.source import RecordedSource
+from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.verdict import Window
 
 folder, say, hear = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
-class Throttled(RecordedSource):
+class Throttled(RecordedEngine):
     def submit(self, requests):
         with open(folder / "submitted.log", "a") as log:
             log.writelines(f"{r.problem} {r.response}\\n" for r in requests)
@@ -41,7 +41,7 @@ class Throttled(RecordedSource):
             raise SystemExit("the test is gone")
         return [self._waiting.popleft() for _ in range(min(5, len(self._waiting)))]
 
-session.RecordedSource = Throttled
+session.RecordedEngine = Throttled
 session.build_sanity_set(
     session.Options(data=folder / "data.jsonl", model="recorded", output=folder / "out", window=Window(),
                     recorded=folder / "recorded.jsonl", in_flight=12,
@@ -124,7 +124,7 @@ def test_killed_twice_and_resumed(case, torn):
     run.give_leave(1000)
     assert run.process.wait(60) == 0
     run.close()
-    final = pairs(list(read_lines(journal))[1:])
+    final = pairs([line for _, _, line in read_lines(journal)][1:])
     assert len(set(final)) == len(final)
     assert final[: len(counted)] == counted
     kept = [line["extra_info"]["index"] for line in parquet.read_table(folder / "out" / "kept.parquet").to_pylist()]

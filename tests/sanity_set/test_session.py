@@ -48,10 +48,39 @@ def test_same_kept_set_with_and_without_early_stopping(replay, in_flight):
 def test_a_finished_run_starts_no_engine_again(replay, monkeypatch):
     summary, folder = replay([EASY, FLIP], in_flight=1)
     before = (folder / "journal.jsonl").read_bytes()
-    monkeypatch.setattr("verl_precision.sanity_set.session._source", lambda options: pytest.fail("engine started"))
+    monkeypatch.setattr("verl_precision.sanity_set.session._engine", lambda options: pytest.fail("engine started"))
     again, _ = replay([EASY, FLIP], in_flight=64)  # how many are in flight is no part of the experiment
     assert again == summary
     assert (folder / "journal.jsonl").read_bytes() == before
+
+
+def test_a_job_of_the_former_version_continues(replay, tmp_path):
+    """Its journal, line for line; the rest is drawn."""
+    replay([EASY, FLIP], "whole", in_flight=1)
+    settings, *lines = (tmp_path / "whole" / "journal.jsonl").read_text().splitlines(keepends=True)
+    recorded = {
+        **{"data": "D", "model": "recorded", "responses_from": "R", "dtype": "fp16", "responses_per_problem": 40},
+        **{"low": "1/5", "high": "4/5", "reward": "verl", "correct_at": 1.0, "max_prompt_length": 1024},
+        **{"max_response_length": 6976, "temperature": 1.0, "top_p": 1.0, "seed": 0},
+    }
+    now = json.loads(settings)["settings"]
+    recorded |= {name: now[name] for name in ("data", "responses_from")}
+    problem = json.loads(lines[0])["problem"]
+    former = json.dumps({"settings": recorded}) + "\n"
+    former += f'{{"problem": "{problem}", "response": 0, "correct": true, "tokens": 10}}\n'
+    (tmp_path / "former").mkdir()
+    (tmp_path / "former" / "journal.jsonl").write_text(former)
+    summary, folder = replay([EASY, FLIP], "former", in_flight=1)
+    assert summary.kept == 1 and (folder / "journal.jsonl").read_text().startswith(former)
+    assert summary.responses_drawn == len(lines)
+
+
+def test_a_result_that_somebody_else_made_is_left_alone(replay, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "summary.json").write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"it has summary.json and no journal.jsonl.*Nothing was written"):
+        replay([EASY, FLIP])
+    assert (tmp_path / "out" / "summary.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -88,20 +117,10 @@ def options(tmp_path, row, write_rows, **changes):
     return Options(**{"data": data, "model": "m", "output": tmp_path / "out", "window": Window(), **changes})
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("no/such/folder", "no such folder, and not a hub name"),
-        ("organisation/modle", "not in the hub's cache on this machine"),
-        (".", "the folder has no config.json"),
-    ],
-)
-def test_a_model_that_is_not_there_is_refused_before_vllm_loads(tmp_path, row, write_rows, monkeypatch, model, words):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("verl_precision.sanity_set.session._source", lambda options: pytest.fail("engine started"))
-    with pytest.raises(ConfigurationError, match=words):
-        build_sanity_set(options(tmp_path, row, write_rows, model=model), Console(quiet=True))
+def test_a_model_that_is_not_there_is_refused_before_vllm_loads(tmp_path, row, write_rows, monkeypatch):
+    monkeypatch.setattr("verl_precision.sanity_set.session._engine", lambda options: pytest.fail("engine started"))
+    with pytest.raises(ConfigurationError, match="no such folder, and not a hub name"):
+        build_sanity_set(options(tmp_path, row, write_rows, model="no/such/folder"), Console(quiet=True))
     assert not (tmp_path / "out").exists()
 
 
@@ -109,15 +128,15 @@ def test_prompts_that_are_too_long(tmp_path, row, write_rows, monkeypatch):
     from verl_precision.tiny_model import cached_tiny_model
 
     model = str(cached_tiny_model("qwen3"))
-    monkeypatch.setattr("verl_precision.sanity_set.session._source", lambda options: pytest.fail("engine started"))
-    with pytest.raises(ConfigurationError, match="--max-prompt-length 8: every prompt is longer, up to"):
+    monkeypatch.setattr("verl_precision.sanity_set.session._engine", lambda options: pytest.fail("engine started"))
+    with pytest.raises(ConfigurationError, match="--max-prompt-length 8: every prompt is longer. Allowed: .* or more"):
         build_sanity_set(options(tmp_path, row, write_rows, model=model, max_prompt_length=8), Console(quiet=True))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtype": "float16"}, "--dtype float16: allowed: fp16, bf16, fp32"),
+        ({"dtype": "float16"}, "--dtype float16: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
         ({"engines": 2}, "--engines 2 needs --ray-address"),
         ({"ray_address": "local", "recorded": "x"}, "needs no --ray-address"),
     ],

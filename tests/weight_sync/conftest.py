@@ -1,5 +1,6 @@
 """vLLM in the test process."""
 
+import gc
 import socket
 from collections.abc import Iterator
 
@@ -12,7 +13,12 @@ from verl_precision.platforms.cpu import PlatformCPU
 
 @pytest.fixture(scope="module")
 def vllm_process() -> Iterator[None]:
-    """Make this process a vLLM worker of one: CPU platform, world of size 1."""
+    """Make this process a vLLM worker of one: CPU platform, world of size 1.
+
+    An engine that is collected as garbage, at whatever moment, destroys the process groups, which other engines of this
+    process are using. Here they are the fixture's, which destroys them when all engines have gone. (An engine freezes
+    the collector's objects, itself among them.)
+    """
     set_platform(PlatformCPU())
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
@@ -24,8 +30,11 @@ def vllm_process() -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
         initialize_model_parallel(1, 1)
         yield
+        gc.unfreeze()
+        gc.collect()
         cleanup_dist_env_and_memory()

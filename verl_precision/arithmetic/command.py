@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from verl_precision.errors import VerlPrecisionError
+from verl_precision.errors import ConfigurationError
 
 console = Console()
-errors = Console(stderr=True)
 
 
 def arithmetic(folder: Annotated[Path, typer.Argument(help="A folder to create.")]) -> None:
@@ -26,18 +25,13 @@ def arithmetic(folder: Annotated[Path, typer.Argument(help="A folder to create."
     from verl_precision.arithmetic.task import write_rows
 
     if folder.exists():
-        errors.print(f"error: {folder} exists; nothing was written. Name a folder that does not.", style="red")
-        raise typer.Exit(1)
+        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.")
     columns = (TextColumn("training on sums"), TimeElapsedColumn(), TextColumn("{task.description}"))
-    try:
-        with Progress(*columns, console=errors) as bar:
-            task = bar.add_task("", total=None)
-            model = cached_arithmetic_model(
-                lambda step, known: bar.update(task, description=f"step {step}, knows {known:.0%} of {KNOWN:.0%}")
-            )
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        model = cached_arithmetic_model(
+            lambda step, known: bar.update(task, description=f"step {step}, knows {known:.0%} of {KNOWN:.0%}")
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".arithmetic-", dir=folder.parent) as scratch:  # the folder is complete or not there
         whole = Path(scratch) / "task"

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from rich.table import Table
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.files import write_file
 
 REWARD = "critic/score/mean"
 LENGTH = "response_length/mean"
@@ -116,7 +117,7 @@ def write_summary(
         "versions": versions,
         **({"pass_bar": verdicts} if verdicts else {}),
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_file(path, json.dumps(content, indent=2) + "\n", replace=True)
 
 
 def table(summaries: list[Summary]) -> Table:

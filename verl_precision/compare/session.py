@@ -10,13 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bars
 
 from verl_precision.check import versions
-from verl_precision.compare.figure import write_figure
 from verl_precision.compare.fork_server import fork_server_on_cpu
 from verl_precision.compare.pass_bar import PassBar
 from verl_precision.compare.results import Summary, read_metrics, summarise, table, write_summary
 from verl_precision.compare.run import Progress, run_verl
 from verl_precision.errors import ConfigurationError
 from verl_precision.presets import preset_names
+from verl_precision.report.figures import write_comparison
 from verl_precision.report.page import page, write_page
 from verl_precision.report.read import read_runs
 
@@ -59,8 +59,9 @@ def compare_precisions(
             # After each run, so that an interrupted comparison leaves what it had.
             verdicts = {name: pass_bar.verdict(rows) for name, rows in runs.items()} if pass_bar else None
             write_summary(folder / "summary.json", summaries, sys.argv, versions(), verdicts)
-            write_figure(folder / "comparison.png", runs, title=config.stem)
-            write_page(folder / "report.html", page(read_runs([folder / name for name in runs])), force=True)
+            recorded = read_runs([folder / name for name in runs])
+            write_comparison(folder / "comparison.png", recorded, title=config.stem)
+            write_page(folder / "report.html", page(recorded), force=True)
     console.print(table(summaries))
     if pass_bar:
         for name, rows in runs.items():

@@ -4,11 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from verl_precision.errors import VerlPrecisionError
-
-errors = Console(stderr=True)
 
 
 def data(
@@ -24,8 +19,4 @@ def data(
     """Write one of the paper's data sets in verl's format; its columns and its size are checked."""
     from verl_precision.data.prepare import prepare
 
-    try:
-        print(prepare(name, output / f"{name}.parquet", template, source, stand_in, any_count))
-    except VerlPrecisionError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    print(prepare(name, output / f"{name}.parquet", template, source, stand_in, any_count))

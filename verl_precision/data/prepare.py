@@ -88,7 +88,7 @@ def download(wanted: Entry) -> Rows:
 def _read(source: Path) -> Rows:
     if not source.is_file():
         raise ConfigurationError("no such file", setting="--source", value=source, allowed=".parquet or .jsonl")
-    from verl_precision.sanity_set.problems import read_table
+    from verl_precision.sampling.problems import read_table
 
     return read_table(source).to_pylist()
 

@@ -6,7 +6,6 @@ different scales.
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from verl_precision.engine.loss_scaling import LossScaler
 from verl_precision.errors import CheckpointStateError
+from verl_precision.files import write_file
 
 FILE_NAME = "loss_scale.json"
 
@@ -28,10 +28,7 @@ def save_scaler(scaler: LossScaler, folder: str) -> None:
         folder: the checkpoint's folder; exists.
     """
     if dist.get_rank() == 0:
-        path = Path(folder) / FILE_NAME
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(scaler.state_dict()))
-        os.replace(scratch, path)
+        write_file(Path(folder) / FILE_NAME, json.dumps(scaler.state_dict()), replace=True)
 
 
 def load_scaler(scaler: LossScaler, folder: str) -> None:

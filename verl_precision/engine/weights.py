@@ -1,7 +1,6 @@
 """Weights on their way to the rollout and into an export: as exact as the trainer holds them."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 
+from verl_precision.files import write_file
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox
 
@@ -85,6 +85,4 @@ def write_export_dtype(folder: str, dtype: str) -> None:
     settings = json.loads(path.read_text())
     settings.pop("torch_dtype", None)  # the older name
     settings["dtype"] = dtype
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(settings, indent=2) + "\n")
-    os.replace(scratch, path)
+    write_file(path, json.dumps(settings, indent=2) + "\n", replace=True)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.engine.measurement import REQUEST, request
 from verl_precision.errors import MismatchAlarmError
+from verl_precision.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.carry import MISMATCH, PHANTOM
 from verl_precision.mismatch.keys import ACTOR
@@ -129,10 +129,7 @@ class Watch:
 
     def save(self, folder: str) -> None:
         """Write the alarm's memory beside a checkpoint."""
-        path = Path(folder) / ALARM_FILE
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.alarm.state_dict()))
-        os.replace(scratch, path)
+        write_file(Path(folder) / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
 
     def load(self, folder: str) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""

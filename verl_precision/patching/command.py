@@ -1,11 +1,12 @@
 """`verl-precision patch`: list, check, apply, revert."""
 
+import tempfile
 from pathlib import Path
 
 from verl_precision.errors import PatchError
-from verl_precision.patching import patched, transaction
-from verl_precision.patching.series import Series, available
-from verl_precision.patching.tree import State, Tree, open_tree, require_permission, series_for, state_of, touched_files
+from verl_precision.patching.change import folder_for_copies, make_copies, put_in_place
+from verl_precision.patching.series import State, available
+from verl_precision.patching.tree import files_to_change, open_tree, require_permission
 
 
 def list_series() -> list[str]:
@@ -23,23 +24,23 @@ def check_tree(path: Path) -> str:
     Raises:
         PatchError: if an apply or revert would be refused, or an earlier one was interrupted.
     """
-    tree, series = _recognise(path)
-    if transaction.interrupted(tree.root):
+    tree = open_tree(path, available())
+    to_apply, to_revert = (files_to_change(tree, goal) for goal in (State.APPLIED, State.PRISTINE))
+    if to_apply and to_revert:
         raise PatchError(
-            f"TREE={tree.root}: an earlier --apply or --revert was interrupted; files may be old or new. "
-            "Run --apply or --revert: it finishes that one first."
+            f"TREE={tree.root}: patched in part, as an interrupted call leaves it: {len(to_revert)} of "
+            f"{len(to_apply) + len(to_revert)} files. Run --apply or --revert: either brings all files into one state."
         )
-    state = state_of(tree, series)
-    patched.contents(tree, series, _other(state))
-    verb = "applies" if state is State.PRISTINE else "reverts"
-    return (
-        f"verl {tree.version} is {state.value}: the series of {len(series.patches)} patches {verb} cleanly to "
-        f"{len(touched_files(tree, series))} files"
-    )
+    goal, paths, verb = (State.APPLIED, to_apply, "applies") if to_apply else (State.PRISTINE, to_revert, "reverts")
+    with tempfile.TemporaryDirectory(prefix="verl-precision-") as folder:
+        make_copies(tree, goal, paths, Path(folder).resolve())
+    state = State.PRISTINE if to_apply else State.APPLIED
+    patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(paths)} files"
+    return f"verl {tree.series.version} is {state.value}: {patches}"
 
 
 def change_tree(path: Path, goal: State, installed: bool = False) -> list[str]:
-    """Bring a tree into a state, all or nothing.
+    """Bring every file that the series touches into a state.
 
     Args:
         path: a folder that holds `verl/`.
@@ -52,21 +53,15 @@ def change_tree(path: Path, goal: State, installed: bool = False) -> list[str]:
     Raises:
         PatchError: if it is refused; the tree is then as it was.
     """
-    tree, series = _recognise(path)
+    tree = open_tree(path, available())
     require_permission(tree, installed)
-    with transaction.exclusive(tree.root):
-        done = ["finished an interrupted call"] if transaction.recover(tree.root) else []
-        if state_of(tree, series) is goal:
-            return [*done, f"verl {tree.version} is {goal.value} already: {tree.root}"]
-        transaction.replace_all(tree.root, patched.contents(tree, series, goal))
+    with folder_for_copies(tree.root) as folder:
+        paths = files_to_change(tree, goal)
+        make_copies(tree, goal, paths, folder)
+        files_to_change(tree, goal)  # refuses what was edited meanwhile
+        put_in_place(tree, goal, paths, folder)
+    if not paths:
+        return [f"verl {tree.series.version} is {goal.value} already: {tree.root}"]
     verb = "applied" if goal is State.APPLIED else "reverted"
-    return [*done, f"{verb} {len(series.patches)} patches for verl {tree.version}: {tree.root}"]
-
-
-def _recognise(path: Path) -> tuple[Tree, Series]:
-    tree = open_tree(path)
-    return tree, series_for(tree, available())
-
-
-def _other(state: State) -> State:
-    return State.APPLIED if state is State.PRISTINE else State.PRISTINE
+    done = f"{verb} {len(tree.series.patches)} patches for verl {tree.series.version}: {tree.root}"
+    return ["finished an interrupted call", done] if len(paths) < len(tree.files) else [done]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from verl_precision.errors import PatchError
@@ -14,15 +15,16 @@ MANIFEST = "hashes.json"
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)
 
 
+class State(Enum):
+    """State of the files that a series touches."""
+
+    PRISTINE = "pristine"
+    APPLIED = "applied"
+
+
 @dataclass(frozen=True)
 class Patch:
-    """One patch.
-
-    Attributes:
-        path: its file.
-        subject: its title, without the mail's [PATCH n/m].
-        files: the paths it touches, relative to the tree.
-    """
+    """One patch: its file, its title without the mail's [PATCH n/m], the paths it touches, relative to the tree."""
 
     path: Path
     subject: str
@@ -31,27 +33,19 @@ class Patch:
 
 @dataclass(frozen=True)
 class FileHashes:
-    """SHA-256 of one file; None where it does not exist.
-
-    Attributes:
-        pristine: in the release.
-        patched: with the whole series applied.
-    """
+    """SHA-256 of one file in the release and with the whole series applied; None where it does not exist."""
 
     pristine: str | None
     patched: str | None
 
+    def in_state(self, state: State) -> str | None:
+        """Return the hash that the file has in a state."""
+        return self.pristine if state is State.PRISTINE else self.patched
+
 
 @dataclass(frozen=True)
 class Series:
-    """All patches for one release, in their order.
-
-    Attributes:
-        version: the verl release they are made for, as in its `verl/version/version`.
-        folder: where they are.
-        patches: in order.
-        files: hashes of every file that any of them touches.
-    """
+    """All patches for one verl release in their order, their folder, and the hashes of every file they touch."""
 
     version: str
     folder: Path
@@ -66,37 +60,25 @@ def patches_folder() -> Path:
         PatchError: if neither is there.
     """
     package = Path(__file__).resolve().parents[1]
-    candidates = (package / "patches", package.parent / "patches")
-    for folder in candidates:
+    for folder in (package / "patches", package.parent / "patches"):
         if folder.is_dir():
             return folder
-    raise PatchError(
-        f"no patches found: looked in {candidates[0]} (installed package) and {candidates[1]} (checkout). "
-        "Reinstall verl-precision."
-    )
+    raise PatchError(f"no folder patches in {package} or, for a checkout, beside it. Reinstall verl-precision.")
 
 
 def available(folder: Path | None = None) -> dict[str, Series]:
-    """Return the series by verl version.
-
-    Args:
-        folder: holds one folder `verl-<version>` a series. None: `patches_folder()`.
-    """
+    """Return the series by verl version, from the folders `verl-<version>` in `folder` or in `patches_folder()`."""
     folders = sorted((folder or patches_folder()).glob("verl-*"))
     return {series.version: series for series in map(load_series, folders)}
 
 
 def load_series(folder: Path) -> Series:
-    """Read a series.
-
-    Args:
-        folder: `verl-<version>`, with `*.patch` and `hashes.json`.
+    """Read a series from its folder, which holds `*.patch` and `hashes.json`.
 
     Raises:
         PatchError: if the hashes are missing or are not those of the files the patches touch.
     """
-    patches = read_patches(folder)
-    manifest = folder / MANIFEST
+    patches, manifest = read_patches(folder), folder / MANIFEST
     if not patches or not manifest.is_file():
         raise PatchError(f"{folder}: not a series; it needs *.patch files and {MANIFEST}. Reinstall verl-precision.")
     recorded = json.loads(manifest.read_text())
@@ -112,16 +94,15 @@ def load_series(folder: Path) -> Series:
 
 def read_patches(folder: Path) -> tuple[Patch, ...]:
     """Return the patches of a folder, in the order of their numbers."""
-    return tuple(_read_patch(path) for path in sorted(folder.glob("*.patch")))
+    patches = []
+    for path in sorted(folder.glob("*.patch")):
+        text = path.read_text()
+        subject = str(email.message_from_string(text, policy=email.policy.default)["Subject"])
+        title = re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(subject.split()))
+        patches.append(Patch(path, title, tuple(dict.fromkeys(_TARGET.findall(text)))))
+    return tuple(patches)
 
 
 def sha256(path: Path) -> str | None:
     """Return the hash of a file's bytes, or None if there is no such file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
-def _read_patch(path: Path) -> Patch:
-    text = path.read_text()
-    subject = email.message_from_string(text, policy=email.policy.default)["Subject"]
-    title = re.sub(r"^\[PATCH[^\]]*\] ", "", " ".join(str(subject).split()))
-    return Patch(path, title, tuple(dict.fromkeys(_TARGET.findall(text))))

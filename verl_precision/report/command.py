@@ -1,12 +1,13 @@
 """`verl-precision report`."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from verl_precision.errors import VerlPrecisionError
+from verl_precision.errors import EnvironmentMismatchError
 
 
 def report(
@@ -24,13 +25,12 @@ def report(
 
     The page needs no network and no other file.
     """
+    if absent := [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]:
+        raise EnvironmentMismatchError(
+            f"the report needs {' and '.join(absent)}, not installed", remedy="pip install jinja2 'matplotlib>=3.8'"
+        )
     from verl_precision.report.page import page, write_page
     from verl_precision.report.read import read_runs
 
-    try:
-        write_page(output, page(read_runs(runs)), force)
-    except VerlPrecisionError as error:
-        errors = Console(stderr=True)
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    write_page(output, page(read_runs(runs)), force)
     Console().print(f"wrote {output}: open it in a browser", soft_wrap=True)

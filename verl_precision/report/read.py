@@ -4,11 +4,9 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.compare.results import read_metrics
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
 
 METRICS = "*.jsonl"
@@ -106,22 +104,18 @@ def _read(source: Path, name: str) -> Run:
 
 
 def _metrics_rows(path: Path) -> list[dict[str, float]]:
+    """Read what is a number; the file logger writes NaN as null."""
     try:
-        return [_numbers(row) for row in read_metrics(path)]
+        read = [{"step": row["step"], **row["data"]} for row in map(json.loads, path.read_text().splitlines())]
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"RUN {path}: not a metrics file of verl's file logger ({error!r}). Allowed: one JSON object a line with "
             "`step` and `data`. Remove the line if the run was killed while writing it."
         ) from error
-
-
-def _numbers(row: Mapping[str, object]) -> dict[str, float]:
-    """Keep what is a number; the file logger writes NaN as null."""
-    return {
-        key: math.nan if value is None else float(value)
-        for key, value in row.items()
-        if value is None or isinstance(value, int | float)
-    }
+    return [
+        {k: math.nan if v is None else float(v) for k, v in row.items() if v is None or isinstance(v, int | float)}
+        for row in read
+    ]
 
 
 def _log_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
@@ -134,8 +128,7 @@ def _log_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
             row = {"step": float(found.group(1))}
             for pair in found.group(2).strip().split(" - "):
                 key, _, text = pair.rpartition(":")
-                wrapped = NUMPY.match(text)
-                value = _number(wrapped.group(1) if wrapped else text)
+                value = _number(NUMPY.sub(r"\1", text))
                 if key and value is not None:
                     row[key] = value
                 else:

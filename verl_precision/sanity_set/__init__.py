@@ -5,12 +5,10 @@ trivial nor out of reach, so a correct trainer must come close to 100% on it (se
 
     verdict    when is a problem's verdict beyond change? (exact, pure)
     schedule   which responses to draw next (pure)
-    journal    every response drawn, on disk; a killed run goes on from it
-    problems   the data set, read and checked
-    reward     is a response correct?
-    source     where responses come from: the interface, and recorded ones
-    vllm_source, ray_source   one vLLM engine; one a GPU, as Ray actors
-    run        the loop
+    recorded   responses replayed from a file in place of an engine
     results    kept.parquet, summary.json, accuracy.png
+    session    a set from end to end
     command    the command line
+
+`sampling` reads the problems, draws and judges the responses, and keeps the journal.
 """

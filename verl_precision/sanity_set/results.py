@@ -1,7 +1,6 @@
 """What a run leaves: the rows kept, a summary, and the histogram of accuracies."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from verl_precision.sanity_set.problems import DataSet
+from verl_precision.files import new_file, write_file
+from verl_precision.sampling.problems import DataSet
 from verl_precision.sanity_set.schedule import Schedule
 from verl_precision.sanity_set.verdict import Verdict, Window
 
@@ -22,18 +22,18 @@ class Summary:
     """The result in numbers.
 
     Attributes:
-        rows: of the data set.
-        duplicates: rows that repeat another, sampled and written once.
-        unreadable: problems left out, because their answer cannot be parsed.
-        overlong: problems left out, because their prompt is too long.
-        kept: problems kept.
-        too_easy: problems dropped above the window.
-        too_hard: problems dropped below it.
-        responses_drawn: drawn in all.
-        responses_saved: not drawn, because the verdict was decided.
-        tokens_drawn: of the responses drawn.
-        tokens_saved: estimated: responses saved x mean length of that problem's responses.
-        histogram: problems by accuracy over the responses drawn, in ten bins from 0 to 1.
+        rows: Rows of the data set.
+        duplicates: Rows that repeat another; they are sampled and written once.
+        unreadable: Problems left out because their answer cannot be parsed.
+        overlong: Problems left out because their prompt is too long.
+        kept: Problems kept.
+        too_easy: Problems dropped above the window.
+        too_hard: Problems dropped below it.
+        responses_drawn: Responses drawn in all.
+        responses_saved: Responses not drawn, because the verdict was decided.
+        tokens_drawn: Tokens of the responses drawn.
+        tokens_saved: Estimate: responses saved x mean length of that problem's responses.
+        histogram: Problems by accuracy over the responses drawn, in ten bins from 0 to 1.
     """
 
     rows: int
@@ -51,14 +51,7 @@ class Summary:
 
 
 def summarise(data: DataSet, schedule: Schedule, unreadable: int, overlong: int) -> Summary:
-    """Return the result in numbers.
-
-    Args:
-        data: the data set.
-        schedule: with every verdict decided.
-        unreadable: problems left out.
-        overlong: problems left out.
-    """
+    """Return the result of a schedule whose verdicts are all decided."""
     tallies = schedule.tallies
     dropped = [t for name, t in tallies.items() if schedule.verdict(name) is Verdict.DROPPED]
     too_easy = sum(tally.correct_count > schedule.window.most for tally in dropped)
@@ -115,25 +108,17 @@ def histogram_text(histogram: list[int]) -> str:
 
 
 def write_summary(path: Path, summary: Summary, schedule: Schedule, settings: Mapping[str, Any]) -> None:
-    """Write summary, settings, and every problem's counts and verdict as JSON; it appears only when complete."""
+    """Write summary, settings, and every problem's counts and verdict as JSON."""
     problems = {
         name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
         for name, tally in schedule.tallies.items()
     }
     content = {"summary": asdict(summary), "settings": settings, "problems": problems}
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(scratch, path)
+    write_file(path, json.dumps(content, indent=1) + "\n", replace=True)
 
 
 def write_figure(path: Path, schedule: Schedule, title: str) -> None:
-    """Write the histogram of accuracies as PNG, the window shaded.
-
-    Args:
-        path: the file to write.
-        schedule: with every verdict decided.
-        title: shown above.
-    """
+    """Write the histogram of accuracies as PNG, the window shaded."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -147,5 +132,6 @@ def write_figure(path: Path, schedule: Schedule, title: str) -> None:
     most = max((tally.drawn for tally in schedule.tallies.values()), default=0)
     axis.set(xlabel=f"accuracy over the responses drawn (up to {most})", ylabel="problems", title=title)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with new_file(path, replace=True) as scratch:
+        figure.savefig(scratch, dpi=150)
     pyplot.close(figure)

@@ -14,9 +14,9 @@ class Tally:
     """The responses to one problem.
 
     Attributes:
-        correct: indices of responses drawn -> was it correct?
-        tokens: tokens of the responses drawn.
-        asked: indices handed out and not yet back.
+        correct: Index of each response drawn -> whether it was correct.
+        tokens: Tokens of the responses drawn.
+        asked: Indices handed out and not yet back.
     """
 
     correct: dict[int, bool] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class Schedule:
         """Start with nothing drawn.
 
         Args:
-            problems: identifiers, in the order to work on them.
-            window: the rule.
+            problems: Identifiers, in the order to work on them.
+            window: The rule.
             early_stopping: False draws all n responses to each problem.
         """
         self.window = window
@@ -71,6 +71,11 @@ class Schedule:
         """Number of problems that need no more responses."""
         return len(self.tallies) - len(self._open)
 
+    @property
+    def drawn(self) -> int:
+        """Number of responses counted."""
+        return sum(tally.drawn for tally in self.tallies.values())
+
     def verdict(self, problem: str) -> Verdict:
         """Return what is known of a problem."""
         tally = self.tallies[problem]
@@ -83,14 +88,8 @@ class Schedule:
     def record(self, problem: str, response: int, correct: bool, tokens: int) -> None:
         """Count a response, whether it comes from an engine or from the journal.
 
-        Args:
-            problem: its identifier.
-            response: index of the response, from 0 to n - 1.
-            correct: is it?
-            tokens: its length.
-
         Raises:
-            CheckpointStateError: for an unknown problem, an index out of range, or a response counted twice.
+            CheckpointStateError: If the problem is unknown, the index out of range, or the response counted before.
         """
         tally = self.tallies.get(problem)
         if tally is None or not 0 <= response < self.window.responses or response in tally.correct:
@@ -111,9 +110,6 @@ class Schedule:
 
         First what is needed at least to decide each open problem. If that does not reach the limit, further responses
         to the problems still open, one each in turn: some of them may turn out not to be needed.
-
-        Args:
-            limit: the most to hand out.
         """
         chosen: list[tuple[str, int]] = []
         while self._wanting and len(chosen) < limit:

@@ -6,11 +6,13 @@ soon as that whole interval lies inside (kept), or outside (dropped); more respo
 """
 
 import math
-from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
+from pydantic import Field
+
 from verl_precision.errors import ConfigurationError
+from verl_precision.settings import command_option, settings
 
 
 class Verdict(Enum):
@@ -21,7 +23,7 @@ class Verdict(Enum):
     DROPPED = "dropped"
 
 
-@dataclass(frozen=True)
+@settings(command_option)
 class Window:
     """The rule: responses a problem, and the accuracies that are kept.
 
@@ -31,16 +33,12 @@ class Window:
         high: largest accuracy kept, in [low, 1].
     """
 
-    responses: int = 40
+    responses: int = Field(default=40, ge=1, title="--responses-per-problem")
     low: Fraction = Fraction(1, 5)
     high: Fraction = Fraction(4, 5)
 
     def __post_init__(self) -> None:
         """Refuse a window that cannot keep anything."""
-        if self.responses < 1:
-            raise ConfigurationError(
-                f"--responses-per-problem {self.responses}: allowed: 1 or more. The paper draws 40."
-            )
         if not 0 <= self.low <= self.high <= 1:
             raise ConfigurationError(
                 f"--low {float(self.low):g} --high {float(self.high):g}: allowed: 0 <= low <= high <= 1. "
@@ -63,12 +61,7 @@ class Window:
         return math.floor(self.high * self.responses)
 
     def verdict(self, correct: int, drawn: int) -> Verdict:
-        """Return what is known after `drawn` responses, `correct` of them correct.
-
-        Args:
-            correct: k.
-            drawn: m, from 0 to n.
-        """
+        """Return what is known after m = `drawn` responses, k = `correct` of them correct."""
         left = self.responses - drawn
         if correct > self.most or correct + left < self.fewest:
             return Verdict.DROPPED
@@ -81,10 +74,6 @@ class Window:
 
         Kept takes `fewest` correct and n - `most` wrong ones; dropped takes `most` + 1 correct or n - `fewest` + 1
         wrong ones.
-
-        Args:
-            correct: k.
-            drawn: m, from 0 to n.
         """
         if self.verdict(correct, drawn) is not Verdict.OPEN:
             return 0

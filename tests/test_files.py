@@ -1,0 +1,42 @@
+"""A file is there, whole, or it is not."""
+
+import pytest
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.files import new_file, write_file
+
+
+@pytest.mark.parametrize("content", ["täxt\n", b"\x00bytes"])
+def test_writes_text_and_bytes_and_makes_the_folder(tmp_path, content):
+    path = tmp_path / "new" / "file.txt"
+    write_file(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_replaces_only_when_asked(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, "first")
+    with pytest.raises(ConfigurationError, match=r"file: the file exists.*Nothing was written"):
+        write_file(path, "second")
+    assert path.read_text() == "first"
+    write_file(path, "second", replace=True)
+    assert path.read_text() == "second"
+
+
+def test_what_appears_while_we_write_is_kept(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(ConfigurationError, match="the file exists"), new_file(path) as scratch:
+        scratch.write_text("ours")
+        path.write_text("theirs")
+    assert path.read_text() == "theirs" and list(tmp_path.iterdir()) == [path]
+
+
+def test_after_an_error_everything_is_as_it_was(tmp_path):
+    path = tmp_path / "file.png"
+    write_file(path, "first")
+    with pytest.raises(ZeroDivisionError), new_file(path, replace=True) as scratch:
+        assert scratch.suffix == path.suffix
+        scratch.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]

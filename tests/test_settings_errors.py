@@ -1,0 +1,60 @@
+"""pydantic's refusals, in the words of this package."""
+
+import re
+from typing import Literal
+
+import pytest
+from pydantic import Field
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.settings import command_option, settings
+
+
+@settings(command_option)
+class Example:
+    model: str
+    dtypes: tuple[Literal["fp16", "bf16"], ...] = Field(default=("fp16",), title="--dtype")
+    max_tokens: int = Field(default=8, ge=1)
+
+    def __post_init__(self):
+        if self.max_tokens > 100 and self.model == "small":
+            raise ConfigurationError("--max-tokens and --model: our own words")
+
+
+def test_values_are_kept_and_frozen():
+    example = Example(model="m", max_tokens=3)
+    assert (example.model, example.dtypes, example.max_tokens) == ("m", ("fp16",), 3)
+    with pytest.raises(AttributeError):
+        example.max_tokens = 4
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_tokens": 0}, "--max-tokens 0: this cannot work. Allowed: greater than or equal to 1. Leave it out"),
+        ({"max_tokens": "few"}, "--max-tokens few: this cannot work. Allowed: a valid integer"),
+        ({"dtypes": ("fp16", "fp61")}, "--dtype fp61: this cannot work. Allowed: 'fp16' or 'bf16'"),
+        ({"model": 3}, "--model 3: this cannot work. Allowed: a valid string. Give one of these."),
+        ({"max_token": 1}, "--max-token: there is no such setting. Allowed: --model, --dtypes, --max-tokens"),
+        ({"model": "small", "max_tokens": 101}, "--max-tokens and --model: our own words"),
+    ],
+)
+def test_refusals_name_setting_value_allowed_and_remedy(values, words):
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        Example(**{"model": "m", **values})
+
+
+def test_a_missing_setting_and_one_given_by_position_are_named():
+    with pytest.raises(ConfigurationError, match="--model: it is missing"):
+        Example()
+    with pytest.raises(ConfigurationError, match="--dtype fp61: this cannot work"):
+        Example("m", ("fp61",))
+
+
+def test_another_spelling():
+    @settings("mismatch.alarm.{}".format)
+    class Block:
+        window: int = Field(default=5, ge=1)
+
+    with pytest.raises(ConfigurationError, match=r"mismatch\.alarm\.window=0: this cannot work"):
+        Block(window=0)

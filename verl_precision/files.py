@@ -1,0 +1,55 @@
+"""Files that appear complete or not at all."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from verl_precision.errors import ConfigurationError
+
+
+@contextmanager
+def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, and rename it to `path` when the block ends without an error.
+
+    The file is on the disk before it gets its name. After an error there is no temporary file, and `path` is as it was.
+
+    Args:
+        path: The file to write. Its folder is created.
+        replace: Whether a file that exists may be replaced.
+
+    Raises:
+        ConfigurationError: If the file exists and may not be replaced.
+    """
+    _require_free(path, replace)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")  # the suffix stays: some writers read it
+    try:
+        yield scratch
+        with scratch.open("rb+") as written:
+            os.fsync(written.fileno())
+        _require_free(path, replace)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: str | bytes, replace: bool = False) -> None:
+    """Write a file that appears complete or not at all.
+
+    Args:
+        path: The file to write. Its folder is created.
+        content: Text (written as UTF-8) or bytes.
+        replace: Whether a file that exists may be replaced.
+
+    Raises:
+        ConfigurationError: If the file exists and may not be replaced.
+    """
+    with new_file(path, replace) as scratch:
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _require_free(path: Path, replace: bool) -> None:
+    if not replace and path.exists():
+        raise ConfigurationError(f"{path}: the file exists. Allowed: a new name. Nothing was written; move it away.")

@@ -1,0 +1,100 @@
+"""The result as a table: console, Markdown and JSON. Rank 1 has the smallest mismatch."""
+
+import json
+import math
+from dataclasses import asdict
+
+from rich.table import Table
+
+from verl_precision.offline_mismatch.measure import Pair
+from verl_precision.offline_mismatch.settings import MismatchJob
+
+_COLUMNS = (
+    ("mean abs gap", "mismatch/log_prob_gap_abs_mean", ".2e"),
+    ("p99 abs gap", "mismatch/log_prob_gap_abs_p99", ".2e"),
+    ("Pearson", "mismatch/probs_pearson", ".6f"),
+    ("seq. log ratio, std", "mismatch/sequence_log_ratio_std", ".2e"),
+    ("tokens", "mismatch/tokens", ".0f"),
+)
+_SHOWN_IF_ANY = (("non-finite", "mismatch/nonfinite_tokens"), ("positive", "mismatch/positive_log_probs"))
+
+
+def ranked(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs by their k3, smallest first; those without a finite token last."""
+    return sorted(pairs, key=lambda pair: (math.isnan(pair.k3), pair.k3))
+
+
+def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows as text, ranked.
+
+    Tokens whose log-prob is not finite, or positive, get a column if there are any.
+    """
+    extra = [column for column in _SHOWN_IF_ANY if any(pair.metrics.get(column[1]) for pair in pairs)]
+    header = ["rank", "rollout", "train", "k3 KL", *(name for name, _, _ in _COLUMNS), *(name for name, _ in extra)]
+    rows = []
+    for rank, pair in enumerate(ranked(pairs), 1):
+        values = [_text(pair.metrics.get(key), form) for _, key, form in _COLUMNS]
+        values += [_text(pair.metrics.get(key), ".0f") for _, key in extra]
+        k3 = _text(pair.k3, ".2e") + ("" if math.isnan(pair.k3_error) else f" ± {pair.k3_error:.0e}")
+        rows.append([str(rank), pair.rollout, pair.train, k3, *values])
+    return header, rows
+
+
+def _text(value: float | None, form: str) -> str:
+    return "undefined" if value is None or math.isnan(value) else format(value, form)
+
+
+def console_table(pairs: list[Pair]) -> Table:
+    """Return the table for a console."""
+    header, rows = cells(pairs)
+    result = Table(
+        title="Training-inference mismatch per token, nats; ± is the standard error over responses",
+        title_justify="left",
+    )
+    for column in header:
+        result.add_column(column, justify="left" if column in ("rollout", "train") else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:
+    """Return the table with what is needed to make it again; `prompts` is their number."""
+    header, rows = cells(pairs)
+    lines = [
+        "# Training-inference mismatch, offline",
+        "",
+        f"{settings.model}; {prompts} prompts ({settings.prompts}), {settings.responses} responses each of up to "
+        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}.",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        "",
+        "| " + " | ".join(header) + " |",
+        "|" + "---|" * len(header),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        "Per token, in nats; ± is the standard error over responses.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def summary(
+    pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int, command: list[str]
+) -> str:
+    """Return everything measured as JSON, with the pairs ranked; `prompts` is their number."""
+    content = {
+        "pairs": [
+            {
+                "rollout": pair.rollout,
+                "train": pair.train,
+                "empty_responses": pair.empty_responses,
+                "k3_kl_standard_error": None if math.isnan(pair.k3_error) else pair.k3_error,
+                **{key: value if math.isfinite(value) else None for key, value in pair.metrics.items()},
+            }
+            for pair in ranked(pairs)
+        ],
+        "settings": asdict(settings),
+        "prompt_count": prompts,
+        "versions": versions,
+        "command": command,
+    }
+    return json.dumps(content, indent=2) + "\n"

@@ -1,0 +1,87 @@
+"""What an engine is asked, what it answers, and what every engine can do."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """A response to draw, or with `response_token_ids` one to score.
+
+    Attributes:
+        problem: Identifier of the problem.
+        response: Index of the response, from 0.
+        prompt_token_ids: The prompt in tokens.
+        max_tokens: Most tokens to generate.
+        seed: Seed of this response alone.
+        response_token_ids: The response in tokens.
+    """
+
+    problem: str
+    response: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int = 0
+    seed: int = 0
+    response_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Response:
+    """What an engine answers; what was not asked for is None.
+
+    Attributes:
+        problem: Identifier of the problem.
+        response: Index of the response, from 0.
+        tokens: Length of the response.
+        text: The response as text.
+        correct: The recorded verdict, where a recorded response has one.
+        token_ids: The response in tokens.
+        log_probs: One for each token, in nats.
+        finish_reason: Why the response ended, in vLLM's words.
+    """
+
+    problem: str
+    response: int
+    tokens: int
+    text: str | None = None
+    correct: bool | None = None
+    token_ids: tuple[int, ...] | None = None
+    log_probs: tuple[float, ...] | None = None
+    finish_reason: str | None = None
+
+
+class Engine(Protocol):
+    """Answers requests, many at a time, each when it is ready."""
+
+    @property
+    def engines(self) -> int:
+        """Number of engines that share the work."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests on and return at once."""
+
+    def poll(self) -> list[Response]:
+        """Wait until at least one response is ready, and return those that are; return none if nothing is asked."""
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+
+
+def response_seed(seed: int, problem: str, response: int) -> int:
+    """Return the seed of one response, from 0 to 2³¹ - 1: the same whatever is drawn beside it, and whenever."""
+    return int.from_bytes(sha256(f"{seed}/{problem}/{response}".encode()).digest()[:4], "big") >> 1
+
+
+def prepare_process() -> bool:
+    """Set what verl and vLLM read from the environment, before they are imported; return whether there is a GPU."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["VERL_PLATFORM"] = "cpu"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's default is half of the memory
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process: nothing of it outlives us
+    return on_gpu

@@ -1,0 +1,180 @@
+"""Is there such a model, and can it do what is asked? Known before an engine starts, which takes a minute."""
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
+
+TINY = "tiny:"
+Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
+
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+_HEAD = 1 << 20  # bytes of each weight file that go into the fingerprint
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is there.
+
+    Attributes:
+        name: What the user wrote.
+        fingerprint: Tells its weights from others: for a folder a digest of config.json and of size and beginning of
+            each weight file, for a hub name its commit.
+        config: Its config.json.
+    """
+
+    name: str
+    fingerprint: str
+    config: dict[str, Any]
+
+    def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
+        """Refuse FP16 where vLLM refuses it.
+
+        Args:
+            option: Option that chose the dtypes.
+            dtypes: Dtypes of vLLM.
+
+        Raises:
+            ConfigurationError: If vLLM refuses one of them for this model.
+        """
+        kind = str(self.config.get("model_type"))
+        if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
+            raise ConfigurationError(
+                f"{option} fp16 with --model {self.name}: vLLM refuses FP16 for model type {kind!r} (and "
+                f"{', '.join(t for t in VLLM_REFUSES_FP16 if t != kind)}), whose activations overflow it. "
+                f"Allowed: bf16, fp32. Choose another {option}."
+            )
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer.
+
+        Raises:
+            ConfigurationError: If the model has none.
+        """
+        from transformers import AutoTokenizer
+
+        reason = "it is empty"  # what transformers gives for a folder without one
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model_location(self.name))
+            if len(tokenizer) > 1:
+                return tokenizer
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:160]
+        raise ConfigurationError(
+            f"--model {self.name}: its tokenizer cannot be loaded ({reason}). Allowed: a folder or hub name with model "
+            "and tokenizer. Copy the tokenizer's files beside config.json."
+        )
+
+
+def model_location(model: str) -> str:
+    """Return what vLLM and transformers load: a folder, or the hub name as it is.
+
+    Args:
+        model: As in `find_model`.
+
+    Raises:
+        ConfigurationError: If there is no such tiny model.
+    """
+    if model.startswith(TINY):
+        from verl_precision.tiny_model import cached_tiny_model
+
+        return str(cached_tiny_model(model.removeprefix(TINY)))
+    folder = Path(model).expanduser()
+    return str(folder) if folder.exists() else model
+
+
+def find_model(model: str) -> Model:
+    """Require that a model is there.
+
+    Args:
+        model: A folder in Hugging Face format, a hub name, or `tiny:<architecture>`, which is built on first use. Of a
+            hub name, only config.json is fetched.
+
+    Raises:
+        ConfigurationError: If there is no such folder, and no such name on the hub or, offline, in its cache.
+    """
+    folder = Path(model_location(model))
+    if folder.is_dir():
+        config = folder / "config.json"
+        if not config.is_file():
+            raise ConfigurationError(
+                f"--model {model}: the folder has no config.json. Allowed: a folder in Hugging Face format. Check the "
+                "path."
+            )
+        return Model(model, _digest(model, folder), json.loads(config.read_text()))
+    if folder.exists() or not _HUB_NAME.match(model):
+        raise ConfigurationError(
+            f"--model {model}: no such folder, and not a hub name. Allowed: a folder in Hugging Face format, a hub "
+            f"name (organisation/model), or {TINY}qwen3. Check the spelling."
+        )
+    config = _hub_config(model)
+    return Model(model, config.parent.name, json.loads(config.read_text()))
+
+
+def _hub_config(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except LocalEntryNotFoundError:
+        raise ConfigurationError(
+            f"--model {model}: no such folder, not in the hub's cache on this machine, and the hub cannot be reached. "
+            "Allowed: a folder, or a hub name that is cached or reachable. Download it first, or check the spelling."
+        ) from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"--model {model}: no such folder, and the hub refuses the name ({type(error).__name__}: {reason}). "
+            "Allowed: a name that the hub knows. Check the spelling, or log in if it is gated."
+        ) from None
+
+
+def _digest(model: str, folder: Path) -> str:
+    weights = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+    if not weights:
+        raise ConfigurationError(
+            f"--model {model}: the folder has no weights. Allowed: *.safetensors or *.bin. Save or download it again."
+        )
+    digest = sha256((folder / "config.json").read_bytes())
+    for file in weights:
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_HEAD))
+    return digest.hexdigest()[:16]
+
+
+def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
+    """Return prompts as tokens: a chat through the model's template, with the assistant's turn begun; text as it is.
+
+    Args:
+        prompts: Chats or texts.
+        model: Whose tokenizer it is.
+
+    Raises:
+        ConfigurationError: If there is no tokenizer, no chat template for a chat, or a prompt has no tokens.
+    """
+    tokenizer = model.tokenizer()
+    found = []
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and tokenizer.chat_template is None:
+            raise ConfigurationError(
+                f"--model {model.name}: its tokenizer has no chat template, which turns the messages of prompt "
+                f"{number} into tokens. Allowed: plain text. Add chat_template to its tokenizer_config.json."
+            )
+        text = prompt
+        if not isinstance(prompt, str):
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        if not ids:
+            raise ConfigurationError(
+                f"prompt {number} ({str(prompt)[:80]!r}) has no tokens. Allowed: prompts with text. Leave it out."
+            )
+        found.append(tuple(ids))
+    return found

@@ -1,0 +1,86 @@
+"""vLLM draws: responses are handed over one by one, as they end, and new ones take their place at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_precision.engine.settings import DTYPES
+from verl_precision.sampling.engine import Request, Response, prepare_process
+from verl_precision.sampling.model import model_location
+
+# On a CPU compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
+# 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
+_CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
+
+
+class VllmEngine:
+    """A `vllm.LLM`, driven request by request, at temperature 1 with the whole distribution: the policy itself."""
+
+    engines = 1
+
+    def __init__(self, model: str, dtype: str, max_model_len: int, log_probs: bool = False, **engine: Any) -> None:
+        """Load the model.
+
+        Args:
+            model: A folder, a hub name, or `tiny:<architecture>`.
+            dtype: bf16, fp16 or fp32.
+            max_model_len: Most tokens of prompt and response together.
+            log_probs: Whether to return token ids and their log-probs; else the text is returned.
+            engine: Further settings of `vllm.LLM`.
+        """
+        cpu_settings = {} if prepare_process() else _CPU_SETTINGS
+        import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
+        from vllm import LLM
+
+        self._llm = LLM(
+            model=model_location(model),
+            dtype=DTYPES[dtype],
+            max_model_len=max_model_len,
+            logprobs_mode="processed_logprobs",  # verl's
+            disable_log_stats=True,
+            **{**cpu_settings, **engine},
+        )
+        self._log_probs = log_probs
+        self._asked: dict[str, Request] = {}
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; the engine batches them as it sees fit."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for request in requests:
+            key = f"{request.problem}/{request.response}"
+            self._asked[key] = request
+            parameters = SamplingParams(
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                logprobs=0 if self._log_probs else None,  # 0: of the sampled token alone
+                detokenize=not self._log_probs,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+            self._llm.llm_engine.add_request(key, prompt, parameters)
+
+    def poll(self) -> list[Response]:
+        """Step the engine until at least one response has ended."""
+        ready: list[Response] = []
+        while not ready and self._asked:
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    ready.append(self._response(self._asked.pop(output.request_id), output.outputs[0]))
+        return ready
+
+    def _response(self, request: Request, drawn: Any) -> Response:
+        ids = tuple(drawn.token_ids)
+        if not self._log_probs:
+            return Response(request.problem, request.response, len(ids), text=drawn.text)
+        log_probs = tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
+        return Response(request.problem, request.response, len(ids), None, None, ids, log_probs, drawn.finish_reason)
+
+    def close(self) -> None:
+        """Drop what is still being drawn."""
+        if self._asked:
+            self._llm.llm_engine.abort_request(list(self._asked))
+            self._asked.clear()

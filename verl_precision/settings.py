@@ -1,0 +1,80 @@
+"""Settings as pydantic dataclasses, and one translator from pydantic's error to ours.
+
+A class decorated with `@settings(command_option)` is a frozen dataclass. Where its field `responses: int = Field(ge=1)`
+is given 0, it raises `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+from typing_extensions import dataclass_transform
+
+from verl_precision.errors import ConfigurationError, VerlPrecisionError
+
+T = TypeVar("T")
+
+
+def command_option(field: str) -> str:
+    """Return the option of the command line that sets a field."""
+    return "--" + field.replace("_", "-")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def settings(spell: Callable[[str], str]) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen pydantic dataclass whose errors are `ConfigurationError`.
+
+    A `__post_init__` checks what concerns several fields, and raises `ConfigurationError` itself.
+
+    Args:
+        spell: Turns the name of a field into what the user writes: `command_option`, or `"mismatch.alarm.{}".format`.
+            A field with a `title` is called by its title.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        # forbid: an unknown setting is an error; the default is to ignore it.
+        made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+        validate = made.__init__
+
+        @functools.wraps(validate)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            try:
+                validate(self, *args, **kwargs)
+            except ValidationError as error:
+                raise _translated(error, made, spell) from None
+
+        made.__init__ = __init__
+        return made
+
+    return decorate
+
+
+def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -> VerlPrecisionError:
+    """Return the first problem as setting, value, allowed, remedy."""
+    first = error.errors(include_url=False)[0]
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, VerlPrecisionError):  # raised by __post_init__
+        return own
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    place = first["loc"][0]
+    name = place if isinstance(place, str) else [*fields][place]  # given by position
+    if name not in fields:
+        known = ", ".join(map(spell, fields))
+        unknown = f"{spell(name)}: there is no such setting"
+        return ConfigurationError(unknown, allowed=known, remedy="Check the spelling.")
+    described = cls.__pydantic_fields__[name]
+    setting = described.title or spell(name)
+    if described.is_required():
+        remedy = "Give one of these."
+    else:
+        default = described.get_default(call_default_factory=True)
+        remedy = f"Leave it out for the default, {default}."
+    if first["type"] in ("missing", "missing_argument"):
+        missing = f"{setting}: it is missing"
+        return ConfigurationError(missing, allowed=str(described.annotation), remedy="Give a value.")
+    allowed = first["msg"].removeprefix("Input should be ")
+    given = first["input"]
+    return ConfigurationError("this cannot work", setting=setting, value=given, allowed=allowed, remedy=remedy)
