@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import verl_precision.plugin  # noqa: F401
 from verl_precision.presets import PRESETS_DIR, preset_names
@@ -41,10 +41,6 @@ def cached(name: str, *more: str):
     return config
 
 
-def errors(config: DictConfig) -> list[str]:
-    return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
-
-
 def test_the_promised_presets_are_there():
     assert preset_names("estimator") == ESTIMATORS
 
@@ -56,17 +52,12 @@ def test_composes_and_is_valid(name):
 
     config = composed(name)
     validate_config(config, use_reference_policy=False, use_critic=False)
-    assert errors(config) == []
+    assert [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"] == []
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
     if actor.loss_agg_mode == "seq-mean-token-sum-norm":
         assert actor.loss_scale_factor == 20480
     assert config.algorithm.rollout_correction.bypass_mode is name.startswith("pg_")
-
-
-@pytest.mark.parametrize("precision", preset_names("precision"))
-def test_combines_with_every_precision(precision):
-    assert errors(composed("grpo_seq_mis", f"+precision={precision}")) == []
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
