@@ -26,6 +26,11 @@ def vllm_process() -> Iterator[None]:
         init_distributed_environment,
         initialize_model_parallel,
     )
+    from vllm.model_executor.layers import rotary_embedding
+
+    # The models of a process share rotary embeddings. A test whose reload never ends leaves them without their values,
+    # and the next module's engines would compute with that.
+    rotary_embedding._ROPE_DICT.clear()
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
