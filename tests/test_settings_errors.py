@@ -35,7 +35,7 @@ def test_values_are_kept_and_frozen():
         ({"max_tokens": "few"}, "--max-tokens few: this cannot work. Allowed: a valid integer"),
         ({"dtypes": ("fp16", "fp61")}, "--dtype fp61: this cannot work. Allowed: 'fp16' or 'bf16'"),
         ({"model": 3}, "--model 3: this cannot work. Allowed: a valid string. Give one of these."),
-        ({"max_token": 1}, "--max-token: there is no such setting. Allowed: --model, --dtypes, --max-tokens"),
+        ({"max_token": 1}, "--max-token 1: there is no such setting. Allowed: --model, --dtypes, --max-tokens"),
         ({"model": "small", "max_tokens": 101}, "--max-tokens and --model: our own words"),
     ],
 )

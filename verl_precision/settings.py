@@ -31,7 +31,7 @@ def settings(spell: Callable[[str], str]) -> Callable[[type[T]], type[T]]:
 
     Args:
         spell: Turns the name of a field into what the user writes: `command_option`, or `"mismatch.alarm.{}".format`.
-            A field with a `title` is called by its title.
+            A field with a `title` is called by its title; a field with a `description` has it for a remedy.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -63,11 +63,18 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     name = place if isinstance(place, str) else [*fields][place]  # given by position
     if name not in fields:
         known = ", ".join(map(spell, fields))
-        unknown = f"{spell(name)}: there is no such setting"
-        return ConfigurationError(unknown, allowed=known, remedy="Check the spelling.")
+        return ConfigurationError(
+            "there is no such setting",
+            setting=spell(name),
+            value=first["input"],
+            allowed=known,
+            remedy="Check the spelling.",
+        )
     described = cls.__pydantic_fields__[name]
     setting = described.title or spell(name)
-    if described.is_required():
+    if described.description:
+        remedy = described.description
+    elif described.is_required():
         remedy = "Give one of these."
     else:
         default = described.get_default(call_default_factory=True)

@@ -108,9 +108,18 @@ def test_rules_name_the_block(refused):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio_source": "rollout"}, r"shadow.ratio_source='rollout'. Allowed: training or shadow"),
-        ({"every_n_steps": -1, "dtype": "bf16"}, r"shadow.every_n_steps=-1. Allowed: an integer >= 0"),
-        ({"every_n_steps": True, "dtype": "bf16"}, r"shadow.every_n_steps=True. Allowed: an integer >= 0"),
+        (
+            {"ratio_source": "rollout"},
+            r"shadow.ratio_source='rollout': this cannot work. Allowed: 'training' or 'shadow'",
+        ),
+        (
+            {"every_n_steps": -1, "dtype": "bf16"},
+            r"shadow.every_n_steps=-1: this cannot work. Allowed: greater than or equal to 0",
+        ),
+        (
+            {"every_n_steps": True, "dtype": "bf16"},
+            r"shadow.every_n_steps=True: this cannot work. Allowed: a valid integer",
+        ),
         ({"every_n_steps": 1}, r"shadow.dtype=None. Allowed: bf16, fp16, fp32"),
         ({"ratio_source": "shadow", "dtype": "auto"}, r"shadow.dtype='auto'.*actor_rollout_ref.rollout.dtype"),
     ],

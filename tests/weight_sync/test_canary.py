@@ -126,14 +126,20 @@ def test_noise_like_the_first_syncs_never_raises_an_alarm(size, seed):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"every_n_syncs": -1}, r"weight_sync\.canary\.every_n_syncs=-1. Allowed: a whole number, 0 or more"),
+        (
+            {"every_n_syncs": -1},
+            r"weight_sync\.canary\.every_n_syncs=-1: this cannot work. Allowed: greater than or equal to 0",
+        ),
         ({"sequences": 0}, r"weight_sync\.canary\.sequences=0"),
-        ({"tokens": 1}, r"weight_sync\.canary\.tokens=1. Allowed: a whole number, 2 or more"),
+        ({"tokens": 1}, r"weight_sync\.canary\.tokens=1: this cannot work. Allowed: greater than or equal to 2"),
         ({"tokens": True}, r"weight_sync\.canary\.tokens=True"),
-        ({"action": "shout"}, r"weight_sync\.canary\.action='shout'. Allowed: stop or log"),
-        ({"timeout_seconds": 0}, r"weight_sync\.canary\.timeout_seconds=0. Allowed: a positive number"),
+        ({"action": "shout"}, r"weight_sync\.canary\.action='shout': this cannot work. Allowed: 'stop' or 'log'"),
+        ({"timeout_seconds": 0}, r"weight_sync\.canary\.timeout_seconds=0: this cannot work. Allowed: greater than 0"),
         ({"timeout_seconds": float("nan")}, r"weight_sync\.canary\.timeout_seconds=nan"),
-        ({"token": 3}, r"weight_sync\.canary\.token=3. Allowed: action, every_n_syncs, sequences"),
+        (
+            {"token": 3},
+            r"weight_sync\.canary\.token=3: there is no such setting. Allowed: weight_sync\.canary\.every_n_syncs",
+        ),
     ],
 )
 def test_settings_are_checked_before_anything_starts(values, message):

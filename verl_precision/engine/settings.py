@@ -1,21 +1,19 @@
 """Settings of this package's FSDP engine, of its loss scale and of its shadow forward, with bounds."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
 
 from verl_precision.errors import ConfigurationError
-
-MODES = ("dynamic", "static")
-RATIO_SOURCES = ("training", "shadow")
+from verl_precision.settings import settings
 
 # What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_NAMES = {long: short for short, long in DTYPES.items()}
 
 
-@dataclass(frozen=True)
+@settings("fsdp_config.loss_scale.{}".format)
 class LossScaleSettings:
     """How the loss is scaled when the forward computes in FP16; without effect in BF16 and FP32.
 
@@ -31,41 +29,29 @@ class LossScaleSettings:
         stop_after_steps_at_minimum: consecutive overflowing steps with S at its minimum after which the run stops.
     """
 
-    mode: str = "dynamic"
-    initial: float = 2.0**16
-    growth_factor: float = 2.0
-    growth_interval: int = 400
-    backoff_factor: float = 0.5
-    minimum: float = 1.0
-    maximum: float = 2.0**32
-    stop_after_steps_at_minimum: int = 10
+    mode: Literal["dynamic", "static"] = "dynamic"
+    initial: float = Field(default=2.0**16, gt=0, strict=True, allow_inf_nan=False)
+    growth_factor: float = Field(
+        default=2.0, gt=1, strict=True, allow_inf_nan=False, description="Set mode=static for a scale that never grows."
+    )
+    growth_interval: int = Field(default=400, ge=1, strict=True)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1, strict=True)
+    minimum: float = Field(default=1.0, gt=0, strict=True, allow_inf_nan=False)
+    maximum: float = Field(default=2.0**32, gt=0, lt=2.0**127, strict=True)
+    stop_after_steps_at_minimum: int = Field(default=10, ge=1, strict=True)
 
     def __post_init__(self) -> None:
-        """Check the bounds of every setting.
+        """Check that the initial scale lies between its bounds.
 
         Raises:
             ConfigurationError: naming setting, value, what is allowed and what to do.
         """
-        if self.mode not in MODES:
-            raise _refused("mode", self.mode, " or ".join(MODES), "Dynamic suits every run.")
-        for name in ("initial", "growth_factor", "backoff_factor", "minimum", "maximum"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise _refused(name, value, "a positive finite number", "Powers of two scale without rounding.")
-        for name in ("growth_interval", "stop_after_steps_at_minimum"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise _refused(name, value, "an integer >= 1, in optimizer steps", "Leave it out for the default.")
-        if self.growth_factor <= 1:
-            raise _refused("growth_factor", self.growth_factor, "> 1", "Set mode=static for a scale that never grows.")
-        if self.backoff_factor >= 1:
-            raise _refused("backoff_factor", self.backoff_factor, "in (0, 1)", "Torch's own is 0.5.")
-        if not self.minimum <= self.initial <= self.maximum < 2.0**127:
-            raise _refused(
-                "initial",
-                self.initial,
-                f"minimum <= initial <= maximum < 2^127 (minimum={self.minimum}, maximum={self.maximum})",
-                "Move the bound or the initial scale.",
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ConfigurationError(
+                setting="fsdp_config.loss_scale.initial",
+                value=self.initial,
+                allowed=f"minimum <= initial <= maximum (minimum={self.minimum}, maximum={self.maximum})",
+                remedy="Move the bound or the initial scale.",
             )
 
     def bounds(self) -> tuple[float, float]:
@@ -73,7 +59,7 @@ class LossScaleSettings:
         return (self.initial, self.initial) if self.mode == "static" else (self.minimum, self.maximum)
 
 
-@dataclass(frozen=True)
+@settings("fsdp_config.shadow.{}".format)
 class ShadowSettings:
     """A second, no-grad forward of the actor in the rollout's dtype, on the same weights.
 
@@ -89,48 +75,27 @@ class ShadowSettings:
     """
 
     dtype: str | None = None
-    ratio_source: str = "training"
-    every_n_steps: int = 0
+    ratio_source: Literal["training", "shadow"] = "training"
+    every_n_steps: int = Field(default=0, ge=0, strict=True, description="0 measures never, 10 costs little.")
 
     def __post_init__(self) -> None:
-        """Check every setting.
+        """Check the dtype of a shadow that is switched on.
 
         Raises:
             ConfigurationError: naming setting, value, what is allowed and what to do.
         """
-        if self.ratio_source not in RATIO_SOURCES:
-            raise _refused(
-                "ratio_source",
-                self.ratio_source,
-                " or ".join(RATIO_SOURCES),
-                "Keep training, unless β is to leave the ratio.",
-                "shadow",
-            )
-        if isinstance(self.every_n_steps, bool) or not isinstance(self.every_n_steps, int) or self.every_n_steps < 0:
-            raise _refused(
-                "every_n_steps",
-                self.every_n_steps,
-                "an integer >= 0, in training steps",
-                "0 measures never, 10 costs little.",
-                "shadow",
-            )
         if self.enabled and self.dtype not in DTYPES and self.dtype not in LONG_NAMES:
-            raise _refused(
-                "dtype",
-                self.dtype,
-                f"{', '.join(DTYPES)} or {', '.join(LONG_NAMES)}",
-                "Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
-                "shadow",
+            raise ConfigurationError(
+                setting="fsdp_config.shadow.dtype",
+                value=self.dtype,
+                allowed=f"{', '.join(DTYPES)} or {', '.join(LONG_NAMES)}",
+                remedy="Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
             )
 
     @property
     def enabled(self) -> bool:
         """Whether a shadow model has to be built."""
         return self.ratio_source == "shadow" or self.every_n_steps > 0
-
-
-def _refused(name: str, value: object, allowed: str, remedy: str, block: str = "loss_scale") -> ConfigurationError:
-    return ConfigurationError(setting=f"fsdp_config.{block}.{name}", value=value, allowed=allowed, remedy=remedy)
 
 
 T = TypeVar("T", LossScaleSettings, ShadowSettings)
@@ -208,8 +173,4 @@ def _typed(found: Mapping[str, Any], name: str, kind: type[T]) -> T:
         raise ConfigurationError(
             setting=f"fsdp_config.{name}", value=block, allowed=allowed, remedy="Choose precision=fp16."
         )
-    values = {key: value for key, value in block.items() if key != "_target_"}
-    known = [field.name for field in fields(kind)]
-    for key in values.keys() - set(known):
-        raise _refused(key, values[key], ", ".join(known), "There is no such setting: check its spelling.", name)
-    return kind(**values)
+    return kind(**{key: value for key, value in block.items() if key != "_target_"})

@@ -1,14 +1,13 @@
 """Settings of the alarm, with bounds."""
 
-import math
-from dataclasses import dataclass
+from typing import Literal
 
-from verl_precision.errors import ConfigurationError
+from pydantic import Field
 
-ACTIONS = ("log", "stop")
+from verl_precision.settings import settings
 
 
-@dataclass(frozen=True)
+@settings("mismatch.alarm.{}".format)
 class AlarmSettings:
     """When the alarm is raised, and what happens then; docs/alarm.md has the measured rates of the defaults.
 
@@ -30,63 +29,14 @@ class AlarmSettings:
         sync_gap: mean |log-prob gap|, nats, above which they are not one policy.
     """
 
-    on_alarm: str = "log"
-    baseline_steps: int = 30
-    allowed_growth: float = 3.0
-    evidence_steps: int = 8
-    extreme_gap: float = 0.95
-    affected_fraction: float = 0.01
-    persist_steps: int = 5
-    skipped_steps: int = 10
-    loss_scale_minimum: float = 1.0
-    sync_pearson: float = 0.5
-    sync_gap: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the bounds of every setting.
-
-        Raises:
-            ConfigurationError: naming setting, value, what is allowed and what to do.
-        """
-        if self.on_alarm not in ACTIONS:
-            raise _refused("on_alarm", self.on_alarm, " or ".join(ACTIONS), "The value log never ends a run.")
-        for name, least in (("baseline_steps", 5), ("evidence_steps", 1), ("persist_steps", 1), ("skipped_steps", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _refused(
-                    name, value, f"an integer >= {least}, in training steps", "Leave it out for the default."
-                )
-        self._check("allowed_growth", 1, math.inf, "a finite number > 1", "2 is sensitive, 3 is the default.")
-        self._check("extreme_gap", 0, 1, "in (0, 1]", "1 switches the check off.", upper_included=True)
-        self._check("affected_fraction", 0, 1, "in (0, 1]", "1 switches the checks off.", upper_included=True)
-        self._check("sync_pearson", -1, 1, "in [-1, 1)", "-1 switches the check off.", lower_included=True)
-        self._check("sync_gap", 0, math.inf, "a positive number of nats", "Leave it out for the default.")
-        self._check(
-            "loss_scale_minimum",
-            0,
-            math.inf,
-            "a finite number >= 0",
-            "Set it to the engine's loss_scale.minimum; 0 switches the check off.",
-            lower_included=True,
-        )
-
-    def _check(
-        self,
-        name: str,
-        lower: float,
-        upper: float,
-        allowed: str,
-        remedy: str,
-        *,
-        lower_included: bool = False,
-        upper_included: bool = False,
-    ) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        inside = number and (lower < value < upper or (value == lower and lower_included))
-        if not (inside or (number and value == upper and upper_included)):
-            raise _refused(name, value, allowed, remedy)
-
-
-def _refused(name: str, value: object, allowed: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(setting=f"mismatch.alarm.{name}", value=value, allowed=allowed, remedy=remedy)
+    on_alarm: Literal["log", "stop"] = Field(default="log", description="The value log never ends a run.")
+    baseline_steps: int = Field(default=30, ge=5, strict=True)
+    allowed_growth: float = Field(default=3.0, gt=1, strict=True, allow_inf_nan=False)
+    evidence_steps: int = Field(default=8, ge=1, strict=True)
+    extreme_gap: float = Field(default=0.95, gt=0, le=1, strict=True, description="1 switches the check off.")
+    affected_fraction: float = Field(default=0.01, gt=0, le=1, strict=True, description="1 switches the checks off.")
+    persist_steps: int = Field(default=5, ge=1, strict=True)
+    skipped_steps: int = Field(default=10, ge=1, strict=True)
+    loss_scale_minimum: float = Field(default=1.0, ge=0, strict=True, allow_inf_nan=False)
+    sync_pearson: float = Field(default=0.5, ge=-1, lt=1, strict=True, description="-1 switches the check off.")
+    sync_gap: float = Field(default=1.0, gt=0, strict=True, allow_inf_nan=False)

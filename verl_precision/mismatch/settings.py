@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
-from verl_precision.errors import ConfigurationError
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch.alarm_settings import AlarmSettings
+from verl_precision.settings import settings
 
 
-@dataclass(frozen=True)
+@settings("mismatch.{}".format)
 class MismatchSettings:
     """What is measured at every step, and what is done about it.
 
@@ -24,25 +24,17 @@ class MismatchSettings:
         alarm: when to speak up.
     """
 
-    enabled: bool = True
-    ratio_threshold: float = 3.0
-    histograms: bool = True
-    alarm: AlarmSettings = field(default_factory=AlarmSettings)
+    enabled: bool = Field(default=True, strict=True)
+    ratio_threshold: float = Field(default=3.0, strict=True)
+    histograms: bool = Field(default=True, strict=True)
+    alarm: AlarmSettings = AlarmSettings()
 
     def __post_init__(self) -> None:
-        """Check what the alarm's settings have not checked themselves.
+        """Check the bound of C as the losses do.
 
         Raises:
             ConfigurationError: naming setting, value, what is allowed and what to do.
         """
-        for name in ("enabled", "histograms"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(
-                    setting=f"mismatch.{name}",
-                    value=getattr(self, name),
-                    allowed="True or False",
-                    remedy="Set one of them.",
-                )
         require_threshold(self.ratio_threshold, "mismatch.ratio_threshold")
 
     @classmethod
@@ -56,19 +48,8 @@ class MismatchSettings:
             ConfigurationError: for a key there is none of, and for values out of bounds.
         """
         values = dict(block or {})
-        alarm = dict(values.pop("alarm", None) or {})
-        for name, given, kind in (("mismatch", values, cls), ("mismatch.alarm", alarm, AlarmSettings)):
-            known = {f.name for f in fields(kind)}
-            unknown = sorted(given.keys() - known)
-            if unknown:
-                raise ConfigurationError(
-                    "there is no such setting",
-                    setting=f"{name}.{unknown[0]}",
-                    value=given[unknown[0]],
-                    allowed=", ".join(sorted(known)),
-                    remedy="Check the spelling.",
-                )
-        return cls(**values, alarm=AlarmSettings(**alarm))
+        alarm = AlarmSettings(**(values.pop("alarm", None) or {}))
+        return cls(**values, alarm=alarm)
 
 
 def settings_of(config: DictConfig) -> MismatchSettings:

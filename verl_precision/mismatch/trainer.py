@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.watch import Watch
-from verl_precision.rules.rollout_rules import logprobs_missing, nothing_to_report
+from verl_precision.rules.rollout_rules import logprobs_missing
 from verl_precision.weight_sync.settings import canary_settings
 
 PREFIX = "vp_"
@@ -44,8 +44,8 @@ def require_rollout_log_probs(config: DictConfig) -> None:
     Raises:
         ConfigurationError: naming the setting.
     """
-    for each in (logprobs_missing, nothing_to_report):
-        each.require(config)
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise logprobs_missing.error(config, {"reason": "mismatch.enabled=True"})
 
 
 def register_trainers(v1: ModuleType) -> None:

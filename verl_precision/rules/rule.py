@@ -122,24 +122,23 @@ class Rule:
         """Yield what is wrong with a composed config."""
         known = environment.machine if self.of_machine else environment
         for case in self.condition(config, known) if known is not None else ():
-            if isinstance(case, VerlPrecisionError):
-                texts = sentence(case.problem), case.allowed, case.remedy
-                yield Fault(self.name, self.severity, case.setting, case.value, *texts)
-                continue
-            setting, *filled = (text.format(**case) for text in (self.setting, self.problem, self.allowed, self.remedy))
-            value = case["value"] if "value" in case else OmegaConf.select(config, setting)
-            yield Fault(self.name, case.get("severity", self.severity), setting, value, *filled)
+            error = case if isinstance(case, VerlPrecisionError) else self.error(config, case)
+            severity = self.severity if case is error else case.get("severity", self.severity)  # type: ignore[union-attr]
+            texts = sentence(error.problem), error.allowed, error.remedy
+            yield Fault(self.name, severity, error.setting, error.value, *texts)
 
-    def require(self, config: DictConfig) -> None:
-        """Raise the first fault.
+    def error(self, config: DictConfig, case: Mapping[str, Any]) -> ConfigurationError:
+        """Return a case as an error, for whoever must refuse it by itself.
 
-        Raises:
-            ConfigurationError: if the config breaks this rule.
+        Args:
+            config: Composed config, in which the setting has its value.
+            case: Words that fill in the texts.
         """
-        for fault in self.faults(config, Environment()):
-            raise ConfigurationError(
-                fault.problem, setting=fault.setting, value=fault.value, allowed=fault.allowed, remedy=fault.remedy
-            )
+        setting, problem, allowed, remedy = (
+            text.format(**case) for text in (self.setting, self.problem, self.allowed, self.remedy)
+        )
+        value = case["value"] if "value" in case else OmegaConf.select(config, setting)
+        return ConfigurationError(problem, setting=setting, value=value, allowed=allowed, remedy=remedy)
 
 
 RULES: list[Rule] = []

@@ -13,8 +13,7 @@ from verl_precision.versions import require_tested_vllm_cpu
 from verl_precision.weight_sync.settings import canary_settings
 
 GIB = 1 << 30
-# A whole CPU run (driver, Ray, trainer, vLLM, agent loop) with a tiny model: 9 processes that each import torch.
-# Measured resident peak: docs/architecture.md.
+# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
 MIN_CPU_MEMORY = 6 * GIB
 MIN_SHARED_MEMORY = 256 << 20
 # verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
-from verl_precision.errors import ConfigurationError
-
-ACTIONS = ("stop", "log")
+from verl_precision.settings import settings
 
 
-@dataclass(frozen=True)
+@settings("weight_sync.canary.{}".format)
 class CanarySettings:
     """When the served log-probs are compared with the trainer's, on what, and what a difference leads to.
 
@@ -26,28 +24,11 @@ class CanarySettings:
             finished sampling the step.
     """
 
-    every_n_syncs: int = 1
-    sequences: int = 2
-    tokens: int = 32
-    action: str = "stop"
-    timeout_seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        """Check the bounds of every setting.
-
-        Raises:
-            ConfigurationError: naming setting, value, what is allowed and what to do.
-        """
-        for name, least in (("every_n_syncs", 0), ("sequences", 1), ("tokens", 2)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise _refused(name, value, f"a whole number, {least} or more", "Leave it out for the default.")
-        if self.action not in ACTIONS:
-            raise _refused("action", self.action, " or ".join(ACTIONS), "The value stop suits every run.")
-        if isinstance(self.timeout_seconds, bool) or not isinstance(self.timeout_seconds, int | float):
-            raise _refused("timeout_seconds", self.timeout_seconds, "a positive number", "Leave it out for 120.")
-        if not self.timeout_seconds > 0:
-            raise _refused("timeout_seconds", self.timeout_seconds, "a positive number", "Leave it out for 120.")
+    every_n_syncs: int = Field(default=1, ge=0, strict=True)
+    sequences: int = Field(default=2, ge=1, strict=True)
+    tokens: int = Field(default=32, ge=2, strict=True)
+    action: Literal["stop", "log"] = Field(default="stop", description="The value stop suits every run.")
+    timeout_seconds: float = Field(default=120.0, gt=0, strict=True)
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any] | None) -> CanarySettings:
@@ -59,13 +40,7 @@ class CanarySettings:
         Raises:
             ConfigurationError: for a key there is none of, and for values out of bounds.
         """
-        values = dict(block or {})
-        known = {f.name for f in fields(cls)}
-        for name in sorted(values.keys() - known):
-            raise _refused(
-                name, values[name], ", ".join(sorted(known)), "There is no such setting: check its spelling."
-            )
-        return cls(**values)
+        return cls(**(block or {}))
 
 
 def canary_settings(config: DictConfig) -> CanarySettings:
@@ -79,7 +54,3 @@ def canary_settings(config: DictConfig) -> CanarySettings:
     """
     block = OmegaConf.select(config, "weight_sync.canary")
     return CanarySettings.from_block(None if block is None else OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]
-
-
-def _refused(name: str, value: object, allowed: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(setting=f"weight_sync.canary.{name}", value=value, allowed=allowed, remedy=remedy)
