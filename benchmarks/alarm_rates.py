@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from verl_precision.mismatch import keys
+from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 
 STEPS = 1000

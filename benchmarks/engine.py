@@ -29,9 +29,9 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_precision import tiny_model
-from verl_precision.engine.config import PrecisionFSDPConfig
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import DTYPES, ShadowSettings
+from verl_precision.integration.engine_config import PrecisionFSDPConfig
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096}
 SHADOW = "ours, shadow at every step"

@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 
 from verl_precision import __version__
 from verl_precision.check import installation
-from verl_precision.check.quiet import only_errors_of_others
 from verl_precision.cli import app
+from verl_precision.quiet import only_errors_of_others
 
 runner = CliRunner()
 
 
 def test_help_names_every_verb_and_version_prints():
     text = runner.invoke(app, ["--help"]).output
-    for verb in ("arithmetic", "check", "compare", "data", "patch", "report", "sanity-set", "tiny-model"):
+    for verb in ("check", "compare", "data", "patch", "report", "sanity-set", "tiny-model"):
         assert verb in text
     assert runner.invoke(app, ["--version"]).output.strip() == __version__
 

@@ -1,17 +1,101 @@
-"""Dependencies point one way: the core needs torch alone, or nothing."""
+"""Imports point downwards: no arrow up, no circle, and the host only at the rim."""
+
+import ast
+from pathlib import Path
 
 import pytest
 
-PURE = [
-    "verl_precision.aggregation",
-    "verl_precision.losses",
-    "verl_precision.mismatch.alarm",
-    "verl_precision.mismatch.phantom",
-    "verl_precision.mismatch.statistics",
-    "verl_precision.weight_sync.manifest",
-    "verl_precision.weight_sync.verify",
-]
+PACKAGE = Path(__file__).resolve().parents[1] / "verl_precision"
+
+# From the bottom up. A room imports rooms that stand before it, and itself.
+ROOMS = (
+    *("errors", "files", "versions", "settings", "quiet", "processes", "failure_report", "tiny_model", "presets"),
+    *("patching", "losses", "weight_sync", "engine", "mismatch", "rules", "sampling", "data", "integration"),
+    *("check", "runs", "offline_mismatch", "sanity_set", "plugin", "cli"),
+)
+RIM = {"integration"}
+# Modules that need torch and NumPy at most: hosts and their companions may be missing.
+PURE = (
+    "losses",
+    "mismatch.alarm",
+    "mismatch.phantom",
+    "mismatch.statistics",
+    "weight_sync.manifest",
+    "weight_sync.verify",
+)
 HOSTS = ("verl", "vllm", "ray", "transformers", "hydra", "omegaconf", "tensordict", "wrapt", "typer", "rich", "psutil")
+
+
+def modules() -> dict[str, ast.Module]:
+    """Return every module's name below the package, and its syntax tree."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = ast.parse(path.read_text())
+    return found
+
+
+MODULES = modules()
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Return the full names of all modules and members that a module imports, wherever in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(name: str) -> set[str]:
+    """Return the modules of this package that a module imports."""
+    found = set()
+    for full in imports(MODULES[name]):
+        package, _, member = full.partition(".")
+        while package == "verl_precision" and member not in MODULES:
+            member = member.rpartition(".")[0]
+        found |= {member} if package == "verl_precision" else set()
+    return found - {name, ""}
+
+
+def test_every_room_has_its_place():
+    assert {name.partition(".")[0] for name in MODULES if name} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_import_points_upwards(room):
+    below = ROOMS[: ROOMS.index(room) + 1]
+    for name in MODULES:
+        if name.partition(".")[0] == room:
+            up = {other for other in own_imports(name) if other.partition(".")[0] not in below}
+            assert not up, f"{name} imports {up}, which stand above it"
+
+
+def test_no_circle():
+    done, path = set(), []
+
+    def visit(name):
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        path.append(name)
+        for other in sorted(own_imports(name)):
+            visit(other)
+        path.pop()
+        done.add(name)
+
+    for name in MODULES:
+        visit(name)
+
+
+def test_only_the_rim_imports_a_host():
+    for name, tree in MODULES.items():
+        if name.partition(".")[0] not in RIM:
+            hosts = {full for full in imports(tree) if full.partition(".")[0] in ("verl", "vllm")}
+            assert not hosts, f"{name} imports {hosts}: such modules live in integration/"
 
 
 @pytest.mark.parametrize("module", PURE)
@@ -26,7 +110,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Absent())
-importlib.import_module({module!r})
+importlib.import_module("verl_precision.{module}")
 """
     )
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ def test_import_verl_alone_registers_and_says_so_once(run_python):
     done = run_python(SHOW.format(before=""))
     assert done.returncode == 0, done.stderr
     module, registered = json.loads(done.stdout)
-    assert module == "verl_precision.platforms.cpu"
+    assert module == "verl_precision.integration.cpu.platform"
     assert "platform cpu" in registered
     assert len(LOADED.findall(done.stderr)) == 1, done.stderr
 
@@ -89,7 +89,7 @@ def test_engine_key_of_another_package_is_refused(monkeypatch):
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp import transformer_impl
 
-    from verl_precision.platforms.cpu_engine import KEY, register_engines
+    from verl_precision.integration.cpu.fsdp_engine import KEY, register_engines
 
     class Stranger(transformer_impl.FSDPEngineWithLMHead):
         pass

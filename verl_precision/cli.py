@@ -3,6 +3,7 @@
 import functools
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -13,11 +14,10 @@ import typer
 from rich.console import Console
 
 from verl_precision import __version__
-from verl_precision.arithmetic.command import arithmetic
 from verl_precision.data.command import data
 from verl_precision.errors import ConfigurationError, PatchError, VerlPrecisionError
 from verl_precision.offline_mismatch.command import mismatch
-from verl_precision.report.command import report
+from verl_precision.runs.report_command import report
 from verl_precision.sanity_set.command import sanity_set
 
 app = typer.Typer(
@@ -102,7 +102,7 @@ def check(
         raise typer.BadParameter("give a recipe, or --model PATH [--activations]")
     if (cluster is not None and (model is not None or as_json)) or (path and cluster is None):
         raise typer.BadParameter("give --cluster ADDRESS [--path PATH], with or without a recipe; it has no --json")
-    from verl_precision.check.quiet import only_errors_of_others
+    from verl_precision.quiet import only_errors_of_others
 
     with only_errors_of_others():
         if model is not None:
@@ -119,9 +119,9 @@ def check(
 
 
 def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
-    from verl_precision.check.environment import here
-    from verl_precision.check.recipe import check_recipe
     from verl_precision.check.show import show_recipe
+    from verl_precision.integration.machine import here
+    from verl_precision.integration.recipe_config import check_recipe
     from verl_precision.rules.rule import Environment
     from verl_precision.versions import installed_vllm
 
@@ -173,8 +173,8 @@ def _check_installation(as_json: bool) -> bool:
 
 def _check_cluster(address: str, config: Path | None, overrides: list[str], paths: list[Path]) -> bool:
     from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
-    from verl_precision.check.recipe import compose_recipe
     from verl_precision.check.show import show_findings
+    from verl_precision.integration.recipe_config import compose_recipe
 
     given = [str(path) for path in paths]
     needs = Needs(paths=tuple(given)) if config is None else needs_of(compose_recipe(config, overrides), given)
@@ -203,8 +203,8 @@ def compare(
     Writes summary.json, comparison.png and, for each precision, metrics.jsonl and train.log. Ctrl-C ends the run at
     hand and every process it started.
     """
-    from verl_precision.compare.pass_bar import PassBar
-    from verl_precision.compare.session import compare_precisions
+    from verl_precision.runs.compare import compare_precisions
+    from verl_precision.runs.pass_bar import PassBar
 
     precisions = precision or ["bf16", "fp16"]
     folder = output / config.stem / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
@@ -264,7 +264,23 @@ def tiny_model(
 
 
 verb("report")(report)
-verb("arithmetic")(arithmetic)
+
+
+@verb("arithmetic", hidden=True)
+def arithmetic(folder: Annotated[Path, typer.Argument(help="A folder to create.")]) -> None:
+    """Moved: run recipes/sanity_arithmetic/make_task.py FOLDER."""
+    script = Path(__file__).parents[1] / "recipes" / "sanity_arithmetic" / "make_task.py"
+    errors.print(
+        "warning: this verb goes in the next version; run recipes/sanity_arithmetic/make_task.py", soft_wrap=True
+    )
+    if not script.is_file():
+        raise ConfigurationError(
+            "recipes/ is not beside this installation. Run make_task.py in a clone of the project."
+        )
+    done = subprocess.run([sys.executable, str(script), str(folder)])
+    raise typer.Exit(done.returncode)
+
+
 verb("data")(data)
 verb("sanity-set")(sanity_set)
 verb("mismatch")(mismatch)

@@ -90,3 +90,7 @@ class CheckpointStateError(VerlPrecisionError, RuntimeError):
 
 class MismatchAlarmError(VerlPrecisionError, RuntimeError):
     """The mismatch alarm ended a run, as `on_alarm=stop` asks."""
+
+
+class RunFailedError(VerlPrecisionError):
+    """A process that was started for a job ended with an error; the message shows the cause and names the log."""

@@ -8,7 +8,7 @@ from verl_precision.errors import EnvironmentMismatchError
 
 # 0.9.0 lacks a function that the weight-sync guard imports, inside vLLM's worker: a run would die minutes in.
 TESTED_VERL = SpecifierSet(">=0.9.1,<0.10")
-# On a CPU we call vLLM's layer-wise reload (platforms/vllm_cpu.py), which changes between releases: only what
+# On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_reload.py), which changes between releases: only what
 # `make test-matrix` has passed (docs/versions.md).
 # On CUDA nothing of vLLM's internals is used, and verl's own pin decides.
 TESTED_VLLM_CPU = SpecifierSet(">=0.27.1,<0.32,!=0.29.*")

@@ -15,11 +15,11 @@ FOLDER=outputs/sanity_arithmetic  # where sanity_arithmetic.yaml looks for the s
 export VERL_PLATFORM=cpu
 COMMAND=("$PYTHON" -m verl_precision.cli)
 if [[ ! -e $FOLDER/task ]]; then
-    "${COMMAND[@]}" arithmetic "$FOLDER/task"
+    "$PYTHON" recipes/sanity_arithmetic/make_task.py "$FOLDER/task"
 fi
 if [[ ! -e $FOLDER/set/kept.parquet ]]; then
     "${COMMAND[@]}" sanity-set "$FOLDER/task/problems.jsonl" --model "$FOLDER/task/model" --output "$FOLDER/set" \
-        --reward pkg://verl_precision.arithmetic.reward --max-prompt-length 8 --max-response-length 8
+        --reward recipes/sanity_arithmetic/reward.py --max-prompt-length 8 --max-response-length 8
 fi
 CHOICES=()
 for PRECISION in $PRECISIONS; do

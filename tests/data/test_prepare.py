@@ -13,8 +13,8 @@ from verl_precision.data.layouts import DAPO_AFTER, DAPO_BEFORE
 from verl_precision.data.prepare import prepare
 from verl_precision.data.templates import TEMPLATES
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.integration.reward import load_reward
 from verl_precision.sampling.problems import read_data_set
-from verl_precision.sampling.reward import load_reward
 
 MATH_ROWS = [
     {"problem": f"Problem {n}?", "level": "Level 1", "type": "Algebra", "solution": f"$\\boxed{{{n}}}$"}
@@ -121,7 +121,7 @@ def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template
 def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
     prepare("math", tmp_path / "out.parquet", template="octothinker", stand_in=True)
     problem = read_data_set(tmp_path / "out.parquet").problems[0]
-    reward = load_reward("pkg://verl_precision.data.answer_tag")
+    reward = load_reward("pkg://verl_precision.integration.answer_tag")
     right = problem.ground_truth
     assert reward.is_correct(problem, f"thought </think> <answer> {right} </answer>")
     assert reward.is_correct(problem, f"<answer>1</answer> no: <answer>\\boxed{{{right}}}</answer>")

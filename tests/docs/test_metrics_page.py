@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_precision.mismatch.classes import PROBABILITY_BINS
 from verl_precision.mismatch.phantom import PhantomSums
 from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.mismatch.token_bins import PROBABILITY_BINS
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
 

@@ -13,10 +13,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from verl_precision.compare.fork_server import ForkServer
-from verl_precision.compare.results import read_metrics
-from verl_precision.compare.run import marked_processes, run_verl
-from verl_precision.compare.session import compare_precisions
+from verl_precision.processes import marked_processes
+from verl_precision.runs.compare import compare_precisions
+from verl_precision.runs.fork_server import ForkServer
+from verl_precision.runs.launch import run_verl
+from verl_precision.runs.results import read_metrics
 
 QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 # In the environment of whatever a test file starts; the file beside it has runs of its own.

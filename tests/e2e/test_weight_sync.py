@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_precision.compare.run import RunFailedError
+from verl_precision.errors import RunFailedError
 
 # FP32: vLLM repacks linear weights for its FP32 kernel on every x86 CPU; for 16-bit kernels it depends on the CPU.
 TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
@@ -24,7 +24,8 @@ def test_tied_model_trains_and_the_rollout_follows(run_quickstart):
 def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path, monkeypatch):
     """Take the repair of tied heads away in every process: upstream's stale head, which nothing else notices."""
     (tmp_path / "break_tied_heads.py").write_text(
-        "from verl_precision.platforms import vllm_cpu\nvllm_cpu.shared_parameter_layers = lambda model: iter(())\n"
+        "from verl_precision.integration.cpu import vllm_reload\n"
+        "vllm_reload.shared_parameter_layers = lambda model: iter(())\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "break_tied_heads")

@@ -23,9 +23,9 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_precision.engine.config import PrecisionFSDPConfig
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.errors import VerlPrecisionError
+from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.tiny_model import cached_tiny_model
 
 LONG = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}

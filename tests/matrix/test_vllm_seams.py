@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from source_tree import SourceTree, bound_names, executed, parameters
 
-from verl_precision.platforms.ledger import LEDGER
+from verl_precision.integration.ledger import LEDGER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ def _needed() -> dict[tuple[str, str], str]:
         module = _module_name(path)
         for found in _imports(OURS, module, ast.walk(OURS.module(module))):
             needed |= {found: module} if found[0].partition(".")[0] == "vllm" else {}
-        if module.startswith("verl_precision.weight_sync"):
+        if module == "verl_precision.integration.weight_sync_worker":
             waiting.append((OURS, module))
     while waiting:
         tree, module = waiting.pop()
@@ -103,7 +103,7 @@ def test_ledger_symbol_has_the_tested_signature(entry):
 
 
 LAYERS = "vllm.model_executor.layers"
-# Called or overridden by verify.py, record.py and vllm_cpu.py, on objects that no import names.
+# Called or overridden by verify.py, load_recorder.py and vllm_reload.py, on objects that no import names.
 CALLED = [
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")),

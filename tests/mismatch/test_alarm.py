@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from verl_precision.compare.results import read_metrics
 from verl_precision.errors import CheckpointStateError, ConfigurationError, MismatchAlarmError
-from verl_precision.mismatch import keys
+from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.remedies import ADVICE
+from verl_precision.runs.results import read_metrics
 
 HEALTHY = {
     keys.K3_KL: 1e-5,

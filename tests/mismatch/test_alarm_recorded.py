@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.compare.results import REWARD, read_metrics
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
+from verl_precision.runs.results import REWARD, read_metrics
 
 RECORDED = Path(__file__).parent / "recorded"
 

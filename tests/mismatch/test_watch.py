@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_precision.engine.measurement import REQUEST, measure, request
 from verl_precision.errors import MismatchAlarmError
-from verl_precision.mismatch.carry import MISMATCH, PHANTOM, CarriedSums
+from verl_precision.integration.measurement import REQUEST, measure, request
+from verl_precision.integration.run_monitor import ALARM_FILE, Watch
+from verl_precision.integration.summed_metrics import MISMATCH, PHANTOM, CarriedSums
+from verl_precision.integration.trainers import measured_mode
 from verl_precision.mismatch.phantom import PhantomSums
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.statistics import MismatchSums
-from verl_precision.mismatch.trainer import measured_mode
-from verl_precision.mismatch.watch import ALARM_FILE, Watch
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=True"

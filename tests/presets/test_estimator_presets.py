@@ -65,7 +65,7 @@ def test_every_value_has_its_source_and_the_preflight_is_installed(name):
     text = (PRESETS_DIR / "estimator" / f"{name}.yaml").read_text()
     assert text.startswith("# @package _global_\n# ")
     settings, _, callback = text.partition("hydra:\n")
-    assert "_target_: verl_precision.preflight.PreflightCallback" in callback
+    assert "_target_: verl_precision.integration.preflight.PreflightCallback" in callback
     for line in settings.splitlines():
         key, _, value = line.strip().partition(":")
         if key and value and not line.startswith("#"):

@@ -5,8 +5,8 @@ import yaml
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_precision.engine.config import PrecisionFSDPConfig
 from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.presets import PRESETS_DIR, preset_names
 
 DTYPES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16"), "fp32": ("fp32", "float32")}
@@ -47,7 +47,7 @@ def test_precision_sets_actor_ref_critic_and_rollout_together(compose_verl, prec
     vllm = "actor_rollout_ref.rollout.name=vllm"
     config = compose_verl(f"+precision={precision}", vllm, return_hydra_config=True)
     callback = config.hydra.callbacks.verl_precision
-    assert callback._target_ == "verl_precision.preflight.PreflightCallback"
+    assert callback._target_ == "verl_precision.integration.preflight.PreflightCallback"
     arr = config.actor_rollout_ref
     for engine in (arr.actor.fsdp_config, arr.ref.fsdp_config, config.critic.fsdp):
         assert engine.mixed_precision == {"param_dtype": short, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -181,7 +181,7 @@ def test_scale_cpu_works_on_verls_own_config(compose_verl):
     environment = config.ray_kwargs.ray_init.runtime_env.env_vars
     assert environment.VERL_PLATFORM == "cpu"
     assert config.hydra.job.env_set == environment, "driver and workers get the same environment"
-    assert config.hydra.callbacks.verl_precision._target_ == "verl_precision.preflight.PreflightCallback"
+    assert config.hydra.callbacks.verl_precision._target_ == "verl_precision.integration.preflight.PreflightCallback"
 
 
 def test_tiny_model_resolver_builds_and_returns_a_folder(compose_verl):
@@ -195,7 +195,7 @@ def test_search_path_is_registered_once():
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    from verl_precision.presets.search_path import VerlPrecisionSearchPath, register_search_path
+    from verl_precision.integration.search_path import VerlPrecisionSearchPath, register_search_path
 
     register_search_path(None)
     assert Plugins.instance().discover(SearchPathPlugin).count(VerlPrecisionSearchPath) == 1

@@ -13,8 +13,8 @@ from discovered import CPU_ONLY, RECIPES, ROOT
 from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
-from verl_precision.check.environment import look
-from verl_precision.check.recipe import compose_recipe
+from verl_precision.integration.machine import look
+from verl_precision.integration.recipe_config import compose_recipe
 from verl_precision.presets import preset_names
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.rule import Environment

@@ -9,7 +9,7 @@ from discovered import ROOT
 from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
-from verl_precision.check.recipe import check_recipe, compose_recipe
+from verl_precision.integration.recipe_config import check_recipe, compose_recipe
 from verl_precision.presets import preset_names
 from verl_precision.rules.rule import Environment
 
@@ -49,7 +49,7 @@ def test_trains_on_what_its_script_makes():
     config = compose_recipe(RECIPE, [])
     assert config.data.train_files == "outputs/sanity_arithmetic/set/kept.parquet"
     assert "FOLDER=outputs/sanity_arithmetic " in (ROOT / SCRIPT).read_text()
-    assert config.reward.custom_reward_function.path == "pkg://verl_precision.arithmetic.reward"
+    assert config.reward.custom_reward_function.path == "recipes/sanity_arithmetic/reward.py"
     assert config.data.max_response_length == config.actor_rollout_ref.actor.loss_scale_factor == 8
 
 
@@ -62,9 +62,9 @@ def script(tmp_path):
     fake.write_text(
         """#!/bin/sh
 echo "$VERL_PLATFORM $@"
-case $3 in
-    arithmetic) mkdir -p "$4/model" && touch "$4/problems.jsonl" ;;
-    sanity-set) mkdir -p outputs/sanity_arithmetic/set && touch outputs/sanity_arithmetic/set/"$MADE" ;;
+case "$1 $3" in
+    *make_task.py*) mkdir -p "$2/model" && touch "$2/problems.jsonl" ;;
+    *sanity-set) mkdir -p outputs/sanity_arithmetic/set && touch outputs/sanity_arithmetic/set/"$MADE" ;;
 esac
 """
     )
@@ -80,16 +80,16 @@ esac
         )
         assert done.returncode == 0, done.stderr
         lines = [line.split() for line in done.stdout.splitlines()]
-        assert all(words[:3] == ["cpu", "-m", "verl_precision.cli"] for words in lines)
-        return [words[3:] for words in lines]
+        assert all(words[0] == "cpu" for words in lines)
+        return [words[3:] if words[1:3] == ["-m", "verl_precision.cli"] else words[1:] for words in lines]
 
     return run
 
 
-ARITHMETIC = ["arithmetic", "outputs/sanity_arithmetic/task"]
+MAKE_TASK = ["recipes/sanity_arithmetic/make_task.py", "outputs/sanity_arithmetic/task"]
 SANITY_SET = [
     *("sanity-set", "outputs/sanity_arithmetic/task/problems.jsonl", "--model", "outputs/sanity_arithmetic/task/model"),
-    *("--output", "outputs/sanity_arithmetic/set", "--reward", "pkg://verl_precision.arithmetic.reward"),
+    *("--output", "outputs/sanity_arithmetic/set", "--reward", "recipes/sanity_arithmetic/reward.py"),
     *("--max-prompt-length", "8", "--max-response-length", "8"),
 ]
 COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
@@ -97,7 +97,7 @@ COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
 
 def test_script_makes_task_and_set_and_compares(script):
     assert script("data.seed=7") == [
-        ARITHMETIC,
+        MAKE_TASK,
         SANITY_SET,
         [*COMPARE, *"--precision bf16 --precision fp16 --pass-bar 0.95 estimator=pg_seq_is data.seed=7".split()],
     ]

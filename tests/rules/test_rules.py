@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from verl_precision.preflight import find_problems
+from verl_precision.integration.preflight import find_problems
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 from verl_precision.rules.rule import RULES, Environment
@@ -271,7 +271,7 @@ def test_verl_cannot_load_an_adapter_into_this_vllm(compose, monkeypatch, root, 
     assert [(fault.name, fault.severity) for fault in faults] == ([("adapter-not-loadable", "error")] if found else [])
     if found:
         assert f"vLLM {vllm}" in faults[0].problem and f"{LORA}.merge=True" in faults[0].remedy
-    monkeypatch.setattr("verl_precision.preflight.installed_vllm", lambda: vllm)
+    monkeypatch.setattr("verl_precision.integration.preflight.installed_vllm", lambda: vllm)
     refused = [problem for problem in find_problems(config) if "[adapter-not-loadable]" in problem]
     assert len(refused) == found, "the preflight looks at the vLLM that is installed"
 

@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 
-from verl_precision.compare.run import RunFailedError
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.errors import EnvironmentMismatchError, RunFailedError
 from verl_precision.sampling.engine import Request
 from verl_precision.sampling.ray_engines import RayEngines
 from verl_precision.sanity_set.recorded import RecordedEngine

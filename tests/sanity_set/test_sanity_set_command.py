@@ -41,7 +41,7 @@ def test_shares_are_exact_and_come_in_three_ways(invoke, tmp_path):
         (["--low", "0.9"], "error: --low 0.9 --high 0.8: allowed: 0 <= low <= high <= 1"),
         (["--dtype", "half"], "error: --dtype half: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
         (["--reward", "nowhere.py"], "error: --reward nowhere.py: no file"),
-        (["--reward", "pkg://verl_precision.arithmetic.rewrad"], "there is no module verl_precision.arithmetic.rewrad"),
+        (["--reward", "pkg://verl_precision.rewrad"], "there is no module verl_precision.rewrad"),
         (["--low", "0.6", "--high", "0.7"], "keeps none of 3 problems"),
     ],
 )

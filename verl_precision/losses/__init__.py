@@ -14,7 +14,7 @@
 Numbers are equations of https://arxiv.org/abs/2510.26788; docs/math.md says when to use which.
 """
 
-from verl_precision.aggregation import Aggregation
+from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.grpo import grpo, grpo_unclipped, ratio_one
 from verl_precision.losses.gspo import gspo
 from verl_precision.losses.metrics import LossOutput, Statistic

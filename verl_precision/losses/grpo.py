@@ -10,7 +10,7 @@ The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights
 import torch
 from torch import Tensor
 
-from verl_precision.aggregation import Aggregation
+from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import bounded_exp, checked_batch
 from verl_precision.losses.settings import require_clip_range
@@ -58,7 +58,7 @@ def grpo(
 
     Example:
         >>> import torch
-        >>> from verl_precision.aggregation import Aggregation
+        >>> from verl_precision.losses.aggregation import Aggregation
         >>> from verl_precision.losses import grpo
         >>> proximal = torch.full((1, 3), -1.0)
         >>> trainer = (proximal + torch.tensor([0.1, 0.5, -0.5])).requires_grad_()  # r = 1.11, 1.65, 0.61

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from verl_precision.aggregation import Aggregation
+from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import bounded_exp, checked_batch
 from verl_precision.losses.settings import require_clip_range

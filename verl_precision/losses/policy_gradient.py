@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl_precision.aggregation import Aggregation
+from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.metrics import (
     LossOutput,
     Statistic,
@@ -58,7 +58,7 @@ def pg_seq_is(
 
     Example:
         >>> import torch
-        >>> from verl_precision.aggregation import Aggregation
+        >>> from verl_precision.losses.aggregation import Aggregation
         >>> from verl_precision.losses import pg_seq_is
         >>> trainer = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
         >>> rollout = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])  # no mismatch: ρ = 1

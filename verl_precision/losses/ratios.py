@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_precision.aggregation import Aggregation, row_scale
 from verl_precision.errors import ConfigurationError
+from verl_precision.losses.aggregation import Aggregation, row_scale
 
 # Guard 1. A ratio beyond the largest number of its type over HEADROOM is held there: above e^65.7 in float32 and
 # e^686.7 in float64. HEADROOM is what may still multiply it before it overflows: advantage, rows and tokens summed,

@@ -71,7 +71,7 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
 
     Example:
         >>> from verl_precision.losses import LossOutput, policy_loss
-        >>> from verl_precision.aggregation import aggregate
+        >>> from verl_precision.losses.aggregation import aggregate
         >>> @policy_loss("my_reinforce", "plain REINFORCE", "Williams 1992")
         ... def my_reinforce(trainer_log_probs, advantages, response_mask, *, aggregation):
         ...     return LossOutput(-aggregate(trainer_log_probs * advantages, response_mask, aggregation), {})

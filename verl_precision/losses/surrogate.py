@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from verl_precision.aggregation import Aggregation
+from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.metrics import (
     LossOutput,
     Statistic,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_precision.errors import CheckpointStateError, MismatchAlarmError
-from verl_precision.mismatch import keys
+from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.mismatch.detector import Growth, Persistence
+from verl_precision.mismatch.drift_detector import Growth, Persistence
 from verl_precision.mismatch.remedies import ADVICE
 
 # Below these a mismatch is held to be none: |gap| of 1e-5 nats is some ten units of float32's last place at a log-prob

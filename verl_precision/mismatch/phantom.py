@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from verl_precision.losses.settings import require_clip_range
-from verl_precision.mismatch.classes import CLASSES, by_bin, by_sign, class_sums, class_totals, token_classes
+from verl_precision.mismatch.merging import PartialSums, Sums, added, finite, largest, ratio, setting, smallest, spread
 from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.sums import PartialSums, Sums, added, finite, largest, ratio, setting, smallest, spread
+from verl_precision.mismatch.token_bins import CLASSES, by_bin, by_sign, class_sums, class_totals, token_classes
 
 
 @dataclasses.dataclass

@@ -16,11 +16,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.losses.settings import require_threshold
-from verl_precision.mismatch.classes import CLASSES, by_bin, by_sign, class_totals, token_classes
 from verl_precision.mismatch.histogram import BINS, absolute, bit_counts, gap_counts, gap_edges, quantile
-from verl_precision.mismatch.moments import sequence_sums, token_sums
-from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.sums import (
+from verl_precision.mismatch.merging import (
     PartialSums,
     Sums,
     added,
@@ -31,6 +28,9 @@ from verl_precision.mismatch.sums import (
     smallest,
     spread,
 )
+from verl_precision.mismatch.packing import Chunk, packed_chunks
+from verl_precision.mismatch.token_bins import CLASSES, by_bin, by_sign, class_totals, token_classes
+from verl_precision.mismatch.token_sums import sequence_sums, token_sums
 
 # Below this variance (a standard deviation of 1e-6) probabilities are constant up to rounding, and a correlation noise.
 SMALLEST_VARIANCE = 1e-12

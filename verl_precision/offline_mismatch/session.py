@@ -12,6 +12,8 @@ from rich.console import Console
 
 from verl_precision.check import versions
 from verl_precision.files import write_file
+from verl_precision.integration.fsdp_scorer import TrainerEngine
+from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.offline_mismatch.figures import write_figures
 from verl_precision.offline_mismatch.measure import Pair, measure
 from verl_precision.offline_mismatch.settings import MismatchJob, check_model
@@ -22,8 +24,6 @@ from verl_precision.sampling.engine import Engine, Request
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
 from verl_precision.sampling.progress import shown
-from verl_precision.sampling.trainer_engine import TrainerEngine
-from verl_precision.sampling.vllm_engine import VllmEngine
 
 
 def measure_mismatch(

@@ -9,7 +9,7 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.rules.dtypes import rollout_dtype, short
 from verl_precision.rules.rule import Case, Environment, refused, rule
 
-TARGET = "verl_precision.engine.config.PrecisionFSDPConfig"
+TARGET = "verl_precision.integration.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 ENGINES = (ACTOR, "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 

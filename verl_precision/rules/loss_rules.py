@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.aggregation import NORM_MODE, require_normalizer
+from verl_precision.losses.aggregation import NORM_MODE, require_normalizer
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.losses.settings import (
     THRESHOLD,

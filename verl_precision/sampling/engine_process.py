@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from verl_precision.compare.failure import reason
-from verl_precision.compare.run import RUN_MARK, RunFailedError, end_processes
+from verl_precision.errors import RunFailedError
+from verl_precision.failure_report import reason
+from verl_precision.processes import RUN_MARK, end_processes
 from verl_precision.sampling.engine import Engine, Request, Response
 
 _EXIT_SECONDS = 20

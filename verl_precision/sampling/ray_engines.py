@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_precision.compare.run import RunFailedError
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.errors import EnvironmentMismatchError, RunFailedError
 from verl_precision.sampling.engine import Engine, Request, Response
 
 

@@ -10,14 +10,14 @@ from pydantic import Field
 from rich.console import Console
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.integration.reward import Reward, load_reward
+from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.sampling.draw import start_engine, work_through
 from verl_precision.sampling.engine import Engine, Request, Response, response_seed
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import find_model, tokenize
 from verl_precision.sampling.problems import DataSet, Problem, read_data_set
 from verl_precision.sampling.progress import shown
-from verl_precision.sampling.reward import Reward, load_reward
-from verl_precision.sampling.vllm_engine import VllmEngine
 from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.results import Summary, histogram_text, summarise, table, write_figure, write_summary
 from verl_precision.sanity_set.schedule import Schedule

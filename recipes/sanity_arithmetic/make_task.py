@@ -1,0 +1,209 @@
+"""The sanity test's task for a CPU: sums, and a small Qwen3 that is right on some of them sometimes.
+
+    python recipes/sanity_arithmetic/make_task.py outputs/sanity_arithmetic/task
+
+Two digits plus one digit. The model is trained from scratch (under a minute on two cores, the same steps on every
+machine) by a teacher who forgets the carry, more often the larger the digits: a sum whose last digits reach s >= 10 is
+taught without its carry with probability (s - 8)/10, 20% at s = 10 and all at s = 18. So the model knows both answers;
+its accuracy is near 100% where nothing is carried and spreads from 80% to 0% where something is. That is what the
+sanity test wants: problems within reach, not yet solved.
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+from verl_precision.tiny_model import IM_END, PAD, SEED, VOCABULARY, build_tokenizer, save, settings
+
+DATA_SOURCE = "arithmetic"
+PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
+RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end
+# The prompt is the sum itself, so that a response costs six tokens of context and not thirty.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+LAYERS = 2
+BATCH = 256
+LEARNING_RATE = 3e-3
+WARM_UP = 50  # steps
+CHECK_EVERY = 25  # steps
+KNOWN = 0.97  # training ends when this much probability is on the right answer or the slip
+MAX_STEPS = 2000
+
+OnProgress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum `first`+`second`, 10 to 99 plus 1 to 9."""
+
+    first: int
+    second: int
+
+    @property
+    def prompt(self) -> str:
+        """What the model reads."""
+        return f"{self.first}+{self.second}="
+
+    @property
+    def answer(self) -> str:
+        """What is right."""
+        return str(self.first + self.second)
+
+    @property
+    def slip(self) -> str | None:
+        """The sum without its carry, or None if nothing is carried."""
+        return str(self.first + self.second - 10) if self._digits >= 10 else None
+
+    @property
+    def slip_rate(self) -> float:
+        """How often it is taught without its carry, in [0, 1]."""
+        return (self._digits - 8) / 10 if self._digits >= 10 else 0.0
+
+    @property
+    def _digits(self) -> int:
+        return self.first % 10 + self.second
+
+
+def all_sums() -> list[Sum]:
+    """Return all 810 sums, in order."""
+    return [Sum(first, second) for first in range(10, 100) for second in range(1, 10)]
+
+
+def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None) -> None:
+    """Train the model and write it, with tokenizer, in Hugging Face format.
+
+    Args:
+        folder: created; must not exist.
+        on_progress: called with (steps done, probability on a known answer).
+
+    Raises:
+        SystemExit: if it does not learn, which it did with the tested versions.
+        FileExistsError: if the folder exists.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder.mkdir(parents=True)
+    model_type, values = _architecture()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
+    _train(model, on_progress)
+    save(model, build_tokenizer(CHAT_TEMPLATE), values, folder)
+
+
+def _architecture() -> tuple[str, dict[str, Any]]:
+    model_type, values = settings("qwen3")
+    return model_type, {**values, "num_hidden_layers": LAYERS}
+
+
+def _train(model, on_progress: OnProgress) -> None:
+    """Maximise the likelihood of what the forgetful teacher writes, until the model knows what he knows."""
+    import torch
+
+    sums = all_sums()
+    right, slips = encode([s.answer for s in sums]), encode([s.slip or s.answer for s in sums])
+    rates = torch.tensor([s.slip_rate for s in sums])
+    generator = torch.Generator().manual_seed(SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.99))
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP)
+    for step in range(1, MAX_STEPS + 1):
+        rows = torch.randint(len(sums), (BATCH,), generator=generator)
+        slip = torch.rand(BATCH, generator=generator) < rates[rows]
+        token_ids = torch.where(slip[:, None], slips[rows], right[rows])
+        log_probs = response_log_probs(model, token_ids)
+        loss = -log_probs.sum() / (token_ids[:, PROMPT_LENGTH:] != VOCABULARY.index(PAD)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+        if step % CHECK_EVERY == 0:
+            with torch.no_grad():
+                known = response_log_probs(model, right).exp()
+                known = known + torch.where(rates > 0, response_log_probs(model, slips).exp(), 0)
+            on_progress(step, float(known.mean()))
+            if known.mean() >= KNOWN:
+                return
+    raise SystemExit(
+        f"the model knows {float(known.mean()):.0%} of its answers after {MAX_STEPS} steps; {KNOWN:.0%} are wanted, "
+        "and took about 350 steps with the tested versions. Install those: see requirements/cpu.lock."
+    )
+
+
+def encode(answers: list[str]):
+    """Return [810, T] int64: each sum's prompt, an answer to it and the end of the response, padded."""
+    import torch
+
+    texts = [[*(s.prompt + answer), IM_END] for s, answer in zip(all_sums(), answers, strict=True)]
+    width = PROMPT_LENGTH + RESPONSE_LENGTH
+    return torch.tensor([[VOCABULARY.index(token) for token in text + [PAD] * (width - len(text))] for text in texts])
+
+
+def response_log_probs(model, token_ids_BT):
+    """Return [B], the log-probability of each response, its end included, in nats."""
+    import torch
+
+    targets = token_ids_BT[:, PROMPT_LENGTH:]
+    logits = model(input_ids=token_ids_BT[:, :-1]).logits[:, PROMPT_LENGTH - 1 :].float()
+    log_probs_BT = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return torch.where(targets != VOCABULARY.index(PAD), log_probs_BT, 0).sum(-1)
+
+
+def row(index: int, problem: Sum) -> dict[str, Any]:
+    """Return a sum as a row in verl's format."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "ability": "arithmetic",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": "train"},
+    }
+
+
+def write_task(folder: Path, on_progress: OnProgress = lambda step, known: None) -> None:
+    """Write `problems.jsonl` and `model` into a new folder, which is complete or not there.
+
+    Args:
+        folder: created; must not exist.
+        on_progress: called with (steps done, probability on a known answer).
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".arithmetic-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "task"
+        build_model(whole / "model", on_progress)
+        lines = [json.dumps(row(index, problem)) + "\n" for index, problem in enumerate(all_sums())]
+        (whole / "problems.jsonl").write_text("".join(lines))
+        whole.rename(folder)
+
+
+def main() -> None:
+    """Write the task into the folder that the command line names, and print the next command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="A folder to create: FOLDER/problems.jsonl and FOLDER/model.")
+    folder = parser.parse_args().folder
+    if folder.exists():
+        raise SystemExit(f"{folder} exists; nothing was written. Name a folder that does not.")
+    columns = (TextColumn("training on sums"), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        shown = bar.add_task("", total=None)
+        write_task(
+            folder, lambda step, known: bar.update(shown, description=f"step {step}, knows {known:.0%} of {KNOWN:.0%}")
+        )
+    quoted, reward = shlex.quote(str(folder)), shlex.quote(str(Path(__file__).with_name("reward.py")))
+    print(f"wrote {quoted}; next:")
+    print(
+        f"verl-precision sanity-set {quoted}/problems.jsonl --model {quoted}/model --output {quoted}/sanity "
+        f"--reward {reward} --max-prompt-length 8 --max-response-length 8"
+    )
+
+
+if __name__ == "__main__":
+    main()

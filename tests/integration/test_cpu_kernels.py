@@ -1,0 +1,144 @@
+"""What vLLM runs on this CPU is what vLLM says; each answer can be forced."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_precision.check import installation
+from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.integration.cpu import kernels as cpu_kernels
+from verl_precision.integration.cpu.kernels import (
+    DTYPES,
+    attention_head_sizes,
+    has_attention_kernel,
+    head_size,
+    instruction_sets,
+    kernel_library,
+    linear_paths,
+)
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """Make torch, which vLLM asks, report other instruction sets."""
+
+    def report(**supported: bool) -> None:
+        for name, value in supported.items():
+            monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda value=value: value)
+
+    return report
+
+
+def test_library_is_the_one_vllm_loads():
+    import vllm._custom_ops  # noqa: F401 - loads it
+
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/vllm/_C" in line}
+    assert {Path(path).resolve() for path in mapped} == {kernel_library().resolve()}
+
+
+@pytest.mark.parametrize(
+    ("avx512", "bf16", "name"), [(True, True, "_C."), (True, False, "_C_AVX512."), (False, False, "_C_AVX2.")]
+)
+def test_every_library_is_in_the_wheel(cpu, avx512, bf16, name):
+    cpu(avx2=True, avx512=avx512, avx512_bf16=bf16)
+    assert kernel_library().name.startswith(name)
+
+
+def test_a_cpu_without_avx2_is_refused(cpu):
+    cpu(avx2=False)
+    with pytest.raises(EnvironmentMismatchError, match="no AVX2.*SIGILL.*Allowed: an x86-64 with AVX2"):
+        kernel_library()
+
+
+def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
+    spec = importlib.util.spec_from_loader("vllm", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(EnvironmentMismatchError, match="vLLM has no library _C.*Install it again"):
+        kernel_library()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_head_sizes_are_those_of_vllm(dtype):
+    """vLLM's own list has to be a part of what its kernels say; 16 is what died in the quickstart."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = attention_head_sizes(dtype)
+    assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(sizes)
+    assert 16 not in sizes and not has_attention_kernel(100, dtype)
+
+
+def test_asking_for_a_kernel_does_not_import_vllm(run_python):
+    done = run_python(
+        "import sys, torch\n"
+        "from verl_precision.integration.cpu.kernels import has_attention_kernel\n"
+        "print(has_attention_kernel(64, torch.bfloat16), has_attention_kernel(16, torch.float32))\n"
+        "print('vllm' in sys.modules)"
+    )
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr
+
+
+def test_head_size_as_vllm_takes_it():
+    """A Qwen2 does not read head_dim."""
+    assert head_size({"model_type": "qwen3", "head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}) == 32
+    assert head_size({"model_type": "qwen2", "head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}) == 16
+    assert head_size({"model_type": "llama", "head_dim": None, "hidden_size": 64, "num_attention_heads": 4}) == 16
+    assert head_size({"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 16}) is None
+    assert head_size({}) is None
+
+
+def test_instruction_sets(monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile\nbugs\t\t:\n"
+    )
+    monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "cpuinfo")
+    assert instruction_sets() == ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+    monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "nothing")
+    assert instruction_sets() == []
+
+
+def test_linear_paths_are_what_a_layer_got():
+    """A packed layer gives its weight away; torch's linear keeps it."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for name, path in linear_paths().items():
+        layer = torch.nn.Linear(1024, 1024, bias=False, dtype=DTYPES[name])
+        dispatch_cpu_unquantized_gemm(layer, True)
+        assert (layer.weight.numel() == 0) == (not path.endswith("torch's linear")), name
+
+
+def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(ops, "create_onednn_mm", lambda weight, n: object())
+    assert linear_paths() == dict.fromkeys(DTYPES, "oneDNN, packed")
+
+    monkeypatch.setattr(ops, "_supports_onednn", False)
+    assert linear_paths() == dict.fromkeys(DTYPES, "torch's linear")
+
+    cpu(amx_tile=True, amx_fp16=False)
+    monkeypatch.setattr(torch.ops._C, "convert_weight_packed", lambda weight: weight, raising=False)
+    paths = linear_paths()
+    assert paths["bf16"] == "vLLM's packed AMX kernel (sgl) up to 1 MiB, torch's linear above"
+    assert paths["fp16"] == paths["fp32"] == "torch's linear"
+
+    monkeypatch.setattr(type(current_platform), "is_zen_cpu", lambda self: True)
+    for name in ("zentorch_linear_unary", "zentorch_weight_prepack_for_linear"):
+        monkeypatch.setattr(torch.ops.zentorch, name, lambda weight: weight, raising=False)
+    assert linear_paths() == dict.fromkeys(DTYPES, "zentorch")
+
+
+def test_check_reports_paths_and_instruction_sets():
+    kernels, linear = installation._cpu_kernels()
+    assert kernels.ok and linear.ok
+    assert kernel_library().name in kernels.detail and all(name in kernels.detail for name in instruction_sets())
+    assert all(f"{dtype} {path}" in linear.detail for dtype, path in linear_paths().items())
+
+
+def test_check_says_what_the_cpu_lacks(cpu):
+    cpu(avx2=False)
+    (finding,) = installation._cpu_kernels()
+    assert not finding.ok and "no AVX2" in finding.detail

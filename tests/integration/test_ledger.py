@@ -1,0 +1,338 @@
+"""The ledger is whole: each host symbol that this package relies on, though nobody promised it, has an entry.
+
+They are found in our source and in our classes, not in a list kept by hand:
+
+* a name imported from a host's module, or used as `module.name`, that is private (a leading underscore in any part); of
+  verl and vLLM, which document little, also a name that its module does not offer in `__all__`;
+* a private attribute, `x._name` or `getattr(x, "_name")`, whose name we define nowhere;
+* an override: a name that a class of ours defines and a host's class behind it has with a body of its own. The classes
+  are the real ones, with those that are made while registering: there the mixins meet their host;
+* an assignment to an attribute of an imported module or class, and a wrapper put on without a ledger entry.
+"""
+
+import ast
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import verl_precision
+from verl_precision.integration.ledger import LEDGER, LedgerEntry
+from verl_precision.plugin import REGISTRATIONS
+
+OURS = "verl_precision"
+SOURCE = Path(verl_precision.__file__).parent
+UNDOCUMENTED = ("verl", "vllm")
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
+REMEDY = "add an entry to verl_precision/integration/ledger, or use what the host documents"
+
+
+class Use(NamedTuple):
+    """A use of a host symbol: file and line, its module ("" if the source does not say), its name, what is done."""
+
+    where: str
+    module: str
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {'.'.join(filter(None, (self.module, self.name)))} is {self.what}: {REMEDY}"
+
+
+def private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+def host(module: object) -> bool:
+    top = str(module).partition(".")[0]
+    return top not in ("", OURS, "builtins") and top not in sys.stdlib_module_names
+
+
+def promised(use: Use) -> bool:
+    """Tell whether the host says, by name or by `__all__`, that what is imported or read is public."""
+    if not use.module or private(f"{use.module}.{use.name}") or use.what not in ("imported", "used"):
+        return False
+    if use.module.partition(".")[0] not in UNDOCUMENTED or not use.name or use.name.startswith("__"):
+        return True
+    # Of `a.b` only `a` is asked for: where it is imported.
+    return "." in use.name or use.name in getattr(importlib.import_module(use.module), "__all__", ())
+
+
+def about(entry: LedgerEntry, use: Use) -> bool:
+    """Tell whether an entry is about the symbol of a use, about something inside it, or about what it is inside of."""
+    if not use.module:
+        return entry.name.rpartition(".")[2] == use.name
+    inner, outer = sorted((f"{entry.name}.", f"{use.name}."), key=len, reverse=True)
+    return entry.module == use.module and inner.startswith(outer)
+
+
+def without_entry(uses: Iterable[Use]) -> list[str]:
+    """Return, sorted, what is to be said of the uses that no entry is about."""
+    return sorted({str(use) for use in uses if not any(about(entry, use) for entry in LEDGER)})
+
+
+class File:
+    """One source file: what its names stand for, and how it uses them."""
+
+    def __init__(self, path: Path, hooks: dict[str, str]) -> None:
+        self.path = path
+        self.tree = ast.parse(path.read_text())
+        self.nodes = list(ast.walk(self.tree))
+        self.names: dict[str, tuple[str, str]] = {}  # name -> module, dotted name in it ("" for the module itself)
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    bound = (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
+                    self.names[bound[0]] = (bound[1], "")
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    self.names[alias.asname or alias.name] = _target(str(node.module), alias.name)
+            elif isinstance(node, ast.FunctionDef) and node.name in hooks:  # called with its host module
+                self.names[node.args.args[0].arg] = (hooks[node.name], "")
+
+    def defined(self) -> Iterator[str]:
+        """Yield every name that this file gives a value to, attributes of others apart."""
+        declared = {node.target for node in self.nodes if isinstance(node, ast.AnnAssign) and node.value is None}
+        for node in self.nodes:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if node not in declared and (isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")):
+                    yield node.id if isinstance(node, ast.Name) else node.attr
+
+    def uses(self, own: set[str]) -> Iterator[Use]:
+        """Yield the uses of host symbols; `own` are the names that we define somewhere."""
+        for node in self.nodes:
+            for module, name, what in self._uses_of(node, own):
+                yield Use(f"{self.path}:{getattr(node, 'lineno', 0)}", module, name, what)
+
+    def _uses_of(self, node: ast.AST, own: set[str]) -> Iterator[tuple[str, str, str]]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                named = isinstance(node, ast.ImportFrom)
+                module, name = self.names[alias.asname or alias.name] if named else (alias.name, "")
+                if host(module):
+                    yield module, name, "imported"
+        elif isinstance(node, ast.Attribute):
+            yield from self._attribute(node.value, node.attr, own, assigned=not isinstance(node.ctx, ast.Load))
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func).rpartition(".")[2]
+            if function in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+                yield from self._attribute(node.args[0], node.args[1].value, own, function in ("setattr", "delattr"))
+            if function in ("wrap_function_wrapper", "wrap_object") and not _of_entry(node.args[1]):
+                yield "", ast.unparse(node.args[1]), "wrapped"
+
+    def _attribute(
+        self, value: ast.expr, attribute: str, own: set[str], assigned: bool
+    ) -> Iterator[tuple[str, str, str]]:
+        module, prefix = self._resolve(value)
+        name = f"{prefix}.{attribute}".strip(".")
+        if module and not host(module):
+            return
+        if module and assigned:
+            yield module, name, "assigned to"
+        elif module:
+            yield module, name, "used"
+        elif private(attribute) and attribute not in own:
+            yield "", attribute, "used"
+
+    def _resolve(self, value: ast.expr) -> tuple[str, str]:
+        """Return module and dotted name that an expression `a.b.c` stands for; "", "" if the source does not say."""
+        if isinstance(value, ast.Name):
+            return self.names.get(value.id, ("", ""))
+        if isinstance(value, ast.Attribute):
+            module, name = self._resolve(value.value)
+            return (
+                (_target(module, value.attr) if not name else (module, f"{name}.{value.attr}")) if module else ("", "")
+            )
+        return "", ""
+
+
+def _target(module: str, name: str) -> tuple[str, str]:
+    """Return what `from module import name` binds: a module, or a name in one."""
+    if not host(module):
+        return module, name
+    try:
+        return (f"{module}.{name}", "") if importlib.util.find_spec(f"{module}.{name}") else (module, name)
+    except (ModuleNotFoundError, ValueError):  # ValueError: an object in a module's place, as torch.ops
+        return module, name
+
+
+def _of_entry(argument: ast.expr) -> bool:
+    return isinstance(argument, ast.Attribute) and argument.attr == "name"
+
+
+def source_uses(files: list[Path]) -> list[Use]:
+    """Return the uses in source files."""
+    hooks = {entry.function.partition(":")[2]: entry.host_module for entry in REGISTRATIONS}
+    parsed = [File(path, hooks) for path in files]
+    own = {name for file in parsed for name in file.defined()}
+    return [use for file in parsed for use in file.uses(own)]
+
+
+def overrides(package: str) -> set[Use]:
+    """Return the overrides in the classes that a package has by now: each of the host's attribute that ours hides."""
+    found = set()
+    for cls in _subclasses(object):
+        for place, ours in enumerate(cls.__mro__):
+            if str(ours.__module__).partition(".")[0] != package:
+                continue
+            for name, value in vars(ours).items():
+                behind = [base for base in cls.__mro__[place + 1 :] if host(base.__module__) and name in vars(base)]
+                if behind and _written(name, value) and not _asks_for_a_body(vars(behind[0])[name]):
+                    hidden = f"{behind[0].__qualname__}.{name}"
+                    found.add(Use(_line(ours, value), behind[0].__module__, hidden, f"overridden by {ours.__name__}"))
+    return found
+
+
+def _subclasses(cls: type, seen: set[type] | None = None) -> set[type]:
+    seen = set() if seen is None else seen
+    for found in type.__subclasses__(cls):
+        if found not in seen:
+            seen.add(found)
+            _subclasses(found, seen)
+    return seen
+
+
+def _function(value: object) -> object:
+    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+    return inspect.unwrap(value) if callable(value) else value
+
+
+def _written(name: str, value: object) -> bool:
+    """Tell whether we wrote this attribute: other special methods than `__init__`, and generated ones, do not count."""
+    if name == "__init__":
+        return Path(value.__code__.co_filename).is_file()  # type: ignore[attr-defined]
+    return not name.startswith("__") and name not in ("_abc_impl", "_backward_cls")
+
+
+def _asks_for_a_body(value: object) -> bool:
+    """Tell whether a host's method is abstract, or has no body but `pass` or `raise NotImplementedError`."""
+    if getattr(value, "__isabstractmethod__", False):
+        return True
+    if not inspect.isfunction(function := _function(value)):
+        return False
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    docstring = (ast.Expr, ast.Constant)
+    body = [line for line in definition.body if not isinstance(getattr(line, "value", None), docstring)]  # type: ignore[attr-defined]
+    nothing = ("pass", "return", "return None", "raise NotImplementedError")
+    return all(ast.unparse(line).startswith(nothing[-1]) or ast.unparse(line) in nothing for line in body)
+
+
+def _line(cls: type, value: object) -> str:
+    code = getattr(_function(value), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else f"{sys.modules[cls.__module__].__file__}:1"
+
+
+@pytest.fixture(scope="module")
+def everything_registered() -> None:
+    """Import every module of ours, and with them the hosts': all registrations run, all classes are made."""
+    for registration in REGISTRATIONS:
+        importlib.import_module(registration.host_module)
+    for module in pkgutil.walk_packages([str(SOURCE)], f"{OURS}."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def test_every_host_symbol_in_our_source_has_an_entry(everything_registered):
+    missing = without_entry(use for use in source_uses(sorted(SOURCE.rglob("*.py"))) if not promised(use))
+    assert not missing, "\n" + "\n".join(missing)
+
+
+def test_every_override_in_our_classes_has_an_entry(everything_registered):
+    missing = without_entry(overrides(OURS))
+    assert not missing, "\n" + "\n".join(missing)
+
+
+def test_every_entry_is_needed(everything_registered):
+    """What is patched is seen by other tests, what is relied on by none; all else is found in source and classes."""
+    used, hidden = source_uses(sorted(SOURCE.rglob("*.py"))), overrides(OURS)
+    for entry in LEDGER:
+        if entry.kind == "overridden":
+            assert any((entry.module, entry.name) == (use.module, use.name) for use in hidden), entry.name
+        elif entry.kind == "used":
+            assert any(about(entry, use) or entry.name.endswith(f".{use.name}") for use in used), entry.name
+
+
+PLANTED_USES = """\
+import torch, wrapt
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.v1 import trainer_base
+from torch.nn.modules.module import _global_forward_hooks
+import hydra._internal.utils
+
+def use(engine):
+    engine._build_optimizer(getattr(engine, "_qat_config"))
+    return trainer_base.compute_data_metrics
+
+trainer_base.compute_data_metrics = None
+torch.Tensor.item = print
+wrapt.wrap_function_wrapper(trainer_base, "compute_data_metrics", print)
+"""
+PLANTED_CLASSES = """\
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
+from verl_precision.integration.fsdp_engine import precision_variant
+
+class Planted(FSDPEngine):
+    def initialize(self): ...
+
+class Mixin:
+    def _build_optimizer(self, module): ...
+
+Variant = precision_variant(FSDPEngineWithLMHead, "Variant", Mixin)
+"""
+
+
+def test_a_use_without_entry_is_named_with_its_line(tmp_path):
+    path = tmp_path / "planted.py"
+    path.write_text(PLANTED_USES)
+    reported = without_entry(use for use in source_uses([path]) if not promised(use))
+    assert reported == sorted(
+        f"{path}:{said}: {REMEDY}"
+        for said in (
+            "2: verl.trainer.ppo.core_algos.agg_loss is imported",
+            "4: torch.nn.modules.module._global_forward_hooks is imported",
+            "5: hydra._internal.utils is imported",
+            "8: _build_optimizer is used",
+            "8: _qat_config is used",
+            "9: verl.trainer.ppo.v1.trainer_base.compute_data_metrics is used",
+            "11: verl.trainer.ppo.v1.trainer_base.compute_data_metrics is assigned to",
+            "12: torch.Tensor.item is assigned to",
+            "13: 'compute_data_metrics' is wrapped",
+        )
+    )
+
+
+def test_an_override_without_entry_is_named_with_its_line(tmp_path, monkeypatch, everything_registered):
+    """Also one of a mixin, which has no host of its own until it is combined with one."""
+    path = tmp_path / "planted_classes.py"
+    path.write_text(PLANTED_CLASSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module(path.stem)
+    engine = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine"
+    assert without_entry(overrides(path.stem)) == [
+        f"{path}:5: {engine}.initialize is overridden by Planted: {REMEDY}",
+        f"{path}:8: {engine}._build_optimizer is overridden by Mixin: {REMEDY}",
+    ]
+
+
+def test_a_host_that_changed_is_refused_when_it_is_imported(run_python):
+    """In one place for all entries, before anything of ours is registered with the module."""
+    done = run_python(
+        """
+import wrapt
+def change(module):
+    module.normalize_peft_param_name = lambda state: state
+wrapt.register_post_import_hook(change, "verl.utils.fsdp_utils")
+import verl
+import verl.utils.fsdp_utils
+"""
+    )
+    assert done.returncode != 0
+    assert "RegistrationError: verl.utils.fsdp_utils.normalize_peft_param_name takes ('state',)" in done.stderr

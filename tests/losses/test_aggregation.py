@@ -1,0 +1,105 @@
+"""Dr.GRPO's aggregation and the other modes: by hand, against verl where verl is right, and where it is not."""
+
+import doctest
+
+import pytest
+import torch
+
+import verl_precision.losses.aggregation
+from verl_precision.errors import ConfigurationError
+from verl_precision.losses.aggregation import MODES, NORM_MODE, Aggregation, aggregate
+
+VALUES = torch.tensor([[1.0, 2.0, 50.0], [3.0, 4.0, 5.0]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+# Sums of rows 3 and 12, of lengths 2 and 3; C_norm = 6.
+BY_HAND = {
+    NORM_MODE: (3 + 12) / 2 / 6,
+    "seq-mean-token-sum": (3 + 12) / 2,
+    "seq-mean-token-mean": (3 / 2 + 12 / 3) / 2,
+    "token-mean": (3 + 12) / 5,
+    "token-sum": 3 + 12,
+}
+
+
+def test_examples():
+    assert doctest.testmod(verl_precision.losses.aggregation).failed == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_by_hand(mode):
+    assert aggregate(VALUES, MASK, Aggregation(mode, normalizer=6)).item() == pytest.approx(BY_HAND[mode], rel=1e-15)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_is_verls_where_verl_is_given_all_constants(mode):
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    theirs = agg_loss(VALUES, MASK, mode, dp_size=4, batch_num_tokens=50, global_batch_size=20, loss_scale_factor=6)
+    ours = aggregate(VALUES, MASK, Aggregation(mode, normalizer=6, num_responses=20, num_tokens=50, dp_size=4))
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-7)
+
+
+def test_padding_changes_verls_default_and_not_ours():
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    wide, wide_mask = torch.nn.functional.pad(VALUES, (0, 7)), torch.nn.functional.pad(MASK, (0, 7))
+    ours = Aggregation(normalizer=6)
+    assert aggregate(wide, wide_mask, ours) == aggregate(VALUES, MASK, ours)
+    assert agg_loss(wide, wide_mask, NORM_MODE) / agg_loss(VALUES, MASK, NORM_MODE) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_and_ranks_add_up(mode):
+    whole = Aggregation(mode, normalizer=6, num_responses=2, num_tokens=5)
+    ranks = Aggregation(mode, normalizer=6, num_responses=2, num_tokens=5, dp_size=2)
+    rows = [slice(0, 1), slice(1, 2)]
+    total = aggregate(VALUES, MASK, whole)
+    assert sum(aggregate(VALUES[r], MASK[r], whole) for r in rows).item() == pytest.approx(total.item(), rel=1e-15)
+    mean_over_ranks = sum(aggregate(VALUES[r], MASK[r], ranks) for r in rows) / 2
+    assert mean_over_ranks.item() == pytest.approx(total.item(), rel=1e-15)
+
+
+def test_rejected_response_stays_in_the_denominator():
+    """verl without global information divides by the responses that have tokens left: 1 instead of 2."""
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    rejected = MASK * torch.tensor([[1], [0]])
+    assert aggregate(VALUES, rejected, Aggregation(normalizer=6)).item() == pytest.approx(3 / 2 / 6)
+    assert agg_loss(VALUES, rejected, NORM_MODE, loss_scale_factor=6).item() == pytest.approx(3 / 1 / 6)
+
+
+def test_masked_values_and_empty_rows_never_matter():
+    values = VALUES.clone().requires_grad_()
+    mask = torch.tensor([[0, 0, 0], [1, 0, 1]])
+    for mode in MODES:
+        junk = torch.where(mask.bool(), values, torch.nan)
+        aggregate(junk, mask, Aggregation(mode, normalizer=6)).backward()
+    assert values.grad.isfinite().all() and not values.grad[~mask.bool()].any()
+    for mode in MODES:
+        assert aggregate(junk, mask * 0, Aggregation(mode, normalizer=6)) == 0
+
+
+BAD = [
+    ({"mode": "token-average"}, "loss_agg_mode='token-average'"),
+    ({}, r"actor\.loss_scale_factor=None"),
+    ({"normalizer": 0}, r"actor\.loss_scale_factor=0"),
+    ({"normalizer": -3}, r"actor\.loss_scale_factor=-3"),
+    ({"normalizer": "512"}, r"actor\.loss_scale_factor='512'"),
+    ({"normalizer": float("nan")}, r"actor\.loss_scale_factor=nan"),
+    ({"normalizer": 6, "dp_size": 0}, "dp_size=0"),
+    ({"normalizer": 6, "num_responses": 0}, "num_responses=0"),
+    ({"normalizer": 6, "dp_size": 2}, "num_responses=None: with dp_size=2"),
+    ({"mode": "token-mean", "dp_size": 2, "num_responses": 3}, "num_tokens=None: with dp_size=2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message) as error:
+        Aggregation(**settings)
+    assert "llowed" in str(error.value)
+
+
+def test_wrong_shapes_are_refused():
+    with pytest.raises(ConfigurationError, match=r"values have shape \(2, 3\), the mask \(2, 2\)"):
+        aggregate(VALUES, MASK[:, :2], Aggregation(normalizer=6))

@@ -1,9 +1,0 @@
-"""Reward of a sum: 1 if the response is the answer, character by character, else 0.
-
-In a recipe: `reward.custom_reward_function.path: pkg://verl_precision.arithmetic.reward`.
-"""
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """Return 1.0 for an exact match and 0.0 for anything else."""
-    return float(solution_str == ground_truth)

@@ -1,0 +1,23 @@
+"""The rim: every module that imports verl or vLLM, and what verl loads of this package.
+
+registration.py        what is registered with verl, and at whose import
+ledger/                every host symbol that is patched, overridden or used privately: why, how, until when
+preflight.py           Hydra's callback: ask every rule before Ray starts
+recipe_config.py       compose a recipe as verl does; the table of its dtypes
+machine.py             what the rules have to know of this machine, verl and vLLM
+resolvers.py           `${verl_precision.*:}` in configs; search_path.py: where Hydra finds the presets
+policy_losses.py       the losses under verl's call; loss_metrics.py: their metrics, merged and not averaged
+rollout_weights.py     equations (9) and (10) in verl's rollout correction
+trainers.py            verl's trainers, with the mismatch measured; run_monitor.py: what they do at each step
+summed_metrics.py      sums from the workers' micro-batches to the driver
+histogram_loggers.py   histograms for wandb and TensorBoard
+fsdp_engine.py         loss scaling, FP32 log-probs and verified dtypes in verl's FSDP engines
+engine_config.py       verl's engine config with our settings
+shadow_engine.py       the shadow forward; measurement.py: the mismatch measured in the worker
+weight_export.py       weights on their way to the rollout and into an export
+weight_sync_worker.py  the end of every weight sync, verified; load_recorder.py: what layers are sent
+canary_requests.py     the canary's questions to the rollout replicas and to the trainer
+vllm_sampler.py        vLLM draws, for offline jobs; fsdp_scorer.py: verl's engine scores
+reward.py              verl's reward functions; answer_tag.py: one for answers in <answer> tags
+cpu/                   verl and vLLM on a CPU
+"""

@@ -1,0 +1,115 @@
+"""verl's FSDP engine scores: log π(yₜ) of given responses, by the forward that a trainer does.
+
+One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from verl_precision.engine.settings import DTYPES
+from verl_precision.sampling.engine import Request, Response, prepare_process
+from verl_precision.sampling.model import model_location
+
+
+class TrainerEngine:
+    """verl's engine of an actor, in this package's precision config."""
+
+    engines = 1
+
+    def __init__(self, model: str, dtype: str, attention: str, micro_batch_tokens: int) -> None:
+        """Load the model.
+
+        Args:
+            model: A folder, a hub name, or `tiny:<architecture>`.
+            dtype: Dtype of the forward: bf16, fp16 or fp32.
+            attention: sdpa or flash_attention_2; with the latter sequences are packed without padding.
+            micro_batch_tokens: Tokens of one forward, padding included.
+        """
+        on_gpu = prepare_process()
+        import torch.distributed as dist
+        from verl.trainer.config import CheckpointConfig
+        from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+        from verl.workers.engine import EngineRegistry
+
+        from verl_precision.integration.engine_config import PrecisionFSDPConfig
+
+        self._scratch = TemporaryDirectory()
+        rendezvous = f"file://{Path(self._scratch.name) / 'rendezvous'}"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", init_method=rendezvous, rank=0, world_size=1
+        )
+        self._packed = attention == "flash_attention_2"
+        self._micro_batch_tokens = micro_batch_tokens
+        self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
+            model_config=HFModelConfig(
+                path=model_location(model),
+                use_remove_padding=self._packed,
+                enable_gradient_checkpointing=False,
+                override_config={"attn_implementation": attention},
+            ),
+            engine_config=PrecisionFSDPConfig(
+                strategy="fsdp2",
+                use_torch_compile=False,
+                dtype=DTYPES[dtype],
+                mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            ),
+            # The optimizer's state is made at the first step, which never comes.
+            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
+            checkpoint_config=CheckpointConfig(),
+        )
+        self._engine.initialize()
+        self._waiting: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self._waiting += requests
+
+    def poll(self) -> list[Response]:
+        """Score everything that waits; an empty response has no log-probs."""
+        requests, self._waiting = self._waiting, []
+        scored = [request for request in requests if request.response_token_ids]
+        found = dict(zip(map(id, scored), self._log_probs(scored), strict=True)) if scored else {}
+        return [
+            Response(r.problem, r.response, len(r.response_token_ids), log_probs=found.get(id(r), ())) for r in requests
+        ]
+
+    def _log_probs(self, requests: list[Request]) -> list[tuple[float, ...]]:
+        """Return log π of each response's tokens, FP32."""
+        import torch
+        from verl.utils import tensordict_utils as tu
+
+        sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
+
+        def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+        data = tu.get_tensordict(
+            {
+                "input_ids": nested(sequences),
+                "position_ids": nested([torch.arange(len(s)) for s in sequences]),
+                "loss_mask": nested([torch.ones(len(s)) for s in sequences]),
+                "temperature": torch.ones(len(sequences)),
+            },
+            non_tensor_dict={
+                "use_dynamic_bsz": True,
+                "max_token_len_per_gpu": max(self._micro_batch_tokens, *map(len, sequences)),
+                "use_remove_padding": self._packed,
+                "use_fused_kernels": False,
+                "calculate_entropy": False,
+            },
+        )
+        with self._engine.eval_mode():
+            outputs = self._engine.infer_batch(data)["model_output"]["log_probs"]
+        # At position t the engine gives the log-prob of token t + 1.
+        return [
+            tuple(log_probs.float().cpu()[len(request.prompt_token_ids) - 1 : -1].tolist())
+            for request, log_probs in zip(requests, outputs.unbind(), strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the process group."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        self._scratch.cleanup()

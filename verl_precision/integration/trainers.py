@@ -1,0 +1,133 @@
+"""verl's V1 trainers with the mismatch among their metrics: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
+
+In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
+forward. In bypass mode there are none before the update: the worker measures in its first one (`engine.measurement`),
+as it does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.integration.run_monitor import Watch
+from verl_precision.mismatch.settings import settings_of
+from verl_precision.rules.rollout_rules import logprobs_missing
+from verl_precision.weight_sync.settings import canary_settings
+
+PREFIX = "vp_"
+MODES = ("sync", "colocate_async", "separate_async")
+
+
+def measured_mode(config: DictConfig) -> str | None:
+    """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change.
+
+    Args:
+        config: the composed config.
+
+    Raises:
+        ConfigurationError: for a block `mismatch` or `weight_sync.canary` that cannot be used, and where the rollout
+            keeps its log-probs to itself.
+    """
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    settings = settings_of(config)
+    if not settings.enabled or mode not in MODES:
+        return None
+    require_rollout_log_probs(config)
+    canary_settings(config)
+    return PREFIX + mode
+
+
+def require_rollout_log_probs(config: DictConfig) -> None:
+    """Require that the rollout returns its log-probs.
+
+    Raises:
+        ConfigurationError: naming the setting.
+    """
+    if not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise logprobs_missing.error(config, {"reason": "mismatch.enabled=True"})
+
+
+def register_trainers(v1: ModuleType) -> None:
+    """Register a measuring variant of each of verl's V1 trainers, once."""
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    for mode in MODES:
+        if PREFIX + mode not in TRAINER_REGISTRY:
+            v1.register_trainer(PREFIX + mode)(_measuring(TRAINER_REGISTRY[mode], mode))
+
+
+def _measuring(base: type, mode: str) -> type:
+    from verl_precision.integration.canary_requests import TrainerCanary
+
+    class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
+        __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."
+
+        def __init__(self, config):
+            require_rollout_log_probs(config)
+            self._watch = Watch(config, settings_of(config), on_policy=mode == "sync")
+            self._canary = TrainerCanary(config, canary_settings(config))
+            self._canary_metrics: dict[str, float] = {}
+            # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
+            config.trainer.v1.trainer_mode = mode
+            super().__init__(config)
+
+        def on_init_end(self):
+            super().on_init_end()
+            self._canary.ask(_synced_replicas(self), self.tokenizer)
+
+        def on_step_end(self):
+            super().on_step_end()
+            self._canary.ask(_synced_replicas(self), self.tokenizer)
+
+        def on_sample_end(self):
+            self._canary.collect()
+            super().on_sample_end()
+            self._canary_metrics.update(self._canary.judge(self.actor_rollout_wg))
+
+        def _compute_advantage(self, batch, metrics):
+            batch = super()._compute_advantage(batch, metrics=metrics)
+            self._watch.measure_in_driver(batch, metrics)
+            return batch
+
+        def _update_actor(self, batch, metrics):
+            self._watch.ask_the_worker(batch)
+            batch = super()._update_actor(batch, metrics=metrics)
+            self._watch.take_from_the_worker(metrics)
+            return batch
+
+        def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
+            super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+            canary, self._canary_metrics = self._canary_metrics, {}
+            guard_seconds = metrics.get("weight_sync/seconds", 0.0)
+            metrics.update({**canary, "weight_sync/seconds": guard_seconds + canary.get("weight_sync/seconds", 0.0)})
+            stop = self._watch.judge(global_steps, metrics)
+            self._watch.show_histograms(self.logger, global_steps)
+            if stop is not None:
+                self.logger.log(data=metrics, step=global_steps)
+                self._save_checkpoint()
+                raise stop
+
+        def _save_checkpoint(self):
+            super()._save_checkpoint()
+            self._watch.save(_checkpoint_folder(self))
+
+        def _load_checkpoint(self):
+            result = super()._load_checkpoint()
+            if self.global_steps:  # 0: from scratch
+                self._watch.load(_checkpoint_folder(self, resumed=True))
+            return result
+
+    MeasuringTrainer.__name__ = MeasuringTrainer.__qualname__ = f"Measuring{base.__name__}"
+    return MeasuringTrainer
+
+
+def _synced_replicas(trainer: Any) -> list[Any]:
+    """Return the replicas that each step's sync reaches; separate_async has its own beside the colocated ones."""
+    return getattr(trainer, "standalone_checkpoint_manager", trainer.checkpoint_manager).replicas
+
+
+def _checkpoint_folder(trainer: Any, resumed: bool = False) -> str:
+    if resumed and trainer.config.trainer.resume_mode == "resume_path":
+        return trainer.config.trainer.resume_from_path
+    return f"{trainer.config.trainer.default_local_dir}/global_step_{trainer.global_steps}"

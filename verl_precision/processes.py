@@ -1,0 +1,53 @@
+"""The processes of a run: known by a mark in their environment, and ended all of them, whoever started them."""
+
+import signal
+import subprocess
+
+import psutil
+
+# Every process of a run carries this variable, so that exactly those are ended.
+RUN_MARK = "VERL_PRECISION_RUN"
+_GRACE_SECONDS = 20
+
+
+def end_processes(process: subprocess.Popen, mark: str) -> None:
+    """End the driver and every process of its run: asked first, then killed.
+
+    Args:
+        process: the driver.
+        mark: value of `RUN_MARK` in the environment of the run's processes.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    left = marked_processes(mark)
+    for survivor in left:
+        _signal(survivor, "terminate")
+    _, alive = psutil.wait_procs(left, timeout=5)
+    for survivor in alive:
+        _signal(survivor, "kill")
+    psutil.wait_procs(alive, timeout=5)
+
+
+def marked_processes(mark: str | None = None) -> list[psutil.Process]:
+    """Return the live processes whose environment carries the mark, or with None any run's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            carried = process.environ().get(RUN_MARK)
+            if carried is not None and mark in (None, carried) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's: not ours
+            continue
+    return found
+
+
+def _signal(process: psutil.Process, action: str) -> None:
+    try:
+        getattr(process, action)()
+    except psutil.NoSuchProcess:  # ended by itself: what was wanted
+        pass

@@ -1,0 +1,121 @@
+"""The report: one HTML file with curves, alarms and tables; it loads nothing, and works without a network."""
+
+import math
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from verl_precision import __version__
+from verl_precision.errors import ConfigurationError
+from verl_precision.files import write_file
+from verl_precision.mismatch.alarm import MismatchAlarm
+from verl_precision.mismatch.alarm_settings import AlarmSettings
+from verl_precision.runs.figures import COLOURS, svg
+from verl_precision.runs.panels import PANELS, Curve, Panel, points_of
+from verl_precision.runs.read import Run
+
+# By this line an earlier report is known, which may be written over.
+MARK = '<meta name="generator" content="verl-precision report">'
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def page(runs: list[Run], settings: AlarmSettings | None = None) -> str:
+    """Return the report.
+
+    Args:
+        runs: with different names.
+        settings: of the alarm, which is run over the recorded metrics.
+
+    Raises:
+        ConfigurationError: if no run has any of the metrics shown, or there are too many runs.
+    """
+    settings = settings or AlarmSettings()
+    judges = {run.name: MismatchAlarm(settings) for run in runs}
+    alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
+    measured = {panel: list(_measured(panel, runs)) for panel in PANELS}
+    if not any(measured.values()):
+        raise ConfigurationError(
+            f"{', '.join(str(run.path) for run in runs)}: none of the metrics of the report is there. Allowed: metrics "
+            "of a verl training run (critic/score/mean, mismatch/k3_kl, ...). Name the run's own metrics file."
+        )
+    environment = Environment(
+        loader=PackageLoader("verl_precision.runs", ""), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["number"] = number_text
+    return environment.get_template("page.html").render(
+        mark=Markup(MARK),
+        version=__version__,
+        runs=runs,
+        colours=COLOURS,
+        alarms=alarms,
+        baseline_missing={name: judge.baseline_missing for name, judge in judges.items()},
+        settings=settings,
+        panels=[
+            {
+                "panel": panel,
+                "image": b64encode(svg(panel, runs, alarms)).decode(),
+                "curves": curves,
+                "steps": sorted({step for curve in curves for step in curve["points"]}),
+            }
+            for panel, curves in measured.items()
+            if curves
+        ],
+        missing=[text for panel in PANELS for curve in panel.curves for text in _missing(panel, curve, runs)],
+    )
+
+
+def write_page(path: Path, content: str, force: bool = False) -> None:
+    """Write the report.
+
+    Raises:
+        ConfigurationError: if the file is there and is not an earlier report, unless `force`; or its folder is not.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"--output {path}: {path.parent} is not a folder; nothing was written. Allowed: a file in a folder that "
+            "exists. Make the folder first."
+        )
+    if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
+        raise ConfigurationError(
+            f"--output {path}: it exists and is not an earlier report; nothing was written. Allowed: a new file or "
+            "an earlier report. Name another file, or add --force."
+        )
+    write_file(path, content, replace=True)
+
+
+def number_text(value: float) -> str:
+    """Return a number as people read it: 6.3·10⁻⁷, 65536, 0.25, NaN."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    mantissa, _, exponent = f"{value:.{6 if abs(value) >= 1e4 else 4}g}".partition("e")
+    if not exponent:
+        return mantissa
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
+    return power if mantissa == "1" else f"{mantissa}·{power}"
+
+
+def _title(panel: Panel, curve: Curve) -> str:
+    return panel.title if len(panel.curves) == 1 else f"{panel.title}: {curve.label}"
+
+
+def _measured(panel: Panel, runs: list[Run]) -> Iterator[dict[str, Any]]:
+    """Yield each curve of each run; NaN counts for neither the smallest nor the largest value."""
+    for curve in panel.curves:
+        for run in runs:
+            if points := points_of(run, curve):
+                values = list(points.values())
+                numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+                summary = values[0], values[-1], min(numbers), max(numbers)
+                title = _title(panel, curve)
+                yield {"title": title, "label": curve.label, "run": run, "points": points, "summary": summary}
+
+
+def _missing(panel: Panel, curve: Curve, runs: list[Run]) -> Iterator[str]:
+    without = [run.name for run in runs if not points_of(run, curve)]
+    if without:
+        who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
+        yield f"{_title(panel, curve)} ({' or '.join(curve.keys)}): {who}"
