@@ -44,36 +44,23 @@ class Throttled(RecordedEngine):
 session.RecordedEngine = Throttled
 session.build_sanity_set(
     session.Options(data=folder / "data.jsonl", model="recorded", output=folder / "out", window=Window(),
-                    recorded=folder / "recorded.jsonl", in_flight=12,
-                    reward=str(folder / "reward.py")),
+                    recorded=folder / "recorded.jsonl", in_flight=12, reward=str(folder / "reward.py")),
     Console(quiet=True),
 )
 """
-
-
-@pytest.fixture
-def case(tmp_path, row, write_rows, record):
-    """Eight problems of all difficulties, 40 recorded responses each."""
-    (tmp_path / "reward.py").write_text("def compute_score(**values): return 0.0")  # recorded verdicts need none
-    data = write_rows(tmp_path / "data.jsonl", [row(number) for number in range(8)])
-    generator = random.Random(1)
-    verdicts = [[generator.random() < number / 7 for _ in range(40)] for number in range(8)]
-    record(tmp_path / "recorded.jsonl", data, verdicts)
-    return tmp_path, verdicts
 
 
 class Run:
     """The process, and its two pipes."""
 
     def __init__(self, folder):
-        said, say = os.pipe()
-        hear, tell = os.pipe()
+        self._said, say = os.pipe()
+        hear, self._tell = os.pipe()
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(folder), str(say), str(hear)], pass_fds=(say, hear)
         )
         os.close(say)
         os.close(hear)
-        self._said, self._tell = said, tell
 
     def give_leave(self, batches):
         """Let it hand over that many batches; return how many it did before it ended."""
@@ -88,67 +75,45 @@ class Run:
         assert os.read(self._said, 1)
         self.process.send_signal(signal.SIGKILL)
         assert self.process.wait(60) == -signal.SIGKILL
-        self.close()
-
-    def close(self):
         os.close(self._said)
         os.close(self._tell)
 
 
-def pairs(lines):
+def pairs(content: bytes) -> list[tuple[str, int]]:
+    """Return problem and response of each complete line of a journal."""
+    lines = map(json.loads, content[: content.rfind(b"\n")].splitlines()[1:])
     return [(line["problem"], line["response"]) for line in lines]
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_killed_twice_and_resumed(case, torn):
-    folder, verdicts = case
-    journal = folder / "out" / "journal.jsonl"
+def test_killed_twice_and_resumed(tmp_path, row, write_rows, record, torn):
+    """Eight problems of all difficulties, 40 recorded responses each; their recorded verdicts need no reward."""
+    (tmp_path / "reward.py").write_text("def compute_score(**values): return 0.0")
+    data = write_rows(tmp_path / "data.jsonl", [row(number) for number in range(8)])
+    generator = random.Random(1)
+    verdicts = [[generator.random() < number / 7 for _ in range(40)] for number in range(8)]
+    recorded = record(tmp_path / "recorded.jsonl", data, verdicts)
+    journal, submitted = tmp_path / "out" / "journal.jsonl", tmp_path / "submitted.log"
     counted: list[tuple[str, int]] = []
     for batches in (9, 7):
-        (folder / "submitted.log").unlink(missing_ok=True)
-        run = Run(folder)
+        submitted.unlink(missing_ok=True)
+        run = Run(tmp_path)
         assert run.give_leave(batches) == batches
         run.kill()
         if torn:  # as if killed within the write itself
-            whole = journal.read_bytes()
-            journal.write_bytes(whole[:-9])
-        content = journal.read_bytes()
-        on_disk = pairs(json.loads(line) for line in content[: content.rfind(b"\n")].splitlines()[1:])
+            journal.write_bytes(journal.read_bytes()[:-9])
+        on_disk = pairs(journal.read_bytes())
         assert on_disk[: len(counted)] == counted, "lost"
         assert len(on_disk) == len(counted) + 5 * batches - torn
-        submitted = [line.split() for line in (folder / "submitted.log").read_text().splitlines()]
-        assert not {(problem, int(response)) for problem, response in submitted} & set(counted), "drawn twice"
+        asked = [line.split() for line in submitted.read_text().splitlines()]
+        assert not {(problem, int(response)) for problem, response in asked} & set(counted), "drawn twice"
         counted = on_disk
-    (folder / "submitted.log").unlink()
-    run = Run(folder)
-    run.give_leave(1000)
-    assert run.process.wait(60) == 0
-    run.close()
-    final = pairs([line for _, _, line in read_lines(journal)][1:])
-    assert len(set(final)) == len(final)
+
+    options = {"data": data, "model": "recorded", "window": session.Window(), "recorded": recorded, "in_flight": 1}
+    options |= {"reward": str(tmp_path / "reward.py"), "output": tmp_path / "out"}
+    session.build_sanity_set(session.Options(**options), Console(quiet=True))
+    final = pairs(journal.read_bytes())
+    assert len(set(final)) == len(final) == len(list(read_lines(journal))) - 1
     assert final[: len(counted)] == counted
-    kept = [line["extra_info"]["index"] for line in parquet.read_table(folder / "out" / "kept.parquet").to_pylist()]
+    kept = [line["extra_info"]["index"] for line in parquet.read_table(tmp_path / "out/kept.parquet").to_pylist()]
     assert kept == [index for index, row in enumerate(verdicts) if 8 <= sum(row) <= 32]
-
-
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(case, monkeypatch):
-    folder, _ = case
-    run = Run(folder)
-    run.give_leave(11)
-    run.kill()
-
-    def finish(output):
-        options = session.Options(
-            data=folder / "data.jsonl",
-            model="recorded",
-            output=folder / output,
-            window=session.Window(),
-            recorded=folder / "recorded.jsonl",
-            in_flight=1,
-            reward=str(folder / "reward.py"),
-        )
-        session.build_sanity_set(options, Console(quiet=True))
-        problems = json.loads((folder / output / "summary.json").read_text())["problems"]
-        return {name: values["verdict"] for name, values in problems.items()}
-
-    assert finish("out") == finish("other")

@@ -74,9 +74,8 @@ def test_soonest_is_the_shortest_way_to_a_verdict(window, data):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ((0, Fraction(1, 5), Fraction(4, 5)), "--responses-per-problem 0"),
         ((40, Fraction(4, 5), Fraction(1, 5)), "--low 0.8 --high 0.2"),
-        ((40, Fraction(1, 5), Fraction(3, 2)), "allowed: 0 <= low <= high <= 1"),
+        ((40, Fraction(1, 5), Fraction(3, 2)), "Allowed: 0 <= low <= high <= 1"),
         ((10, Fraction(51, 100), Fraction(59, 100)), "nothing would be kept"),
     ],
 )

@@ -68,10 +68,13 @@ class TrainerEngine:
     def poll(self) -> list[Response]:
         """Score everything that waits; an empty response has no log-probs."""
         requests, self._waiting = self._waiting, []
-        scored = [request for request in requests if request.response_token_ids]
-        found = dict(zip(map(id, scored), self._log_probs(scored), strict=True)) if scored else {}
+        filled = [request for request in requests if request.response_token_ids]
+        scores = iter(self._log_probs(filled) if filled else ())
         return [
-            Response(r.problem, r.response, len(r.response_token_ids), log_probs=found.get(id(r), ())) for r in requests
+            Response(
+                r.problem, r.response, len(r.response_token_ids), log_probs=next(scores) if r.response_token_ids else ()
+            )
+            for r in requests
         ]
 
     def _log_probs(self, requests: list[Request]) -> list[tuple[float, ...]]:

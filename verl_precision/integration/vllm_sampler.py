@@ -31,7 +31,7 @@ class VllmEngine:
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
         from vllm import LLM
 
-        self._llm = LLM(
+        llm = LLM(
             model=model_location(model),
             dtype=DTYPES[dtype],
             max_model_len=max_model_len,
@@ -39,6 +39,7 @@ class VllmEngine:
             disable_log_stats=True,
             **{**cpu_settings, **engine},
         )
+        self._engine = llm.llm_engine
         self._log_probs = log_probs
         self._asked: dict[str, Request] = {}
 
@@ -61,13 +62,13 @@ class VllmEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-            self._llm.llm_engine.add_request(key, prompt, parameters)
+            self._engine.add_request(key, prompt, parameters)
 
     def poll(self) -> list[Response]:
         """Step the engine until at least one response has ended."""
         ready: list[Response] = []
         while not ready and self._asked:
-            for output in self._llm.llm_engine.step():
+            for output in self._engine.step():
                 if output.finished:
                     ready.append(self._response(self._asked.pop(output.request_id), output.outputs[0]))
         return ready
@@ -81,6 +82,5 @@ class VllmEngine:
 
     def close(self) -> None:
         """Drop what is still being drawn."""
-        if self._asked:
-            self._llm.llm_engine.abort_request(list(self._asked))
-            self._asked.clear()
+        self._engine.abort_request(list(self._asked))
+        self._asked.clear()

@@ -22,7 +22,10 @@ _EXIT_SECONDS = 20
 
 
 class EngineProcess:
-    """Runs `build()` in a new process and passes requests and responses through a pipe."""
+    """Runs `build()` in a new process and passes requests and responses through a pipe.
+
+    `submit` and `poll` raise `RunFailedError` if the process has failed; it shows the cause and names the log.
+    """
 
     engines = 1
 
@@ -53,20 +56,12 @@ class EngineProcess:
         self._send(build)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests over.
-
-        Raises:
-            RunFailedError: If the process has failed.
-        """
+        """Hand requests over."""
         self._in_flight += len(requests)
         self._send(list(requests))
 
     def poll(self) -> list[Response]:
-        """Wait until at least one response is ready; return those that are.
-
-        Raises:
-            RunFailedError: If the process fails; the message shows the cause and names the log.
-        """
+        """Wait until at least one response is ready; return those that are."""
         if not self._in_flight:
             return []
         try:
@@ -98,7 +93,7 @@ class EngineProcess:
         )
 
 
-def serve(connection: Connection) -> None:
+def _serve(connection: Connection) -> None:
     """Build an engine and answer requests until the other end of the pipe closes."""
     build = connection.recv()
     inbox: SimpleQueue = SimpleQueue()
@@ -116,7 +111,7 @@ def serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, inbox: SimpleQueue) -> None:
-    """Pass messages on. The parent holds the other end of the pipe: its end, however it came, is ours."""
+    """Pass messages on, and end this process when the parent, which holds the other end of the pipe, has ended."""
     try:
         while True:
             inbox.put(connection.recv())
@@ -125,4 +120,4 @@ def _receive(connection: Connection, inbox: SimpleQueue) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    _serve(Connection(int(sys.argv[1])))

@@ -6,22 +6,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from verl_precision.errors import CheckpointStateError
+from verl_precision.sampling.work import Key
 from verl_precision.sanity_set.verdict import Verdict, Window
 
 
 @dataclass
 class Tally:
-    """The responses to one problem.
+    """The responses to one problem."""
 
-    Attributes:
-        correct: Index of each response drawn -> whether it was correct.
-        tokens: Tokens of the responses drawn.
-        asked: Indices handed out and not yet back.
-    """
-
-    correct: dict[int, bool] = field(default_factory=dict)
-    tokens: int = 0
-    asked: set[int] = field(default_factory=set)
+    correct: dict[int, bool] = field(default_factory=dict)  # index of each response drawn -> whether it was correct
+    tokens: int = 0  # of the responses drawn
+    asked: set[int] = field(default_factory=set)  # indices handed out and not yet back
 
     @property
     def drawn(self) -> int:
@@ -32,11 +27,6 @@ class Tally:
     def correct_count(self) -> int:
         """Correct ones among them."""
         return sum(self.correct.values())
-
-    @property
-    def accuracy(self) -> float:
-        """Share of correct responses among those drawn; NaN if none was."""
-        return self.correct_count / self.drawn if self.drawn else float("nan")
 
 
 class Schedule:
@@ -52,19 +42,13 @@ class Schedule:
         Args:
             problems: Identifiers, in the order to work on them.
             window: The rule.
-            early_stopping: False draws all n responses to each problem.
+            early_stopping: Whether a problem is left alone once its verdict is decided; else all n responses are drawn.
         """
         self.window = window
         self.early_stopping = early_stopping
         self.tallies = {problem: Tally() for problem in problems}
         self._open = dict.fromkeys(self.tallies)  # in order
         self._wanting = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
-        self.in_flight = 0
-
-    @property
-    def finished(self) -> bool:
-        """Is every verdict decided?"""
-        return not self._open
 
     @property
     def decided(self) -> int:
@@ -95,23 +79,22 @@ class Schedule:
         if tally is None or not 0 <= response < self.window.responses or response in tally.correct:
             reason = "unknown problem" if tally is None else "counted before" if response in tally.correct else "index"
             raise CheckpointStateError(
-                f"response {response} to problem {problem} cannot be counted ({reason}). Allowed: each response from "
-                f"0 to {self.window.responses - 1} once, to a problem of the data set. Start again in a new --output."
+                f"response {response} to problem {problem} cannot be counted ({reason})",
+                allowed=f"each response from 0 to {self.window.responses - 1} once, to a problem of the data set",
+                remedy="Start again in a new --output.",
             )
-        if response in tally.asked:
-            tally.asked.remove(response)
-            self.in_flight -= 1
+        tally.asked.discard(response)
         tally.correct[response] = correct
         tally.tokens += tokens
         self._update(problem)
 
-    def next_requests(self, limit: int) -> list[tuple[str, int]]:
+    def next_requests(self, limit: int) -> list[Key]:
         """Hand out up to `limit` responses to draw.
 
         First what is needed at least to decide each open problem. If that does not reach the limit, further responses
         to the problems still open, one each in turn: some of them may turn out not to be needed.
         """
-        chosen: list[tuple[str, int]] = []
+        chosen: list[Key] = []
         while self._wanting and len(chosen) < limit:
             problem = next(iter(self._wanting))
             chosen += self._take(problem, min(self._needed(problem), limit - len(chosen)))
@@ -121,7 +104,6 @@ class Schedule:
             if not more:
                 break
             chosen += more
-        self.in_flight += len(chosen)
         return chosen
 
     def _needed(self, problem: str) -> int:
@@ -130,7 +112,7 @@ class Schedule:
             return max(self.window.soonest(tally.correct_count, tally.drawn) - len(tally.asked), 0)
         return self.window.responses - tally.drawn - len(tally.asked)
 
-    def _take(self, problem: str, count: int) -> list[tuple[str, int]]:
+    def _take(self, problem: str, count: int) -> list[Key]:
         tally = self.tallies[problem]
         free = (i for i in range(self.window.responses) if i not in tally.correct and i not in tally.asked)
         taken = list(islice(free, count))
@@ -139,8 +121,7 @@ class Schedule:
 
     def _update(self, problem: str) -> None:
         """File a problem under what it needs now: nothing, responses in flight, or more."""
-        tally = self.tallies[problem]
-        done = tally.drawn == self.window.responses
+        done = self.tallies[problem].drawn == self.window.responses
         if self.early_stopping:
             done = self.verdict(problem) is not Verdict.OPEN
         if done:
