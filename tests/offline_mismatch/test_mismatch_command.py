@@ -19,7 +19,6 @@ FIGURES = ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "/nowhere/qwen"], "--model /nowhere/qwen: no such folder, and not a hub name"),
         (["--train-dtype", "fp8"], "--train-dtype fp8: this cannot work"),
         (["--prompts", "setup.py"], "setup.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
         (["--max-response-tokens", "5000"], "the model's context 2048"),

@@ -47,9 +47,8 @@ def prepare(
     if template not in TEMPLATES:
         raise ConfigurationError("no such template", setting="--template", value=template, allowed=", ".join(TEMPLATES))
     if stand_in and source is not None:
-        raise ConfigurationError(
-            "--stand-in makes its own problems and --source reads a file", remedy="Give one of them."
-        )
+        problem = "--stand-in makes its own problems and --source reads a file"
+        raise ConfigurationError(problem, remedy="Give one of them.")
     if stand_in:
         rows = _stand_in_rows(wanted.layouts[0])
     else:
@@ -112,9 +111,8 @@ def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Que
             if not question.text or not question.answer:
                 raise ConfigurationError("empty question or answer")
         except (ConfigurationError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigurationError(
-                f"{name}, row {number}: {error}", remedy="Correct the file, or leave the row out."
-            ) from error
+            remedy = "Correct the file, or leave the row out."
+            raise ConfigurationError(f"{name}, row {number}: {error}", remedy=remedy) from error
         found.setdefault(question.text, question)
     return list(found.values())
 
@@ -127,10 +125,5 @@ def _verl_row(wanted: PaperDataSet, question: Question, index: int, template: st
         "prompt": [{"role": role, "content": text.replace("{question}", question.text)} for role, text in messages],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": question.answer},
-        "extra_info": {
-            "index": index,
-            "split": "+".join(wanted.splits),
-            "origin": origin,
-            "source": question.source,
-        },
+        "extra_info": {"index": index, "split": "+".join(wanted.splits), "origin": origin, "source": question.source},
     }

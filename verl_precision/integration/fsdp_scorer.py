@@ -21,7 +21,7 @@ class TrainerEngine:
         """Load the model.
 
         Args:
-            model: A folder, a hub name, or `tiny:<architecture>`.
+            model: A model as in `find_model`.
             dtype: Dtype of the forward: bf16, fp16 or fp32.
             attention: sdpa or flash_attention_2; with the latter sequences are packed without padding.
             micro_batch_tokens: Tokens of one forward, padding included.

@@ -43,20 +43,16 @@ class Reward:
                 extra_info=problem.extra_info,
             )
         except Exception as error:
-            raise _refusal(
-                self.name,
-                f"{type(error).__name__}: {error}, on row {problem.row} (data_source {problem.data_source!r}, "
-                f"ground truth {problem.ground_truth!r})",
-                "a function with verl's signature that knows this data_source",
-                "Correct it, or choose another --reward.",
-            ) from error
+            place = f"row {problem.row} (data_source {problem.data_source!r}, ground truth {problem.ground_truth!r})"
+            allowed = "a function with verl's signature that knows this data_source"
+            raise _refusal(self.name, f"{type(error).__name__}: {error}, on {place}", allowed) from error
         if isinstance(score, dict):
             if "acc" in score:
                 return bool(score["acc"])
             score = score.get("score")
         if not isinstance(score, Real) or not math.isfinite(score):
-            problem_found = f"it returned {score!r} on row {problem.row}"
-            raise _refusal(self.name, problem_found, "a finite number, or a mapping with `acc` or `score`")
+            allowed = "a finite number, or a mapping with `acc` or `score`"
+            raise _refusal(self.name, f"it returned {score!r} on row {problem.row}", allowed)
         return float(score) >= self.correct_at
 
     def unreadable(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -71,12 +67,8 @@ class Reward:
             self.is_correct(problem, "")
         found = [problem for problem in problems if not self.can_read(problem.ground_truth)]
         if len(found) == len(problems):
-            raise _refusal(
-                self.name,
-                f"none of the {len(found)} ground truths can be read; the first is {found[0].ground_truth!r}",
-                "answers that this reward can compare with",
-                "Choose another --reward, or prepare the data set again.",
-            )
+            unread = f"none of the {len(found)} ground truths can be read; the first is {found[0].ground_truth!r}"
+            raise _refusal(self.name, unread, "answers that this reward can compare with")
         return found
 
 
@@ -116,6 +108,7 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
 
 
 def _refusal(name: str, problem: str, allowed: str = "", remedy: str = "") -> ConfigurationError:
+    remedy = remedy or "Correct it, or choose another --reward."
     return ConfigurationError(problem, setting="--reward", value=name, allowed=allowed, remedy=remedy)
 
 
@@ -138,9 +131,9 @@ def _load(name: str, path: Path, function: str) -> Score:
         spec.loader.exec_module(module)
         score = getattr(module, function)
     except Exception as error:
-        raise _refusal(name, f"it cannot be loaded ({type(error).__name__}: {error})", remedy="Correct it.") from error
+        raise _refusal(name, f"it cannot be loaded ({type(error).__name__}: {error})") from error
     if not callable(score):
-        raise _refusal(name, f"{function} is no function", remedy="Name one with verl's signature.")
+        raise _refusal(name, f"{function} is no function", "one with verl's signature")
     return score
 
 

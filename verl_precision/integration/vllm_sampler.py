@@ -21,7 +21,7 @@ class VllmEngine:
         """Load the model.
 
         Args:
-            model: A folder, a hub name, or `tiny:<architecture>`.
+            model: A model as in `find_model`.
             dtype: bf16, fp16 or fp32.
             max_model_len: Most tokens of prompt and response together.
             log_probs: Whether to return token ids and their log-probs; else the text is returned.

@@ -20,31 +20,50 @@ _BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none",
 
 
 def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
-    """Write the four figures as PNG.
+    """Write the four figures as PNG, and return their names.
 
     Args:
         folder: Folder of the figures; figures of the same names are replaced.
         pairs: Every rollout dtype with every train dtype, rollout by rollout.
         title: Title of each figure.
-
-    Returns:
-        The names of the files.
     """
-    drawings = {"tokens.png": _tokens, "token_gaps.png": _token_gaps, "sequences.png": _sequences, "grid.png": _grid}
-    for name, draw in drawings.items():
-        figure = draw(pairs)
+    x_label, probs = "rollout's probability", np.concatenate([pair.probs.ravel() for pair in pairs])
+    shown = probs[np.isfinite(probs) & (probs > 0)]
+    scale = "log" if shown.size and shown.max() > 10 * shown.min() else "linear"
+
+    def tokens(axis: Axes, pair: Pair, colour: str) -> str:
+        axis.set(xscale=scale, yscale=scale, aspect="equal")
+        axis.axline((0.1, 0.1), (1, 1), **_LINE)
+        axis.scatter(pair.probs[1], pair.probs[0], color=colour, **_TOKENS)
+        return f"k3 {pair.k3:.1e}\n1 - Pearson {1 - pair.metric('probs_pearson'):.1e}"
+
+    def token_gaps(axis: Axes, pair: Pair, colour: str) -> str:
+        axis.set(xscale=scale)
+        axis.axhline(0, **_LINE)
+        axis.scatter(pair.probs[1], pair.gaps, color=colour, **_TOKENS)
+        return f"mean abs {pair.metric('log_prob_gap_abs_mean'):.1e}"
+
+    def sequences(axis: Axes, pair: Pair, colour: str) -> str:
+        axis.axhline(0, **_LINE)
+        axis.scatter(pair.lengths, pair.sequence_log_ratios, color=colour, **_RESPONSES)
+        return f"std {pair.metric('sequence_log_ratio_std'):.1e}"
+
+    figures = {
+        "tokens.png": _panels(pairs, x_label, "trainer's probability", tokens),
+        "token_gaps.png": _panels(pairs, x_label, "log-prob gap of a token (nats)", token_gaps),
+        "sequences.png": _panels(pairs, "response length (tokens)", "log ratio of a response (nats)", sequences),
+        "grid.png": _grid(pairs),
+    }
+    for name, figure in figures.items():
         figure.suptitle(title)
         with new_file(folder / name, replace=True) as scratch:
             figure.savefig(scratch, dpi=130)
-    return list(drawings)
+    return list(figures)
 
 
 def _dtypes(pairs: list[Pair]) -> tuple[list[str], list[str]]:
-    """Return the rollout dtypes and the train dtypes as labels."""
-    return (
-        list(dict.fromkeys(pair.rollout.upper() for pair in pairs)),
-        list(dict.fromkeys(pair.train.upper() for pair in pairs)),
-    )
+    """Return the rollout dtypes and the train dtypes."""
+    return list(dict.fromkeys(pair.rollout for pair in pairs)), list(dict.fromkeys(pair.train for pair in pairs))
 
 
 def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes, Pair, str], str]) -> Figure:
@@ -65,61 +84,19 @@ def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes,
     return figure
 
 
-def _scale(pairs: list[Pair]) -> str:
-    """Return the scale that shows what lies between the smallest and the largest probability."""
-    probs = np.concatenate([pair.probs.ravel() for pair in pairs])
-    shown = probs[np.isfinite(probs) & (probs > 0)]
-    return "log" if shown.size and shown.max() > 10 * shown.min() else "linear"
-
-
-def _tokens(pairs: list[Pair]) -> Figure:
-    scale = _scale(pairs)
-
-    def draw(axis: Axes, pair: Pair, colour: str) -> str:
-        axis.set(xscale=scale, yscale=scale, aspect="equal")
-        axis.axline((0.1, 0.1), (1, 1), **_LINE)
-        axis.scatter(pair.probs[1], pair.probs[0], color=colour, **_TOKENS)
-        return f"k3 {pair.k3:.1e}\n1 - Pearson {1 - pair.metric('probs_pearson'):.1e}"
-
-    return _panels(pairs, "rollout's probability", "trainer's probability", draw)
-
-
-def _token_gaps(pairs: list[Pair]) -> Figure:
-    scale = _scale(pairs)
-
-    def draw(axis: Axes, pair: Pair, colour: str) -> str:
-        axis.set(xscale=scale)
-        axis.axhline(0, **_LINE)
-        axis.scatter(pair.probs[1], pair.gaps, color=colour, **_TOKENS)
-        return f"mean abs {pair.metric('log_prob_gap_abs_mean'):.1e}"
-
-    return _panels(pairs, "rollout's probability", "log-prob gap of a token (nats)", draw)
-
-
-def _sequences(pairs: list[Pair]) -> Figure:
-    def draw(axis: Axes, pair: Pair, colour: str) -> str:
-        axis.axhline(0, **_LINE)
-        axis.scatter(pair.lengths, pair.sequence_log_ratios, color=colour, **_RESPONSES)
-        return f"std {pair.metric('sequence_log_ratio_std'):.1e}"
-
-    return _panels(pairs, "response length (tokens)", "log ratio of a response (nats)", draw)
-
-
 def _grid(pairs: list[Pair]) -> Figure:
-    rollouts, trains = _dtypes(pairs)
-    # k3 may be exactly 0 where both engines agree.
+    """Draw k3 and rank of each pair as a heat map; k3 may be exactly 0 where both engines agree."""
+    (rollouts, trains), ranking = _dtypes(pairs), ranked(pairs)
     exponents = np.array([math.log10(pair.k3) if pair.k3 > 0 else math.nan for pair in pairs])
     figure = Figure(figsize=(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.6), layout="constrained")
     axis = figure.subplots()
     colours = exponents.reshape(len(rollouts), len(trains))
     image = axis.imshow(colours, cmap="YlOrRd", alpha=0.6, aspect="auto")  # pale, so that black text is readable
-    ranking = ranked(pairs)
     for index, pair in enumerate(pairs):
         row, column = divmod(index, len(trains))
-        text = f"{pair.k3:.1e}\nrank {ranking.index(pair) + 1}"
-        axis.text(column, row, text, ha="center", va="center")
+        axis.text(column, row, f"{pair.k3:.1e}\nrank {ranking.index(pair) + 1}", ha="center", va="center")
     axis.set(xlabel="train dtype", ylabel="rollout dtype", title="k3 KL per token (nats)")
-    axis.set_xticks(range(len(trains)), trains)
-    axis.set_yticks(range(len(rollouts)), rollouts)
+    axis.set_xticks(range(len(trains)), [dtype.upper() for dtype in trains])
+    axis.set_yticks(range(len(rollouts)), [dtype.upper() for dtype in rollouts])
     figure.colorbar(image, label="log10 k3")
     return figure

@@ -41,11 +41,6 @@ class Pair:
 def measure(store: Store, rollout: str, train: str) -> Pair:
     """Return the statistics of a pair whose samples and scores are complete.
 
-    Args:
-        store: Samples and scores.
-        rollout: Dtype of vLLM.
-        train: Dtype of the trainer's forward.
-
     Raises:
         ConfigurationError: If no response has a token.
         CheckpointStateError: If scores do not belong to their samples.

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from verl_precision.check import versions
 from verl_precision.files import write_file
@@ -16,7 +17,7 @@ from verl_precision.offline_mismatch.figures import write_figures
 from verl_precision.offline_mismatch.measure import Pair, measure
 from verl_precision.offline_mismatch.settings import MismatchJob, check_model
 from verl_precision.offline_mismatch.store import Series, Store
-from verl_precision.offline_mismatch.table import console_table, markdown, summary
+from verl_precision.offline_mismatch.table import markdown, summary
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
 from verl_precision.sampling.work import start_engine, work_through
@@ -80,9 +81,10 @@ def measure_mismatch(
 
 
 def _write(folder: Path, pairs: list[Pair], job: MismatchJob, prompts: int, console: Console) -> None:
-    write_file(folder / "table.md", markdown(pairs, job, versions(), prompts), replace=True)
+    table = markdown(pairs, job, versions(), prompts)
+    write_file(folder / "table.md", table, replace=True)
     write_file(folder / "summary.json", summary(pairs, job, versions(), prompts, sys.argv), replace=True)
     figures = write_figures(folder, pairs, title=Path(job.model).name)
-    console.print(console_table(pairs))
+    console.print(Markdown(table))
     names = ", ".join(["table.md", "summary.json", *figures])
     console.print(f"wrote {names} to {folder}", highlight=False, soft_wrap=True)

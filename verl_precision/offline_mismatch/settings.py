@@ -32,19 +32,11 @@ class MismatchJob:
         """Refuse a dtype given twice, and flash attention in FP32."""
         for option, dtypes in (("--rollout-dtype", self.rollout_dtypes), ("--train-dtype", self.train_dtypes)):
             if not dtypes or len(set(dtypes)) != len(dtypes):
-                raise ConfigurationError(
-                    "this cannot work",
-                    setting=option,
-                    value=" ".join(dtypes),
-                    allowed="at least one dtype, and each once",
-                    remedy="Repeat the option for several.",
-                )
+                problem, allowed = f"{option} {' '.join(dtypes)}: this cannot work", "at least one dtype, and each once"
+                raise ConfigurationError(problem, allowed=allowed, remedy="Repeat the option for several.")
         if self.attention == "flash_attention_2" and "fp32" in self.train_dtypes:
-            raise ConfigurationError(
-                "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only",
-                allowed="bf16, fp16",
-                remedy="Use --attention sdpa, or leave fp32 out.",
-            )
+            problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"
+            raise ConfigurationError(problem, allowed="bf16, fp16", remedy="Use --attention sdpa, or leave fp32 out.")
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -53,12 +45,7 @@ class MismatchJob:
 
 
 def check_model(job: MismatchJob, model: Model, longest_prompt: int) -> None:
-    """Refuse what this model cannot do.
-
-    Args:
-        job: What is asked.
-        model: The model.
-        longest_prompt: Length of the longest prompt in tokens.
+    """Refuse a job that this model cannot do; the longest prompt is given in tokens.
 
     Raises:
         ConfigurationError: If vLLM refuses FP16 for it, or responses do not fit its context.

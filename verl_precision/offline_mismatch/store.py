@@ -7,6 +7,7 @@ FP32 number from its neighbours.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -24,11 +25,6 @@ class Store:
 
     def __init__(self, journal: Journal, job: MismatchJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
         """Read which samples and scores the journal has.
-
-        Args:
-            journal: Journal of the job.
-            job: Settings of the job.
-            prompt_ids: Token ids of each prompt.
 
         Raises:
             CheckpointStateError: If the journal is damaged.
@@ -49,12 +45,7 @@ class Store:
         return sum(map(len, self.positions.values()))
 
     def log_probs(self, rollout: str, train: str, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return log-probs, response after response, in float64.
-
-        Args:
-            rollout: Dtype of vLLM.
-            train: Dtype of the trainer's forward.
-            keys: Responses.
+        """Return the log-probs of some responses, one after the other, in float64.
 
         Returns:
             Lengths [B], log π [N], log μ [N], with N = Σ lengths.
@@ -82,26 +73,24 @@ class Series:
     """The samples in a rollout dtype, or with a train dtype their scores, as `sampling.work.Work`."""
 
     def __init__(self, store: Store, rollout: str, train: str | None = None) -> None:
-        self.total = len(store.keys)
-        self.missing = [key for key in store.keys if key not in store.positions[rollout, train]]
         self._store, self._rollout, self._train = store, rollout, train
-        self._asked = 0  # of the missing ones
+        self._positions = store.positions[rollout, train]
+        self.total = len(store.keys)
+        self.missing = [key for key in store.keys if key not in self._positions]
+        self._unasked = iter(self.missing)
 
     @property
     def done(self) -> int:
         """Number of responses that are sampled, or scored."""
-        return len(self._store.positions[self._rollout, self._train])
+        return len(self._positions)
 
     def progress(self) -> str:
         """Say what is done."""
-        scored = f", scored in {self._train}" if self._train else ""
-        return f"responses sampled in {self._rollout}{scored}"
+        return f"responses sampled in {self._rollout}" + (f", scored in {self._train}" if self._train else "")
 
     def next_requests(self, limit: int) -> list[Request]:
         """Return up to so many requests, each once."""
-        keys = self.missing[self._asked : self._asked + limit]
-        self._asked += len(keys)
-        return [self._request(*key) for key in keys]
+        return [self._request(*key) for key in islice(self._unasked, limit)]
 
     def _request(self, problem: str, response: int) -> Request:
         store, prompt = self._store, self._store.prompt_ids[int(problem)]
@@ -122,5 +111,4 @@ class Series:
             "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
             "finish_reason": response.finish_reason,
         }
-        key = response.problem, response.response
-        self._store.positions[self._rollout, self._train][key] = self._store.journal.append(record)
+        self._positions[response.problem, response.response] = self._store.journal.append(record)

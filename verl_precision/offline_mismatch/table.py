@@ -1,10 +1,8 @@
-"""The result as a table: console, Markdown and JSON. Rank 1 has the smallest mismatch."""
+"""The result as Markdown, which is shown too, and as JSON. Rank 1 has the smallest mismatch."""
 
 import json
 import math
 from dataclasses import asdict
-
-from rich.table import Table
 
 from verl_precision.offline_mismatch.measure import Pair
 from verl_precision.offline_mismatch.settings import MismatchJob
@@ -40,18 +38,6 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
 
 def _text(value: float, form: str) -> str:
     return "undefined" if math.isnan(value) else format(value, form)
-
-
-def console_table(pairs: list[Pair]) -> Table:
-    """Return the table for a console."""
-    header, rows = cells(pairs)
-    title = "Training-inference mismatch per token, nats; ± is the standard error over responses"
-    result = Table(title=title, title_justify="left")
-    for column in header:
-        result.add_column(column, justify="left" if column in ("rollout", "train") else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(*row)
-    return result
 
 
 def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:

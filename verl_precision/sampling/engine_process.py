@@ -30,13 +30,7 @@ class EngineProcess:
     engines = 1
 
     def __init__(self, build: Callable[[], Engine], name: str, logs: Path) -> None:
-        """Start the process and return at once; the model loads meanwhile.
-
-        Args:
-            build: Makes the engine; it is pickled.
-            name: What the process does, for its log and for messages, such as `sample-fp16`.
-            logs: Folder of the logs; each process has a new one.
-        """
+        """Start the process and return at once; the model loads meanwhile. Each process has a new log."""
         logs.mkdir(parents=True, exist_ok=True)
         self._name = name
         self._log = next(path for number in count() if not (path := logs / f"{name}-{number}.log").exists())

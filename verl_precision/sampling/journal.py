@@ -8,6 +8,8 @@ import fcntl
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,17 +46,13 @@ class Journal:
     def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield position and content of each record.
 
-        Args:
-            fields: What each record must have, and its type.
-
         Raises:
             CheckpointStateError: If a line is damaged, or has no such field of that type.
         """
-        for number, position, record in read_lines(self.path):
-            if number > 1:
-                if wrong := wrong_field(record, fields):
-                    raise CheckpointStateError(f"{self.path}, line {number}: {wrong}", remedy=_START_AGAIN)
-                yield position, record
+        for number, position, record in islice(read_lines(self.path), 1, None):
+            if wrong := wrong_field(record, fields):
+                raise CheckpointStateError(f"{self.path}, line {number}: {wrong}", remedy=_START_AGAIN)
+            yield position, record
 
     def show_resumed(self, count: int, console: Console) -> None:
         """Say how many responses the journal had, if any."""
@@ -84,26 +82,22 @@ def open_journal(folder: Path, settings: Mapping[str, Any], outputs: Collection[
     if not path.exists():
         _require_free(folder, outputs)
         folder.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")
-    try:
+    with ExitStack() as closed_on_error:
+        file = closed_on_error.enter_context(open(path, "a+b"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigurationError(
-                f"{path}: another process is writing it",
-                allowed="one process for each --output",
-                remedy="Wait for it, or give another --output.",
-            ) from None
+            problem, allowed = f"{path}: another process is writing it", "one process for each --output"
+            remedy = "Wait for it, or give another --output."
+            raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
         journal = Journal(path, file, _cut_torn_line(file))
         first = next(read_lines(path), None)
         if first is None:
             journal.append({"settings": settings})
         else:
             _require_same(path, first[2].get("settings"), json.loads(json.dumps(settings)))
-        return journal
-    except BaseException:
-        file.close()
-        raise
+        closed_on_error.pop_all()
+    return journal
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -121,7 +115,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
                 value = None
             if not isinstance(value, dict):
                 problem = f"{path}, line {number}: it is not a JSON object: {line[:60]!r}"
-                raise CheckpointStateError(problem, allowed="a torn last line, which is cut off", remedy=_START_AGAIN)
+                raise CheckpointStateError(problem, allowed="one object a line", remedy=_START_AGAIN)
             yield number, position, value
             position += len(line)
 

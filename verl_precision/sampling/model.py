@@ -31,30 +31,24 @@ class Model:
     config: dict[str, Any]  # its config.json
 
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
-        """Refuse FP16 where vLLM refuses it.
-
-        Args:
-            option: Option that chose the dtypes.
-            dtypes: Dtypes of vLLM.
+        """Refuse FP16, chosen by an option, where vLLM refuses it.
 
         Raises:
-            ConfigurationError: If vLLM refuses one of them for this model.
+            ConfigurationError: If vLLM refuses one of the dtypes for this model.
         """
         kind = str(self.config.get("model_type"))
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
+            others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
             raise ConfigurationError(
-                f"{option} fp16 with --model {self.name}: vLLM refuses FP16 for model type {kind!r} (and "
-                f"{', '.join(t for t in VLLM_REFUSES_FP16 if t != kind)}), whose activations overflow it",
+                f"{option} fp16 with --model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others}), "
+                "whose activations overflow it",
                 allowed="bf16, fp32",
                 remedy=f"Choose another {option}.",
             )
 
 
 def model_location(model: str) -> str:
-    """Return what vLLM and transformers load: a folder, or the hub name as it is.
-
-    Args:
-        model: As in `find_model`.
+    """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is.
 
     Raises:
         ConfigurationError: If there is no such tiny model.
@@ -78,19 +72,14 @@ def find_model(model: str) -> Model:
         ConfigurationError: If there is no such folder, and no such name on the hub or, offline, in its cache.
     """
     folder = Path(model_location(model))
-    config, problem = folder / "config.json", ""
-    allowed, remedy = (
-        "a folder in Hugging Face format with config.json and weights",
-        "Save the model or check the path.",
-    )
     if folder.is_dir():
+        config = folder / "config.json"
         weights = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
         if config.is_file() and weights:
-            return Model(model, _digest([config, *weights]), json.loads(config.read_text()))
+            return Model(model, _digest(config, weights), json.loads(config.read_text()))
         problem = f"the folder has no {'weights' if config.is_file() else 'config.json'}"
     elif folder.exists() or not _HUB_NAME.match(model):
         problem = "no such folder, and not a hub name"
-        allowed = f"a folder in Hugging Face format, a hub name (organisation/model), or {TINY}qwen3"
     else:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -100,18 +89,20 @@ def find_model(model: str) -> Model:
             return Model(model, config.parent.name, json.loads(config.read_text()))
         except LocalEntryNotFoundError:
             problem = "no such folder, not in the hub's cache on this machine, and the hub cannot be reached"
-            allowed = "a folder, or a hub name that is cached or reachable"
-            remedy = "Download it first, or check the spelling."
         except (HfHubHTTPError, HFValidationError) as error:
             reason = str(error).strip().splitlines()[0]
             problem = f"no such folder, and the hub refuses the name ({type(error).__name__}: {reason})"
-            allowed, remedy = "a name that the hub knows", "Check the spelling, or log in if it is gated."
-    raise ConfigurationError(problem, setting="--model", value=model, allowed=allowed, remedy=remedy)
+    raise ConfigurationError(
+        problem,
+        setting="--model",
+        value=model,
+        allowed="a folder in Hugging Face format with config.json and *.safetensors or *.bin; a hub name "
+        f"(organisation/model) that is cached or reachable; or {TINY}qwen3",
+        remedy="Check the spelling, download it first, or log in to the hub if it is gated.",
+    )
 
 
-def _digest(files: list[Path]) -> str:
-    """Return a digest of the first file, and of size and beginning of each other one."""
-    config, *weights = files
+def _digest(config: Path, weights: list[Path]) -> str:
     digest = sha256(config.read_bytes())
     for file in weights:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
@@ -131,10 +122,12 @@ def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
     for number, prompt in enumerate(prompts):
         is_text = isinstance(prompt, str)
         if not is_text and tokenizer.chat_template is None:
-            problem = f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens"
-            remedy = "Add chat_template to its tokenizer_config.json."
             raise ConfigurationError(
-                problem, setting="--model", value=model.name, allowed="prompts of plain text", remedy=remedy
+                f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens",
+                setting="--model",
+                value=model.name,
+                allowed="prompts of plain text",
+                remedy="Add chat_template to its tokenizer_config.json.",
             )
         text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=is_text)["input_ids"]
@@ -146,7 +139,7 @@ def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Return the tokenizer of a model, given as in `find_model`.
+    """Return the tokenizer of a model as in `find_model`.
 
     Raises:
         ConfigurationError: If the model has none.
@@ -160,10 +153,5 @@ def load_tokenizer(model: str) -> Any:
             return tokenizer
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-    raise ConfigurationError(
-        f"its tokenizer cannot be loaded ({reason})",
-        setting="--model",
-        value=model,
-        allowed="a folder or hub name with model and tokenizer",
-        remedy="Copy the tokenizer's files beside config.json.",
-    )
+    problem, remedy = f"its tokenizer cannot be loaded ({reason})", "Copy the tokenizer's files beside config.json."
+    raise ConfigurationError(problem, setting="--model", value=model, allowed="one with a tokenizer", remedy=remedy)

@@ -50,12 +50,7 @@ class DataSet:
         return sha256("".join(problem.identifier for problem in self.problems).encode()).hexdigest()[:16]
 
     def write(self, path: Path, identifiers: Iterable[str]) -> None:
-        """Write the rows of some problems as parquet, with columns and types unchanged.
-
-        Args:
-            path: The file to write; one that exists is replaced.
-            identifiers: Identifiers of the problems, in any order; rows are written in the file's order.
-        """
+        """Write the rows of some problems as parquet, in the file's order, with columns and types unchanged."""
         wanted = set(identifiers)
         rows = [problem.row for problem in self.problems if problem.identifier in wanted]
         with new_file(path, replace=True) as scratch:
@@ -90,56 +85,49 @@ def read_data_set(path: Path) -> DataSet:
 
 
 def read_rows(path: Path, option: str = "") -> list[Any]:
-    """Return the rows of a parquet or JSONL file; rows of the latter may differ in their fields.
+    """Return the rows of a .parquet, .jsonl or .json file (one row a line); rows of the latter may differ in fields.
 
     Args:
-        path: A .parquet, .jsonl or .json file (one row a line).
+        path: The file.
         option: Option that names the file, for messages.
 
     Raises:
         ConfigurationError: If there is no such file, or it cannot be read.
     """
     name = f"{option} {path}".strip()
+    allowed = ".parquet, or .jsonl with one JSON object a line"
     if not path.is_file():
-        raise ConfigurationError(f"{name}: no such file", allowed=".parquet or .jsonl", remedy="Check the path.")
+        raise ConfigurationError(f"{name}: no such file", allowed=allowed, remedy="Check the path.")
     if path.suffix == ".parquet":
         return _read_table(path).to_pylist()
     if path.suffix not in (".jsonl", ".json"):
-        allowed = ".parquet, or .jsonl with one JSON object a line"
         raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                problem = f"{name}, line {number}: cannot be read as JSON ({error})"
-                raise ConfigurationError(problem, allowed="one JSON object a line") from None
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except json.JSONDecodeError as error:
+            problem = f"{name}, line {number}: cannot be read as JSON ({error})"
+            raise ConfigurationError(problem, allowed="one JSON object a line") from None
     return rows
 
 
 def is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages, and not an empty one."""
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+    """Return whether a value is a list of messages {role, content}, and not an empty one."""
 
+    def is_message(message: Any) -> bool:
+        return isinstance(message, dict) and message.get("role") and isinstance(message.get("content"), str | list)
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value.get("role")) and isinstance(value.get("content"), str | list)
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))
 
 
 def _read_table(path: Path) -> pyarrow.Table:
+    rows = None if path.suffix == ".parquet" and path.is_file() else read_rows(path)
     try:
-        if path.suffix == ".parquet" and path.is_file():
-            return parquet.read_table(path)
-        return pyarrow.Table.from_pylist(read_rows(path))
-    except ConfigurationError:
-        raise
+        return parquet.read_table(path) if rows is None else pyarrow.Table.from_pylist(rows)
     except (ValueError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-        raise ConfigurationError(
-            f"{path}: cannot be read ({error})",
-            allowed="parquet, or one JSON object a line",
-            remedy="Check the file.",
-        ) from None
+        problem = f"{path}: cannot be read ({error})"
+        raise ConfigurationError(problem, allowed="parquet, or one JSON object a line") from None
 
 
 def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:

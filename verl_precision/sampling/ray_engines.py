@@ -14,12 +14,7 @@ class RayEngines:
     """
 
     def __init__(self, build: Callable[[], Engine], address: str, engines: int | None) -> None:
-        """Start the engines and wait until all are ready.
-
-        Args:
-            build: Makes one engine, in its own process.
-            address: Address of the Ray cluster; `local` starts one.
-            engines: Number of engines; None for one on each GPU.
+        """Start the engines and wait until all are ready; the address `local` starts a cluster.
 
         Raises:
             EnvironmentMismatchError: If no such cluster answers, or it cannot hold the engines.

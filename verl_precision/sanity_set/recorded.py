@@ -15,10 +15,7 @@ class RecordedEngine:
     engines = 1
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Args:
-            path: JSONL with problem, response, tokens, and either correct or text.
+        """Read a JSONL file with problem, response, tokens, and either correct or text.
 
         Raises:
             ConfigurationError: If a line lacks these fields.
@@ -31,11 +28,8 @@ class RecordedEngine:
                 continue
             judged: dict[str, type] = {"correct": bool} if "correct" in line else {"text": str}
             if wrong := wrong_field(line, {"problem": str, "response": int, "tokens": int, **judged}):
-                raise ConfigurationError(
-                    f"--responses {path}, line {number}: {wrong}",
-                    allowed="problem, response, tokens, and correct or text",
-                    remedy="Record it with this command.",
-                )
+                allowed = "problem, response, tokens, and correct or text, as this command records them"
+                raise ConfigurationError(f"--responses {path}, line {number}: {wrong}", allowed=allowed)
             key = line["problem"], line["response"]
             self._recorded[key] = Response(*key, line["tokens"], line.get("text"), line.get("correct"))
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from verl_precision.files import new_file, write_file
 from verl_precision.sampling.problems import DataSet
@@ -62,23 +62,25 @@ def summarise(data: DataSet, schedule: Schedule, unreadable: int, overlong: int)
 
 def table(summary: Summary) -> Table:
     """Return the result as a table for the terminal."""
-    shown = Table("sanity set", "")
-    shown.columns[1].justify = "right"
     responses = summary.responses_drawn + summary.responses_saved
-    tokens = summary.tokens_drawn + summary.tokens_saved
-    shown.add_row("kept", f"[bold]{summary.kept}[/]")
-    shown.add_row("too easy / too hard", f"{summary.too_easy} / {summary.too_hard}")
-    shown.add_row("responses drawn", f"{summary.responses_drawn} of {responses}")
-    shown.add_row("saved by deciding early", f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})")
-    shown.add_row("tokens drawn", f"{summary.tokens_drawn}")
-    shown.add_row("tokens saved (estimate)", f"{summary.tokens_saved} ({summary.tokens_saved / max(tokens, 1):.0%})")
-    for count, what in (
-        (summary.duplicates, "duplicate rows, taken once"),
-        (summary.unreadable, "left out: answer cannot be parsed"),
-        (summary.overlong, "left out: prompt too long"),
-    ):
-        if count:
-            shown.add_row(f"[yellow]{what}[/]", str(count))
+    tokens = max(summary.tokens_drawn + summary.tokens_saved, 1)
+    rows = {
+        "kept": f"[bold]{summary.kept}[/]",
+        "too easy / too hard": f"{summary.too_easy} / {summary.too_hard}",
+        "responses drawn": f"{summary.responses_drawn} of {responses}",
+        "saved by deciding early": f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})",
+        "tokens drawn": f"{summary.tokens_drawn}",
+        "tokens saved (estimate)": f"{summary.tokens_saved} ({summary.tokens_saved / tokens:.0%})",
+    }
+    left_out = {
+        "duplicate rows, taken once": summary.duplicates,
+        "left out: answer cannot be parsed": summary.unreadable,
+        "left out: prompt too long": summary.overlong,
+    }
+    rows |= {f"[yellow]{reason}[/]": str(count) for reason, count in left_out.items() if count}
+    shown = Table("sanity set", Column(justify="right"))
+    for name, value in rows.items():
+        shown.add_row(name, value)
     return shown
 
 

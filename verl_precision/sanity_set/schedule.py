@@ -37,12 +37,9 @@ class Schedule:
     """
 
     def __init__(self, problems: Iterable[str], window: Window, early_stopping: bool = True) -> None:
-        """Start with nothing drawn.
+        """Start with nothing drawn; problems are worked on in their order.
 
-        Args:
-            problems: Identifiers, in the order to work on them.
-            window: The rule.
-            early_stopping: Whether a problem is left alone once its verdict is decided; else all n responses are drawn.
+        Without `early_stopping`, all n responses to each problem are drawn, decided or not.
         """
         self.window = window
         self.early_stopping = early_stopping

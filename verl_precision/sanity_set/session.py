@@ -136,9 +136,7 @@ def _origin(options: Options, problems: list[Problem]) -> tuple[str, dict[str, t
     """Return what the responses come from, for the settings, and the prompts that are short enough, in tokens."""
     if options.recorded is not None:
         if not options.recorded.is_file():
-            raise ConfigurationError(
-                "no such file", setting="--responses", value=options.recorded, allowed="a journal.jsonl"
-            )
+            raise ConfigurationError(f"--responses {options.recorded}: no such file", allowed="a journal.jsonl")
         digest = sha256(options.recorded.read_bytes()).hexdigest()[:16]
         return f"recorded {digest}", {problem.identifier: () for problem in problems}
     model = find_model(options.model)
@@ -151,28 +149,23 @@ def _origin(options: Options, problems: list[Problem]) -> tuple[str, dict[str, t
     }
     if not fitting:
         lengths = [len(ids) for ids in prompts]
-        raise ConfigurationError(
-            "every prompt is longer",
-            setting="--max-prompt-length",
-            value=options.max_prompt_length,
-            allowed=f"{min(lengths)} or more; the longest has {max(lengths)} tokens",
-            remedy="Raise it.",
-        )
+        option, most = "--max-prompt-length", options.max_prompt_length
+        allowed = f"{min(lengths)} or more; the longest has {max(lengths)} tokens"
+        raise ConfigurationError("every prompt is longer", setting=option, value=most, allowed=allowed)
     return model.fingerprint, fitting
 
 
 def _recorded_settings(options: Options, data: DataSet, reward: Reward, origin: str) -> dict[str, Any]:
     """Return everything that decides which responses are drawn and how they are judged."""
-    same = ("model", "dtype", "max_prompt_length", "max_response_length", "seed")
+    as_given = ("model", "dtype", "max_prompt_length", "max_response_length", "seed", "correct_at")
     return {
-        **{name: getattr(options, name) for name in same},
+        **{name: getattr(options, name) for name in as_given},
         "data": data.digest,
         "responses_from": origin,
         "responses_per_problem": options.window.responses,
         "low": str(options.window.low),
         "high": str(options.window.high),
         "reward": reward.name,
-        "correct_at": reward.correct_at,
         "temperature": 1.0,
         "top_p": 1.0,
     }
