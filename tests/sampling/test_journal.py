@@ -18,6 +18,7 @@ def written(tmp_path):
         positions = [journal.append({**FIRST, "text": None}), journal.append(SECOND)]
         assert [journal.read(position) for position in reversed(positions)] == [SECOND, FIRST]
         assert journal.read(journal.append(THIRD)) == THIRD, "writing goes to the end, wherever was read"
+        assert journal.path.read_bytes().count(b"\n") == 4, "on disk at once, so that kill -9 does not lose it"
     return tmp_path / "job" / JOURNAL
 
 

@@ -1,6 +1,8 @@
 """From verdicts to files: the kept set, what was saved, resuming, and what is refused before an engine starts."""
 
 import json
+import random
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -45,6 +47,42 @@ def test_summary_by_hand_and_no_engine_for_a_finished_run(replay, no_engine):
     again, _ = replay([EASY, HARD, FLIP], in_flight=64)  # how many are in flight is no part of the experiment
     assert again == summary
     assert (folder / "journal.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_interrupted_twice_and_resumed_nothing_is_lost_or_drawn_twice(replay, tmp_path, monkeypatch, torn):
+    """Eight problems of all difficulties; tests/e2e/test_sanity_set.py does the same with vLLM and kill -9."""
+    generator = random.Random(1)
+    verdicts = [[generator.random() < number / 7 for _ in range(40)] for number in range(8)]
+    journal, counted, submitted = tmp_path / "out" / "journal.jsonl", [], []
+
+    class Mortal(RecordedEngine):
+        def submit(self, requests):
+            submitted.extend((request.problem, request.response) for request in requests)
+            super().submit(requests)
+
+        def poll(self):
+            if not self.batches:
+                raise KeyboardInterrupt
+            self.batches -= 1
+            return [self._waiting.popleft() for _ in range(min(5, len(self._waiting)))]
+
+    monkeypatch.setattr(session, "RecordedEngine", Mortal)
+    for batches in (9, 7, 1000):
+        submitted.clear()
+        Mortal.batches = batches
+        with pytest.raises(KeyboardInterrupt) if batches < 1000 else nullcontext():
+            _, folder = replay(verdicts, in_flight=12)
+        assert not set(submitted) & set(counted), "drawn twice"
+        if torn and batches < 1000:
+            journal.write_bytes(journal.read_bytes()[:-9])
+        lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[1:] if line.endswith(b"}")]
+        on_disk = [(line["problem"], line["response"]) for line in lines]
+        assert on_disk[: len(counted)] == counted, "lost"
+        assert batches == 1000 or len(on_disk) == len(counted) + 5 * batches - torn
+        counted = on_disk
+    assert len(set(counted)) == len(counted)
+    assert kept_rows(folder) == [index for index, row in enumerate(verdicts) if 8 <= sum(row) <= 32]
 
 
 def test_a_window_that_keeps_everything_draws_nothing(replay):

@@ -1,9 +1,6 @@
-"""The data sets and templates of catalog.yaml, and what their columns mean.
+"""The data sets, layouts and templates of catalog.yaml, and how a row becomes question and answer."""
 
-A layout turns a row of a data set into question and answer. A row that does not fit is an error, never a guess.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +32,10 @@ class Question(NamedTuple):
     source: str = ""  # where the problem comes from, as the data set says
 
 
-class Layout(NamedTuple):
-    """Columns of a data set, what to make of a row, and a made-up row with a question and its answer."""
-
-    columns: set[str]
-    read: Callable[[Row], Question]
-    make: Callable[[str, int], Row]
-
-
 _CONTENT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 CATALOG = {name: PaperDataSet(**values) for name, values in _CONTENT["data_sets"].items()}
+LAYOUTS: dict[str, dict[str, str]] = _CONTENT["layouts"]  # meaning -> column
 TEMPLATES: dict[str, dict[str, str]] = _CONTENT["templates"]  # role -> text with {question}
 _DAPO_BEFORE, _DAPO_AFTER = TEMPLATES["dapo"]["user"].split("{question}")
 _GURU_AFTER = "Please output the final answer within \\boxed{}."
@@ -71,35 +61,31 @@ def last_boxed(solution: str) -> str:
     raise ConfigurationError(f"no \\boxed answer in the solution {solution[-80:]!r}")
 
 
-def _read_verl(row: Row) -> Question:
-    """Take off the words that DAPO and Guru put around a problem, so that any template can go on."""
-    user = [message["content"] for message in row["prompt"] if message["role"] == "user"]
+def read_row(layout: str, row: Row) -> Question:
+    """Return question and answer of a row in a layout. A row that does not fit is an error, never a guess.
+
+    Raises:
+        ConfigurationError: If there is no answer, or not one question.
+    """
+    question, answer = (row[LAYOUTS[layout][meaning]] for meaning in ("question", "answer"))
+    if layout != "verl":
+        return Question(question, last_boxed(answer) if layout == "math" else str(answer))
+    user = [message["content"] for message in question if message["role"] == "user"]
     if len(user) != 1:
         raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is wanted")
+    # DAPO and Guru put words around a problem. They are taken off, so that any template can go on.
     text = user[0].removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip().removesuffix(_GURU_AFTER).strip()
-    return Question(text, str(row["reward_model"]["ground_truth"]), str(row["data_source"]))
+    return Question(text, str(answer["ground_truth"]), str(row["data_source"]))
 
 
-def _make_verl(question: str, answer: int) -> Row:
-    prompt = [{"role": "user", "content": _DAPO_BEFORE + question + _DAPO_AFTER}]
-    return {"data_source": "stand_in", "prompt": prompt, "reward_model": {"ground_truth": str(answer)}}
-
-
-LAYOUTS = {
-    "math": Layout(
-        {"problem", "solution"},
-        lambda row: Question(row["problem"], last_boxed(row["solution"])),
-        lambda question, answer: {"problem": question, "solution": f"Adding gives $\\boxed{{{answer}}}$."},
-    ),
-    "problem_answer": Layout(
-        {"problem", "answer"},
-        lambda row: Question(row["problem"], str(row["answer"])),
-        lambda question, answer: {"problem": question, "answer": str(answer)},
-    ),
-    "aime": Layout(
-        {"Problem", "Answer"},
-        lambda row: Question(row["Problem"], str(row["Answer"])),
-        lambda question, answer: {"Problem": question, "Answer": answer},
-    ),
-    "verl": Layout({"prompt", "reward_model", "data_source"}, _read_verl, _make_verl),
-}
+def stand_in_row(layout: str, text: str, result: int) -> Row:
+    """Return a row in a layout, made of a question and its answer."""
+    question: Any = text
+    answer: Any = result
+    if layout == "math":
+        answer = f"Adding gives $\\boxed{{{result}}}$."
+    elif layout == "verl":
+        question = [{"role": "user", "content": _DAPO_BEFORE + text + _DAPO_AFTER}]
+        answer = {"ground_truth": str(result)}
+    values = {"question": question, "answer": answer, "source": "stand_in"}
+    return {column: values[meaning] for meaning, column in LAYOUTS[layout].items()}

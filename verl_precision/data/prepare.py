@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-from verl_precision.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row
+from verl_precision.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row, read_row, stand_in_row
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.files import new_file
 from verl_precision.sampling.problems import read_rows
@@ -75,7 +75,7 @@ def prepare(
 def _stand_in_rows(layout: str) -> Sequence[Row]:
     """Return a few sums in a layout's columns: the same code then runs on a machine without network."""
     sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // STAND_INS][:STAND_INS]
-    return [LAYOUTS[layout].make(f"What is {first} + {second}?", first + second) for first, second in sums]
+    return [stand_in_row(layout, f"What is {first} + {second}?", first + second) for first, second in sums]
 
 
 def _download(wanted: PaperDataSet) -> Sequence[Row]:
@@ -96,18 +96,18 @@ def _download(wanted: PaperDataSet) -> Sequence[Row]:
 def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Question]:
     """Return the distinct questions, in order; the first answer to a question counts."""
     columns = set(rows[0]) if len(rows) else set()
-    layouts = [LAYOUTS[key] for key in wanted.layouts]
-    layout = next((layout for layout in layouts if columns >= layout.columns), None)
+    needed = {layout: set(LAYOUTS[layout].values()) for layout in wanted.layouts}
+    layout = next((layout for layout in needed if columns >= needed[layout]), None)
     if layout is None:
         raise ConfigurationError(
             f"{name}: its columns are {', '.join(sorted(columns)) or 'none'}",
-            allowed=" or ".join(", ".join(sorted(layout.columns)) for layout in layouts),
+            allowed=" or ".join(", ".join(sorted(names)) for names in needed.values()),
             remedy="Check --source, or look whether the data set has changed.",
         )
     found: dict[str, Question] = {}
     for number, row in enumerate(rows):
         try:
-            question = layout.read(row)
+            question = read_row(layout, row)
             if not question.text or not question.answer:
                 raise ConfigurationError("empty question or answer")
         except (ConfigurationError, KeyError, TypeError, AttributeError) as error:

@@ -15,8 +15,6 @@ _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization"
 class VllmEngine:
     """A `vllm.LLM`, driven request by request, at temperature 1 with the whole distribution: the policy itself."""
 
-    engines = 1
-
     def __init__(self, model: str, dtype: str, max_model_len: int, log_probs: bool = False, **engine: Any) -> None:
         """Load the model.
 
@@ -79,8 +77,3 @@ class VllmEngine:
             return Response(request.problem, request.response, len(ids), text=drawn.text)
         log_probs = tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         return Response(request.problem, request.response, len(ids), None, None, ids, log_probs, drawn.finish_reason)
-
-    def close(self) -> None:
-        """Drop what is still being drawn."""
-        self._engine.abort_request(list(self._asked))
-        self._asked.clear()

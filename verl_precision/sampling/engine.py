@@ -36,7 +36,11 @@ class Response:
 
 
 class Engine(Protocol):
-    """Answers requests, many at a time, each when it is ready."""
+    """Answers requests, many at a time, each when it is ready.
+
+    What loads a model (`integration.vllm_sampler`, `integration.fsdp_scorer`) has `submit` and `poll` alone: it runs in
+    a process of its own, whose end gives everything back.
+    """
 
     @property
     def engines(self) -> int:

@@ -12,11 +12,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from verl_precision.errors import RunFailedError
 from verl_precision.failure_report import reason
 from verl_precision.processes import RUN_MARK, end_processes
-from verl_precision.sampling.engine import Engine, Request, Response
+from verl_precision.sampling.engine import Request, Response
 
 _EXIT_SECONDS = 20
 
@@ -29,7 +30,7 @@ class EngineProcess:
 
     engines = 1
 
-    def __init__(self, build: Callable[[], Engine], name: str, logs: Path) -> None:
+    def __init__(self, build: Callable[[], Any], name: str, logs: Path) -> None:
         """Start the process and return at once; the model loads meanwhile. Each process has a new log."""
         logs.mkdir(parents=True, exist_ok=True)
         self._name = name

@@ -116,7 +116,8 @@ def is_chat(value: Any) -> bool:
     """Return whether a value is a list of messages {role, content}, and not an empty one."""
 
     def is_message(message: Any) -> bool:
-        return isinstance(message, dict) and message.get("role") and isinstance(message.get("content"), str | list)
+        fits = isinstance(message, dict) and isinstance(message.get("content"), str | list)
+        return fits and bool(message.get("role"))
 
     return isinstance(value, list) and bool(value) and all(map(is_message, value))
 

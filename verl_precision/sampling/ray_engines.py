@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_precision.errors import EnvironmentMismatchError, RunFailedError
-from verl_precision.sampling.engine import Engine, Request, Response
+from verl_precision.sampling.engine import Request, Response
 
 
 class RayEngines:
@@ -13,7 +13,7 @@ class RayEngines:
     Every method raises `RunFailedError` if an engine fails.
     """
 
-    def __init__(self, build: Callable[[], Engine], address: str, engines: int | None) -> None:
+    def __init__(self, build: Callable[[], Any], address: str, engines: int | None) -> None:
         """Start the engines and wait until all are ready; the address `local` starts a cluster.
 
         Raises:
@@ -86,7 +86,7 @@ class RayEngines:
 class _Actor:
     """Runs an engine in a Ray actor."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Any]) -> None:
         self._engine = build()
 
     def ready(self) -> None:
