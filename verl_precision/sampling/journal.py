@@ -135,9 +135,7 @@ def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
     taken = [name for name in found if outputs is None or name in outputs]
     if taken:
         raise ConfigurationError(
-            f"it has {taken[0]} and no {JOURNAL}, so no job of this version can be continued in it",
-            setting="--output",
-            value=folder,
+            f"--output {folder}: it has {taken[0]} and no {JOURNAL}, so no job of this version can be continued in it",
             allowed="a new folder, an empty one, or that of an earlier job",
             remedy="Nothing was written. Give another --output; a job of an older version is finished by that version.",
         )

@@ -30,9 +30,7 @@ class RayEngines:
                 ray.init(address=address, log_to_driver=False)
             except (ConnectionError, ValueError) as error:
                 raise EnvironmentMismatchError(
-                    f"no Ray cluster answers there ({error})",
-                    setting="--ray-address",
-                    value=address,
+                    f"--ray-address {address}: no Ray cluster answers there ({error})",
                     allowed="auto, local, or host:port of a running cluster",
                     remedy="Start one with `ray start --head`, or leave --ray-address out.",
                 ) from error
@@ -118,9 +116,7 @@ def engines_that_fit(gpus: float, wanted: int | None) -> int:
     """
     if gpus < max(1, wanted or 1):
         raise EnvironmentMismatchError(
-            f"Ray's cluster has {gpus:g} GPU(s), and each engine takes one",
-            setting="--engines",
-            value=wanted or "all",
+            f"--engines {wanted or 'all'}: Ray's cluster has {gpus:g} GPU(s), and each engine takes one",
             allowed=f"1 to {int(gpus)}" if gpus >= 1 else "",
             remedy="Give another --engines or --ray-address, or leave --ray-address out to run one engine here.",
         )

@@ -42,9 +42,7 @@ class RecordedEngine:
         for request in requests:
             if (request.problem, request.response) not in self._recorded:
                 raise ConfigurationError(
-                    f"response {request.response} to problem {request.problem} is not in it",
-                    setting="--responses",
-                    value=self._path,
+                    f"--responses {self._path}: response {request.response} to problem {request.problem} is not in it",
                     allowed="as many recorded responses to each problem as its verdict needs",
                     remedy="Record with --all-responses, of the same data set.",
                 )

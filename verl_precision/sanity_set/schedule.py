@@ -60,6 +60,8 @@ class Schedule:
     def verdict(self, problem: str) -> Verdict:
         """Return what is known of a problem."""
         tally = self.tallies[problem]
+        if not self.early_stopping and tally.drawn < self.window.responses:
+            return Verdict.OPEN
         return self.window.verdict(tally.correct_count, tally.drawn)
 
     def kept(self) -> list[str]:
@@ -105,9 +107,10 @@ class Schedule:
 
     def _needed(self, problem: str) -> int:
         tally = self.tallies[problem]
+        needed = self.window.responses - tally.drawn
         if self.early_stopping:
-            return max(self.window.soonest(tally.correct_count, tally.drawn) - len(tally.asked), 0)
-        return self.window.responses - tally.drawn - len(tally.asked)
+            needed = self.window.soonest(tally.correct_count, tally.drawn)
+        return max(needed - len(tally.asked), 0)
 
     def _take(self, problem: str, count: int) -> list[Key]:
         tally = self.tallies[problem]
@@ -118,12 +121,9 @@ class Schedule:
 
     def _update(self, problem: str) -> None:
         """File a problem under what it needs now: nothing, responses in flight, or more."""
-        done = self.tallies[problem].drawn == self.window.responses
-        if self.early_stopping:
-            done = self.verdict(problem) is not Verdict.OPEN
-        if done:
+        if self.verdict(problem) is not Verdict.OPEN:
             self._open.pop(problem, None)
-        if done or self._needed(problem) == 0:
+        if problem not in self._open or self._needed(problem) == 0:
             self._wanting.pop(problem, None)
         else:
             self._wanting[problem] = None
