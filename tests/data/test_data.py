@@ -116,6 +116,7 @@ def test_guru_gets_a_data_source_that_verl_knows(write, tmp_path):
         ("math", [{"problem": "P?", "solution": "no answer"}], "math, row 0: no .boxed answer"),
         ("math", [{"problem": "", "solution": "$\\boxed{1}$"}], "math, row 0: empty question or answer"),
         ("math", [{"problem": "P?", "solution": None}], "math, row 0"),
+        ("math", [], "its columns are none"),
         ("guru_math", [{**VERL_ROW, "prompt": VERL_ROW["prompt"] * 2}], "2 user messages in prompt"),
     ],
 )

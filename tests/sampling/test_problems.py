@@ -65,6 +65,7 @@ def test_a_column_that_is_missing_is_named(tmp_path, row, write_rows, column):
     [
         ("a.csv", "a,b", "unknown format '.csv'"),
         ("a.jsonl", '{"a": 1}\n{', "line 2: cannot be read as JSON"),
+        ("a.jsonl", '{"a": "ü"}', "line 1: cannot be read as JSON"),  # in another encoding
         ("a.jsonl", "[1]\n[2]", "cannot be read"),
         ("a.parquet", "PAR", "cannot be read"),
         ("a.jsonl", "\n", "no rows"),
@@ -73,6 +74,6 @@ def test_a_column_that_is_missing_is_named(tmp_path, row, write_rows, column):
 )
 def test_a_file_that_cannot_be_read_says_why(tmp_path, name, content, words):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=words):
         read_data_set(tmp_path / name)

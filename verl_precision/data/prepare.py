@@ -1,6 +1,6 @@
 """Read a data set, check its columns and its size, and write it in verl's format."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def _download(wanted: PaperDataSet) -> Sequence[Row]:
 
 def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Question]:
     """Return the distinct questions, in order; the first answer to a question counts."""
-    columns = set(rows[0]) if len(rows) else set()
+    columns = set(rows[0]) if len(rows) and isinstance(rows[0], Mapping) else set()
     needed = {layout: set(LAYOUTS[layout].values()) for layout in wanted.layouts}
     layout = next((layout for layout in needed if columns >= needed[layout]), None)
     if layout is None:

@@ -103,10 +103,10 @@ def read_rows(path: Path, option: str = "") -> list[Any]:
     if path.suffix not in (".jsonl", ".json"):
         raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             problem = f"{name}, line {number}: cannot be read as JSON ({error})"
             raise ConfigurationError(problem, allowed="one JSON object a line") from None
     return rows
