@@ -78,9 +78,8 @@ def test_another_function_is_another_setting(function):
     ("name", "words"),
     [
         ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
-        ("nowhere.py:compute_score", "no file nowhere.py"),
-        ("pkg://verl_precision.rewrad", "there is no module verl_precision.rewrad"),
-        ("pkg://nowhere.reward", "there is no module nowhere.reward"),
+        ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
+        ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
         ("pkg://verl_precision.integration.answer_tag:OPEN", "OPEN is no function"),
     ],
 )
@@ -90,9 +89,10 @@ def test_rewards_that_do_not_exist(name, words):
 
 
 def test_a_file_without_the_function_or_with_a_fault(function):
-    for name in (function("return 1.0", name="other").replace(":other", ""), function("return (")):
-        with pytest.raises(ConfigurationError, match="cannot be loaded"):
-            load_reward(name)
+    with pytest.raises(ConfigurationError, match="cannot be loaded .AttributeError: .*compute_score"):
+        load_reward(function("return 1.0", name="other").replace(":other", ""))
+    with pytest.raises(ConfigurationError, match="cannot be loaded .SyntaxError"):
+        load_reward(function("return ("))
 
 
 def test_math_verify_knows_that_a_half_is_a_half():

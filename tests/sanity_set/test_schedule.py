@@ -30,18 +30,18 @@ def play(table, in_flight, early_stopping=True, order=None, before=()):
     """
     schedule = Schedule([str(i) for i in range(len(table))], Window(N), early_stopping)
     for problem, response in before:
-        schedule.record(problem, response, table[int(problem)][response], 1)
+        schedule.count(problem, response, table[int(problem)][response], 1)
     order = order or random.Random(0)
     out: list[tuple[str, int]] = []
     drawn: list[tuple[str, int]] = []
-    while schedule.decided < len(table):
-        new = schedule.next_requests(in_flight - len(out))
+    while schedule.done < schedule.total:
+        new = schedule.next_keys(in_flight - len(out))
         out += new
         drawn += new
         assert 0 < len(out) <= in_flight, "open problems, and nothing in flight, or too much"
         for _ in range(order.randint(1, len(out))):
             problem, response = out.pop(order.randrange(len(out)))
-            schedule.record(problem, response, table[int(problem)][response], 1)
+            schedule.count(problem, response, table[int(problem)][response], 1)
     return schedule, drawn
 
 
@@ -74,13 +74,13 @@ def test_no_response_is_wasted_while_problems_outnumber_the_slots(table):
 def test_first_wave_is_what_each_verdict_needs_at_least():
     """16 each. Only then, with slots to spare, one more each in turn."""
     schedule = Schedule(["a", "b"], Window(N))
-    assert schedule.next_requests(32) == [(p, i) for p in "ab" for i in range(16)]
-    assert schedule.next_requests(3) == [("a", 16), ("b", 16), ("a", 17)]
+    assert schedule.next_keys(32) == [(p, i) for p in "ab" for i in range(16)]
+    assert schedule.next_keys(3) == [("a", 16), ("b", 16), ("a", 17)]
 
 
 @pytest.mark.parametrize(("problem", "response"), [("b", 0), ("a", N), ("a", -1), ("a", 3)])
 def test_what_cannot_be_counted_is_refused(problem, response):
     schedule = Schedule(["a"], Window(N))
-    schedule.record("a", 3, True, 1)
+    schedule.count("a", 3, True, 1)
     with pytest.raises(CheckpointStateError, match=f"response {response} to problem {problem}"):
-        schedule.record(problem, response, True, 1)
+        schedule.count(problem, response, True, 1)

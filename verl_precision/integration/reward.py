@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -90,51 +90,33 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
     if name == "math-verify":
         return Reward(name, correct_at, *_math_verify())
     if name.startswith(PACKAGE):
-        module, _, function = name.removeprefix(PACKAGE).partition(":")
-        path = _module_file(name, module)
+        module_name, _, function = name.removeprefix(PACKAGE).partition(":")
+        location = PACKAGE + module_name
     else:
         file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
-        path = Path(file).expanduser()
-        if path.suffix != ".py":
+        location = str(Path(file).expanduser())
+        if not location.endswith(".py"):
             allowed = "verl, math-verify, or FILE.py:FUNCTION or pkg://MODULE:FUNCTION with verl's signature"
             raise _refusal(name, "no such reward", allowed)
-        if not path.is_file():
-            raise _refusal(name, f"no file {path} (relative to {Path.cwd()})", remedy="Check the path.")
     function = function or "compute_score"
+    from verl.utils.import_utils import load_module
+
+    try:
+        module: Any = load_module(location)
+        score = getattr(module, function)
+        if not callable(score):
+            raise TypeError(f"{function} is no function")
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise _refusal(name, f"it cannot be loaded ({type(cause).__name__}: {cause})") from error
+    path = Path(module.__file__)
     digest = sha256(path.read_bytes()).hexdigest()[:12]
-    return Reward(
-        f"{path.name}:{function}@{digest}", correct_at, _load(name, path, function), lambda ground_truth: True
-    )
+    return Reward(f"{path.name}:{function}@{digest}", correct_at, score, lambda ground_truth: True)
 
 
 def _refusal(name: str, problem: str, allowed: str = "", remedy: str = "") -> ConfigurationError:
     remedy = remedy or "Correct it, or choose another --reward."
     return ConfigurationError(problem, setting="--reward", value=name, allowed=allowed, remedy=remedy)
-
-
-def _module_file(name: str, module: str) -> Path:
-    try:
-        found = find_spec(module)
-    except ModuleNotFoundError:  # of the package that it is in
-        found = None
-    if found is None or found.origin is None:
-        raise _refusal(name, f"there is no module {module}", remedy="Check the spelling.")
-    return Path(found.origin)
-
-
-def _load(name: str, path: Path, function: str) -> Score:
-    """Return a function of a file; verl's own loader does the same, and takes seconds to import."""
-    spec = spec_from_file_location(f"verl_precision_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
-    module = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        score = getattr(module, function)
-    except Exception as error:
-        raise _refusal(name, f"it cannot be loaded ({type(error).__name__}: {error})") from error
-    if not callable(score):
-        raise _refusal(name, f"{function} is no function", "one with verl's signature")
-    return score
 
 
 def _math_verify() -> tuple[Score, Callable[[Any], bool]]:

@@ -44,13 +44,14 @@ class Schedule:
         self.window = window
         self.early_stopping = early_stopping
         self.tallies = {problem: Tally() for problem in problems}
+        self.total = len(self.tallies)
         self._open = dict.fromkeys(self.tallies)  # in order
         self._wanting = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
 
     @property
-    def decided(self) -> int:
+    def done(self) -> int:
         """Number of problems that need no more responses."""
-        return len(self.tallies) - len(self._open)
+        return self.total - len(self._open)
 
     @property
     def drawn(self) -> int:
@@ -68,7 +69,7 @@ class Schedule:
         """Return the problems kept so far, in their order."""
         return [problem for problem in self.tallies if self.verdict(problem) is Verdict.KEPT]
 
-    def record(self, problem: str, response: int, correct: bool, tokens: int) -> None:
+    def count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
         """Count a response, whether it comes from an engine or from the journal.
 
         Raises:
@@ -87,7 +88,7 @@ class Schedule:
         tally.tokens += tokens
         self._update(problem)
 
-    def next_requests(self, limit: int) -> list[Key]:
+    def next_keys(self, limit: int) -> list[Key]:
         """Hand out up to `limit` responses to draw.
 
         First what is needed at least to decide each open problem. If that does not reach the limit, further responses

@@ -58,44 +58,36 @@ class Options:
             raise ConfigurationError("--responses replays a file and needs no --ray-address. Give one of them.")
 
 
-class _Drawing:
-    """The responses to draw, as `Work`: each is judged, written to the journal, and counted."""
+class _Drawing(Schedule):
+    """The schedule as `Work`: each response is judged, written to the journal, and counted."""
 
     def __init__(
         self, options: Options, journal: Journal, reward: Reward, problems: list[Problem], prompts: dict[str, tuple]
     ) -> None:
-        self.schedule = Schedule(prompts, options.window, options.early_stopping)
-        self.total = len(prompts)
+        super().__init__(prompts, options.window, options.early_stopping)
         self._options, self._journal, self._reward, self._prompts = options, journal, reward, prompts
         self._problems = {problem.identifier: problem for problem in problems}
         for _, record in journal.records(_FIELDS):
-            self._count(record)
-
-    @property
-    def done(self) -> int:
-        return self.schedule.decided
+            self.count(*(record[name] for name in _FIELDS))
 
     def progress(self) -> str:
-        return f"problems decided, {len(self.schedule.kept())} kept, {self.schedule.drawn} responses"
+        return f"problems decided, {len(self.kept())} kept, {self.drawn} responses"
 
     def next_requests(self, limit: int) -> list[Request]:
         seed, max_tokens = self._options.seed, self._options.max_response_length
         return [
             Request(problem, response, self._prompts[problem], max_tokens, response_seed(seed, problem, response))
-            for problem, response in self.schedule.next_requests(limit)
+            for problem, response in self.next_keys(limit)
         ]
 
     def record(self, response: Response) -> None:
-        correct, text = response.correct, response.text or ""
+        correct, text = response.correct, response.text
         if correct is None:
-            correct = self._reward.is_correct(self._problems[response.problem], text)
-        record = {"problem": response.problem, "response": response.response, "correct": correct}
-        record |= {"tokens": response.tokens, "text": response.text if self._options.keep_text else None}
-        self._journal.append(record)
-        self._count(record)
-
-    def _count(self, record: dict[str, Any]) -> None:
-        self.schedule.record(*(record[name] for name in _FIELDS))
+            correct = self._reward.is_correct(self._problems[response.problem], text or "")
+        counted: dict[str, Any] = {"problem": response.problem, "response": response.response}
+        counted |= {"correct": correct, "tokens": response.tokens}
+        self._journal.append({**counted, "text": text if self._options.keep_text else None})
+        self.count(**counted)
 
 
 def build_sanity_set(options: Options, console: Console) -> Summary:
@@ -120,13 +112,12 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
     origin, prompts = _origin(options, problems)
     settings = _recorded_settings(options, data, reward, origin)
     with closing(open_journal(options.output, settings, OUTPUTS)) as journal:
-        drawing = _Drawing(options, journal, reward, problems, prompts)
-        schedule = drawing.schedule
+        schedule = _Drawing(options, journal, reward, problems, prompts)
         journal.show_resumed(schedule.drawn, console)
-        if drawing.done < drawing.total:
+        if schedule.done < schedule.total:
             console.print(f"{len(prompts)} problems; starting the engine", highlight=False)
             with closing(_engine(options)) as engine:
-                work_through(engine, drawing, options.in_flight, console)
+                work_through(engine, schedule, options.in_flight, console)
         summary = summarise(data, schedule, len(unreadable), overlong=len(problems) - len(prompts))
         _write(options, data, schedule, settings, summary, console)
     return summary
