@@ -48,15 +48,22 @@ def test_a_function_of_verls_signature(function, body, correct_at, correct):
     assert load_reward(function(body), correct_at).is_correct(problem(), "text") is correct
 
 
-@pytest.mark.parametrize("body", ["return None", "return float('nan')", "return 'yes'", "return {'points': 1}"])
-def test_a_score_that_is_no_number_is_an_error(function, body):
-    with pytest.raises(ConfigurationError, match="Allowed: a finite number"):
-        load_reward(function(body)).is_correct(problem(), "")
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        *(
+            (f"return {score}", "Allowed: a finite number")
+            for score in ("None", "float('nan')", "'yes'", "{'points': 1}")
+        ),
+        ("return 1 / 0", "ZeroDivisionError.*on row 0"),
+    ],
+)
+def test_a_function_that_gives_no_number_is_found_before_a_model_loads(function, body, words):
+    with pytest.raises(ConfigurationError, match=words):
+        load_reward(function(body)).unreadable([problem()])
 
 
-def test_a_function_that_fails_is_found_before_a_model_loads(function):
-    with pytest.raises(ConfigurationError, match="ZeroDivisionError.*on row 0"):
-        load_reward(function("return 1 / 0")).unreadable([problem()])
+def test_a_data_source_that_verl_does_not_know_is_named():
     with pytest.raises(ConfigurationError, match="data_source 'of_my_own'"):
         load_reward("verl").unreadable([problem("of_my_own")])
 

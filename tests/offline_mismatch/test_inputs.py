@@ -30,11 +30,6 @@ def test_settings_that_cannot_work(job_of, changes, words):
         job_of(**changes)
 
 
-def test_pairs_are_every_rollout_with_every_trainer(job_of):
-    settings = job_of(rollout_dtypes=("fp32",), train_dtypes=("bf16", "fp16"))
-    assert settings.pairs == [("fp32", "bf16"), ("fp32", "fp16")]
-
-
 def test_responses_must_fit_the_context_and_vllm_takes_the_dtype(job_of):
     small = Model("m", "", {"model_type": "qwen3", "max_position_embeddings": 100})
     check_model(job_of(max_response_tokens=90), small, 10)

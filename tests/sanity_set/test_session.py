@@ -10,7 +10,7 @@ from pyarrow import parquet
 from rich.console import Console
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.sampling.engine import Request
+from verl_precision.sampling.problems import read_data_set
 from verl_precision.sanity_set import session
 from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.session import Options, build_sanity_set
@@ -158,10 +158,14 @@ def test_recorded_lines_that_are_not_responses_are_named(tmp_path, write_rows, l
         RecordedEngine(write_rows(tmp_path / "r.jsonl", [line]))
 
 
-def test_recorded_text_comes_without_a_verdict(tmp_path, write_rows):
-    path = write_rows(tmp_path / "r.jsonl", [{"problem": "a", "response": 0, "tokens": 3, "text": "2"}])
-    engine = RecordedEngine(path)
-    engine.submit([Request("a", 0, ())])
-    (response,) = engine.poll()
-    assert (response.text, response.correct, response.tokens) == ("2", None, 3)
-    assert engine.poll() == []
+def test_recorded_text_is_judged_by_the_reward_and_kept_if_asked(tmp_path, row, write_rows):
+    data = write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
+    name, texts = read_data_set(data).problems[0].identifier, [f"It is \\boxed{{{number}}}." for number in range(4)]
+    lines = [{"problem": name, "response": index, "tokens": 3, "text": text} for index, text in enumerate(texts)]
+    values = {"data": data, "model": "recorded", "recorded": write_rows(tmp_path / "r.jsonl", lines)}
+    options = Options(**values, output=tmp_path / "out", window=Window(4), keep_text=True, early_stopping=False)
+    assert build_sanity_set(options, Console(quiet=True)).kept == 1
+    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()[1:]]
+    assert [(line["text"], line["correct"]) for line in journal] == [
+        *zip(texts, [False, False, True, False], strict=True)
+    ]
