@@ -63,7 +63,8 @@ class EnginePair:
         self.dtype = getattr(torch, dtype)
         path = str(cached_tiny_model(architecture))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+                patch.setenv(name, value)
             self.engines = [
                 LLM(
                     model=path,
@@ -72,7 +73,7 @@ class EnginePair:
                     enforce_eager=True,
                     max_model_len=128,
                     gpu_memory_utilization=0.1,
-                    kv_cache_memory_bytes=64 << 20,
+                    num_gpu_blocks_override=64,  # megabytes instead of the 1 GB
                     worker_extension_cls=EXTENSION,
                     distributed_executor_backend="uni",
                     logprobs_mode="processed_logprobs",  # verl's

@@ -1,8 +1,7 @@
 """The canary in a verl trainer: asks every rollout replica after a weight sync, and the trainer's engine for its view.
 
 The replicas answer while they sample the next step. When sampling has ended, the trainer scores the same tokens with
-the weights that it sent, and judges before it learns from what was sampled. So the canary costs one forward of a few
-tokens, and a wrong rollout costs no update.
+the weights that it sent, and judges before it learns from what was sampled: a wrong rollout costs no update.
 """
 
 import logging
@@ -38,12 +37,7 @@ class TrainerCanary:
     """The canary of one run."""
 
     def __init__(self, config: DictConfig, settings: CanarySettings) -> None:
-        """Read the dtypes that the two engines compute in.
-
-        Args:
-            config: Composed config.
-            settings: Its block `weight_sync.canary`.
-        """
+        """Read from the config what the two engines compute in, and whether the rollout serves an adapter."""
         self.settings = settings
         self._judge = CanaryJudge(_dtype(engines(config)[0].compute), _dtype(rollout_dtype(config)))
         # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There

@@ -37,7 +37,9 @@ class NotVerifiableError(Exception):
 
 def layers_with_parameters(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that have parameters of their own, by name."""
-    return {name: layer for name, layer in model.named_modules() if any(True for _ in layer.parameters(recurse=False))}
+    return {
+        name: layer for name, layer in model.named_modules() if any(p is not None for p in layer._parameters.values())
+    }
 
 
 def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -126,7 +128,9 @@ def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: t
     reference._parameters = dict(layer._parameters)
     for name in {name for name, _ in record.calls}:
         template = record.template[name]
-        fresh: Any = torch.empty_like(template, device=layer._parameters[name].device)  # type: ignore[union-attr]
+        device: Any = layer._parameters[name].device  # type: ignore[union-attr]
+        # empty_like would take a slow path, written in Python, where the template is on the meta device.
+        fresh: Any = torch.empty_strided(template.size(), template.stride(), dtype=template.dtype, device=device)
         fresh.__class__ = template.__class__
         fresh.__dict__ = template.__dict__.copy()
         reference._parameters[name] = fresh
