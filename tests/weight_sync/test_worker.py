@@ -265,6 +265,15 @@ def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
         pair.sync(damage=_drop_one)
 
 
+def test_layers_that_cannot_be_verified_are_counted_and_logged_and_the_sync_takes(monkeypatch, caplog):
+    pair = WorkerPair()
+    monkeypatch.setattr("verl_precision.weight_sync.verify._rebuild", lambda *arguments: 1 // 0)
+    with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
+        report = pair.sync()
+    assert report.verified_layers == 0 and report.unverified_layers > 20
+    assert "lm_head is not verified: it cannot be built afresh (ZeroDivisionError" in caplog.text
+
+
 def test_reload_that_keeps_old_values_is_named(monkeypatch):
     """Everything arrives and every parameter is "loaded", yet the layers keep what they had."""
     from vllm.model_executor.model_loader.reload import layerwise
