@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from verl_precision.patching.command import State, change_tree
+from verl_precision.patching.change import change_tree
+from verl_precision.patching.series import State
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "verl-precision" / "releases"
 # pip's own words when no index answers, as opposed to an index that lacks the release

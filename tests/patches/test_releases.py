@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from verl_precision.patching.change import change_tree, check_tree
 
-from verl_precision.patching.command import State, change_tree, check_tree
-from verl_precision.patching.series import available, sha256
+from verl_precision.patching.series import State, available, sha256
 from verl_precision.patching.tree import open_tree
 
 VERSIONS = sorted(available())
@@ -29,7 +29,7 @@ def everything(tree):
 
 
 def new_tests(version):
-    return sorted(p for p, hashes in available()[version].files.items() if hashes.pristine is None and "/test_" in p)
+    return sorted(p for p, hashes in available()[version].files.items() if hashes[State.PRISTINE] is None and "/test_" in p)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -55,7 +55,7 @@ def _copy_of_touched_files(tree, version, folder):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_git_am_and_patch_take_it_too(pristine, version, tmp_path):
     series = available()[version]
-    wanted = {path: hashes.patched for path, hashes in series.files.items()}
+    wanted = {path: hashes[State.APPLIED] for path, hashes in series.files.items()}
     identity = ["-c", "user.name=n", "-c", "user.email=e@x.invalid", "-c", "commit.gpgsign=false"]
     by_git, by_patch = tmp_path / "git", tmp_path / "patch"
     for folder in (by_git, by_patch):

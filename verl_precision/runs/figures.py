@@ -1,7 +1,8 @@
-"""How each metric looks over steps: a figure a panel for the report, one of three for `verl-precision compare`."""
+"""Which metrics are shown and how they look over steps: the figures of the report and of `verl-precision compare`."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,90 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm
-from verl_precision.runs.panels import PANELS, Panel, points_of
 from verl_precision.runs.read import Run
 
-# Of the runs, in their order. Each stands out from a white ground, and from its neighbours for the colour-blind.
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a panel, for each run.
+
+    Attributes:
+        label: Name in legend and table.
+        keys: Metrics that may hold it; the first one that the run has is shown.
+        complement: Whether 1 - value is shown, for a number whose distance from 1 matters.
+    """
+
+    label: str
+    keys: tuple[str, ...]
+    complement: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
+
+    Attributes:
+        name: Id on the page.
+        title: Title above the plot.
+        unit: Label of the vertical axis.
+        curves: Up to four curves.
+        log: Base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis.
+        hint: How to read the plot.
+    """
+
+    name: str
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    log: int = 0
+    hint: str = ""
+
+
+def _panel(name: str, title: str, unit: str, key: str, log: int = 0, hint: str = "") -> Panel:
+    return Panel(name, title, unit, (Curve(title, (key,)),), log, hint)
+
+
+_PEARSON = (Curve("1 - r", (keys.PROBS_PEARSON,), complement=True),)
+_EXTREMES = (Curve("max π - μ", (keys.PROB_GAP_MAX,)), Curve("min π - μ", (keys.PROB_GAP_MIN,)))
+_CLIP = (
+    Curve("A > 0", ("actor/clip_fraction_high",)),
+    Curve("A < 0", ("actor/clip_fraction_low",)),
+    Curve("all (verl's losses)", ("actor/pg_clipfrac",)),
+    Curve("dual clip (verl's losses)", ("actor/pg_clipfrac_lower",)),
+)
+PANELS = (
+    Panel("reward", "Reward", "mean score", (Curve("reward", ("critic/score/mean", "critic/rewards/mean")),)),
+    _panel("length", "Response length", "tokens, mean", "response_length/mean"),
+    _panel("k3", "Mismatch: k3 KL(μ‖π)", "nats per token", keys.K3_KL, 10, "0 is best"),
+    _panel("gap", "Mismatch: mean |log π - log μ|", "nats per token", keys.LOG_PROB_GAP, 10, "0 is best"),
+    Panel("pearson", "1 - correlation of π and μ", "1 - Pearson's r", _PEARSON, 10, "0 is best"),
+    Panel("extremes", "Extremes of π - μ", "probability", _EXTREMES, hint="towards ±1 before a collapse"),
+    Panel(
+        *("alpha_beta", "α (policy) and β (precision)", "nats, mean |·|"),
+        (Curve("α", (keys.ALPHA,)), Curve("β", (keys.BETA,))),
+        log=10,
+    ),
+    _panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", keys.BETA_BEYOND_CLIP),
+    _panel("phantom", "Phantom-clipped tokens", "fraction", keys.PHANTOM, hint="0 is best"),
+    Panel("clip", "Clipped tokens", "fraction", _CLIP),
+    _panel("scale", "Loss scale", "S", keys.LOSS_SCALE, 2, "FP16 only"),
+    _panel("skipped", "Skipped updates", "per step", keys.SKIPPED_STEPS, hint="0 is best"),
+    _panel("grad_norm", "Gradient norm", "before clipping", "actor/grad_norm", 10),
+)
+
+
+def points_of(run: Run, curve: Curve) -> dict[int, float]:
+    """Return the values of a run by step; steps at which it was not measured are left out, NaN stays."""
+    for key in curve.keys:
+        found = {int(row["step"]): value for row in run.rows if (value := keys.value_of(row, key)) is not None}
+        if found:
+            return {step: 1 - value for step, value in found.items()} if curve.complement else found
+    return {}
+
+
+# Colours of the runs, in order. Each stands out from a white ground, and from its neighbours for the colour-blind.
 COLOURS = ("#2563c9", "#d9622b", "#2a8f62", "#8a4fc2", "#b8860b", "#c2417f", "#1a8fa3", "#6b7079")
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
 # Points are marked in short series only.
@@ -45,12 +125,13 @@ def draw(panels: Sequence[Panel], runs: list[Run], alarms: Mapping[str, Sequence
     """Draw panels side by side: colour tells runs apart, line style the curves, vertical lines are alarms.
 
     Args:
-        panels: each with a point in at least one run.
-        runs: as many as there are colours, or fewer.
-        alarms: of each run, by name; a full line is one about this panel's metric, a dotted one about another.
+        panels: Panels with a point in at least one run.
+        runs: At most as many runs as there are colours.
+        alarms: Alarms of each run, by its name. A full line is an alarm about this panel's metric, a dotted line one
+            about another.
 
     Raises:
-        ConfigurationError: with more runs than colours.
+        ConfigurationError: If there are more runs than colours.
     """
     if len(runs) > len(COLOURS):
         raise ConfigurationError(

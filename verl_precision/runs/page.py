@@ -14,8 +14,7 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.runs.figures import COLOURS, svg
-from verl_precision.runs.panels import PANELS, Curve, Panel, points_of
+from verl_precision.runs.figures import COLOURS, PANELS, Curve, Panel, points_of, svg
 from verl_precision.runs.read import Run
 
 # By this line an earlier report is known, which may be written over.
