@@ -159,8 +159,8 @@ def test_runs_without_any_metric_of_the_report_and_too_many_runs_are_refused(run
 
 
 def test_panels_have_names_and_metrics_of_their_own():
-    curves = [curve.keys for panel in PANELS for curve in panel.curves]
-    assert len(PANEL) == len(PANELS) and len(set(curves)) == len(curves)
+    metrics = [metric for panel in PANELS for metric in panel.metrics.values()]
+    assert len(PANEL) == len(PANELS) and len(set(metrics)) == len(metrics)
 
 
 @pytest.mark.parametrize(

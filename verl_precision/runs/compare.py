@@ -93,32 +93,20 @@ def _check_arguments(config: Path, precisions: Sequence[str], folder: Path) -> N
 @contextmanager
 def _shown(precision: str, console: Console) -> Iterator[Callable[[Progress], None]]:
     """Show a run's progress: a live bar on a terminal, one line a stage or step elsewhere."""
-    if not console.is_terminal:
-        yield _lines(precision, console)
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("[bold]{task.fields[precision]}[/]"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Bars(*columns, console=console) as bars:
-        task = bars.add_task("starting verl", precision=precision, total=None)
-        yield lambda progress: bars.update(
-            task, description=progress.stage, completed=progress.step, total=progress.total_steps
-        )
-
-
-def _lines(precision: str, console: Console) -> Callable[[Progress], None]:
+    live = console.is_terminal
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bars = Bars(SpinnerColumn(), TextColumn(f"[bold]{precision}[/]"), *columns, console=console, disable=not live)
     last = ""
 
     def show(progress: Progress) -> None:
         nonlocal last
-        text = f"step {progress.step}/{progress.total_steps or '?'}" if progress.step else progress.stage
-        if text != last:
-            last = text
+        total = progress.total_steps
+        bars.update(task, description=progress.stage, completed=progress.step, total=total)
+        text = f"step {progress.step}/{total or '?'}" if progress.step else progress.stage
+        if text != last and not live:
             console.print(f"[{progress.seconds:5.0f} s] {precision}: {text}", markup=False, highlight=False)
+        last = text
 
-    return show
+    with bars:
+        task = bars.add_task("starting verl", total=None)
+        yield show

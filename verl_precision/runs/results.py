@@ -21,33 +21,19 @@ Verdict = dict[str, float | bool | None]
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in a few numbers; mismatch figures are means over all steps.
+    """One run in a few numbers; mismatch figures are means over all steps, in nats per token."""
 
-    Attributes:
-        precision: Name of the precision preset.
-        steps: Number of training steps.
-        reward_first: Mean reward of the first step's batch.
-        reward_last: Mean reward of the last step's batch.
-        length_first: Mean response length of the first step's batch, in tokens.
-        length_last: Mean response length of the last step's batch, in tokens.
-        log_prob_gap: Mean |log π - log μ| per token, in nats.
-        k3_kl: k3 estimate of KL(μ‖π) per token, in nats.
-        pearson_last: Correlation of trainer and rollout probabilities at the last step.
-        seconds_per_step: Median over steps; the first step carries warm-up.
-        seconds_total: Wall clock, start-up included.
-    """
-
-    precision: str
+    precision: str  # name of the precision preset
     steps: int
-    reward_first: float
+    reward_first: float  # mean reward of the first step's batch
     reward_last: float
-    length_first: float
+    length_first: float  # mean response length of the first step's batch, in tokens
     length_last: float
-    log_prob_gap: float
-    k3_kl: float
-    pearson_last: float
-    seconds_per_step: float
-    seconds_total: float
+    log_prob_gap: float  # mean |log π - log μ|
+    k3_kl: float  # k3 estimate of KL(μ‖π)
+    pearson_last: float  # correlation of trainer and rollout probabilities at the last step
+    seconds_per_step: float  # median over steps, because the first carries warm-up
+    seconds_total: float  # wall clock, start-up included
 
 
 def summarise(precision: str, rows: Rows, seconds_total: float) -> Summary:
