@@ -5,6 +5,7 @@ What a verb needs is imported inside its function, so that `--help` and a refuse
 
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -37,7 +38,11 @@ def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], None]:
     """
 
     def register(function: Callable[..., None]) -> None:
-        @app.command(name, **settings)
+        # Typer would keep the line breaks inside a paragraph.
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+        @app.command(name, help=text, **settings)
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> None:
             try:
@@ -89,7 +94,7 @@ def check(
     ] = None,
     path: Annotated[
         list[Path] | None,
-        Option(help="With --cluster: file or folder that every node must see. Give it several times for several."),
+        Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -196,7 +201,7 @@ def compare(
     ] = None,
     precision: Annotated[
         list[str] | None,
-        Option("--precision", "-p", help="Precision preset. Give it several times for several. Default: bf16, fp16."),
+        Option("--precision", "-p", help="Precision preset. Repeat the option for several. Default: bf16 and fp16."),
     ] = None,
     output: Annotated[Path, Option(help="Results go to a new folder <output>/<recipe>/<time>.")] = Path("outputs"),
     pass_bar: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
@@ -220,7 +225,7 @@ def compare(
 def report(
     runs: Annotated[
         list[Path],
-        Argument(metavar="RUN...", help="Metrics file (.jsonl), console log, TensorBoard events, or a folder of one."),
+        Argument(metavar="RUN...", help="Metrics file (.jsonl), console log, TensorBoard events, or a folder of them."),
     ],
     output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
     force: Annotated[bool, Option("--force", help="Replace a file that is not an earlier report.")] = False,
@@ -246,7 +251,7 @@ def mismatch(
     prompt_field: Annotated[str, Option(help="Column of the prompts: chats in verl's format, or text.")] = "prompt",
     max_prompts: Annotated[int | None, Option(min=1, help="Use only this many prompts, from the first on.")] = None,
     rollout_dtype: Annotated[
-        list[str] | None, Option(help="Dtype of vLLM. Give it several times for several. Default: fp16 and bf16.")
+        list[str] | None, Option(help="Dtype of vLLM. Repeat the option for several. Default: fp16 and bf16.")
     ] = None,
     train_dtype: Annotated[
         list[str] | None, Option(help="Dtype of the trainer, in the same way. Default: fp16 and bf16.")
@@ -311,21 +316,25 @@ def sanity_set(
     data: Annotated[Path, Argument(help="Data set in verl's format: a .parquet or .jsonl file.")],
     model: Annotated[str, Option("--model", "-m", help="Folder or hub name of the model that will be trained.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder of the results. A folder given again is resumed.")],
-    responses_per_problem: Annotated[int, Option("--responses-per-problem", "-n", help="Responses drawn.")] = 40,
+    responses_per_problem: Annotated[int, Option("--responses-per-problem", "-n", help="Number of responses.")] = 40,
     low: Annotated[Fraction, Option(parser=_share, metavar="SHARE", help="Lowest accuracy kept.")] = "0.2",  # type: ignore[assignment]
     high: Annotated[Fraction, Option(parser=_share, metavar="SHARE", help="Highest accuracy kept.")] = "0.8",  # type: ignore[assignment]
     reward: Annotated[str, Option(help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")] = "verl",
     correct_at: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
     dtype: Annotated[str, Option(help="Dtype of the engine: fp16, bf16 or fp32.")] = "fp16",
-    max_prompt_length: Annotated[int, Option(min=1, help="Tokens. Longer prompts are left out.")] = 1024,
-    max_response_length: Annotated[int, Option(min=1, help="Tokens. Longer responses are cut.")] = 6976,
+    max_prompt_length: Annotated[
+        int, Option(min=1, help="Largest number of tokens; longer prompts are left out.")
+    ] = 1024,
+    max_response_length: Annotated[
+        int, Option(min=1, help="Largest number of tokens; longer responses are cut.")
+    ] = 6976,
     seed: Annotated[int, Option(help="Sampling seed. Each response gets its own seed from it.")] = 0,
     in_flight: Annotated[int, Option(min=1, help="Responses that each engine draws at a time.")] = 512,
-    all_responses: Annotated[bool, Option("--all-responses", help="Go on when a problem is decided.")] = False,
+    all_responses: Annotated[bool, Option("--all-responses", help="Also draw for decided problems.")] = False,
     keep_text: Annotated[bool, Option("--keep-text", help="Write the responses' text into the journal.")] = False,
     recorded: Annotated[Path | None, Option("--responses", help="Replay this journal instead of sampling.")] = None,
     ray_address: Annotated[str | None, Option(help="Draw on every GPU of this Ray; `local` starts one.")] = None,
-    engines: Annotated[int | None, Option(min=1, help="With --ray-address: engines. Default: all GPUs.")] = None,
+    engines: Annotated[int | None, Option(min=1, help="With --ray-address: number of engines. Default: GPUs.")] = None,
 ) -> None:
     """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
 

@@ -25,7 +25,7 @@ from versions_page import RESULTS, SHOWN, ok, write_page
 
 WORK = ROOT / "outputs" / "matrix"
 VENV = WORK / "venv"
-TESTS = {"contracts": "tests/test_contracts.py", "guard": "tests/weight_sync"}
+TESTS = {"contracts": "tests/integration/test_contracts.py", "guard": "tests/weight_sync"}
 # The vLLM that `verl[vllm]` brings. Its CPU build needs a torch that is on no default index: it is read, not run.
 READ_VLLM = "0.24.0"
 INSTRUCTION_SETS = (

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from locks import merged, pairs
-from run_matrix import counted, entry_state, finished, instruction_sets
+from locks import ROOT, merged, pairs
+from run_matrix import TESTS, counted, entry_state, finished, instruction_sets
 from versions_page import BEGIN, END, PAGE, RESULTS, SHOWN, block, ok, page
 
 from verl_precision.errors import EnvironmentMismatchError
@@ -48,6 +48,10 @@ def test_verl_0_9_0_is_refused_with_the_remedy():
     with pytest.raises(EnvironmentMismatchError, match=r'verl 0\.9\.0 .*>=0\.9\.1.*pip install "verl.*PLUGINS=none'):
         require_tested_verl("0.9.0")
     require_tested_verl("0.9.1")
+
+
+def test_what_the_matrix_runs_is_there():
+    assert all((ROOT / tests).exists() for tests in TESTS.values())
 
 
 def test_delta_replaces_adds_and_removes():
