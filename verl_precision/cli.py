@@ -235,7 +235,7 @@ def report(
     The page needs no network and no other file.
     """
     if absent := [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]:
-        needed = f"the report needs {' and '.join(absent)}, and this environment lacks it"
+        needed = f"the report needs {' and '.join(absent)}, not installed here"
         raise EnvironmentMismatchError(needed, remedy="pip install jinja2 'matplotlib>=3.8'")
     from verl_precision.runs.page import page, write_page
     from verl_precision.runs.read import read_runs
