@@ -29,7 +29,7 @@ console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
 
 
-def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], None]:
+def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a verb: one of our errors ends it with exit code 1, Ctrl-C with 130.
 
     Args:
@@ -37,7 +37,7 @@ def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], None]:
         settings: Settings of typer's command.
     """
 
-    def register(function: Callable[..., None]) -> None:
+    def register(function: Callable[..., None]) -> Callable[..., None]:
         # Typer would keep the line breaks inside a paragraph.
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
@@ -53,6 +53,8 @@ def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], None]:
             except KeyboardInterrupt as interrupt:
                 errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
                 raise Exit(130) from None
+
+        return function
 
     return register
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -95,8 +95,8 @@ def _shown(precision: str, console: Console) -> Iterator[Callable[[Progress], No
     """Show a run's progress: a live bar on a terminal, one line a stage or step elsewhere."""
     live = console.is_terminal
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bars = Bars(SpinnerColumn(), TextColumn(f"[bold]{precision}[/]"), *columns, console=console, disable=not live)
-    last = ""
+    bars = Bars(SpinnerColumn(), TextColumn(f"[bold]{precision}[/]"), *columns, console=console)
+    task, last = bars.add_task("starting verl", total=None), ""
 
     def show(progress: Progress) -> None:
         nonlocal last
@@ -107,6 +107,5 @@ def _shown(precision: str, console: Console) -> Iterator[Callable[[Progress], No
             console.print(f"[{progress.seconds:5.0f} s] {precision}: {text}", markup=False, highlight=False)
         last = text
 
-    with bars:
-        task = bars.add_task("starting verl", total=None)
+    with bars if live else nullcontext():
         yield show
