@@ -70,7 +70,8 @@ def main() -> int:
     order = {"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}
     message = json.dumps(order).encode() + b"\n"
     sent = socket.send_fds(connection, [message], [0, 1, 2])
-    connection.sendall(message[sent:])
+    if rest := message[sent:]:  # sending nothing fails where the process has ended by now
+        connection.sendall(rest)
     answers = connection.makefile()
     forked = _number(answers)
 
