@@ -62,6 +62,7 @@ def test_verl_loads_adapters_into_this_vllm_or_the_check_refuses_them():
 def test_registration_points_at_real_modules(registration):
     importlib.import_module(registration.host_module)
     module, _, function = registration.function.partition(":")
+    module = f"verl_precision.integration.{module}"
     assert callable(getattr(importlib.import_module(module), function))
 
 

@@ -1,18 +1,17 @@
-"""verl's platform for a machine without accelerator: `VERL_PLATFORM=cpu`.
+"""verl's platform for a machine without accelerator, `VERL_PLATFORM=cpu`, and its process group there.
 
-Never chosen by auto-detection: on a GPU cluster the driver often sees no device, and verl's own fall-back must stay
-what it is. `scale=cpu` sets the variable.
+The platform is never chosen by auto-detection: on a GPU cluster the driver often sees no device, and verl's own
+fall-back must stay what it is. `scale=cpu` sets the variable.
 """
 
 import contextlib
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from verl_precision.errors import RegistrationError
 from verl_precision.integration.cpu import device as cpu_device
+from verl_precision.integration.ledger import wrap_once
 
 PLATFORM_NAME = "cpu"
 
@@ -22,11 +21,12 @@ class PlatformCPU(PlatformBase):
 
     device_name = "cpu"
     vendor_name = "cpu"
+    device_module = cpu_device
 
-    @property
-    def device_module(self) -> ModuleType:
-        """Return the stand-in for `torch.cuda`."""
-        return cpu_device
+    current_device = staticmethod(cpu_device.current_device)
+    manual_seed = manual_seed_all = staticmethod(cpu_device.manual_seed)
+    set_device = synchronize = set_allocator_settings = empty_cache = cpu_device.do_nothing
+    profiler_start = profiler_stop = cudart = cpu_device.do_nothing
 
     def is_available(self) -> bool:
         """Return True: there is always a CPU."""
@@ -36,33 +36,9 @@ class PlatformCPU(PlatformBase):
         """Return False, so that auto-detection never picks this platform; see the module's docstring."""
         return False
 
-    def current_device(self) -> Any:
-        """Return `torch.device("cpu")`; verl only passes it on to torch."""
-        return cpu_device.current_device()
-
     def device_count(self) -> int:
         """Return 1 per process."""
         return 1
-
-    def set_device(self, device_index: int) -> None:
-        """Do nothing: there is one device."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Do nothing: CPU operations are synchronous."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed torch."""
-        cpu_device.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed torch."""
-        cpu_device.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Do nothing: there is no device allocator to configure."""
-
-    def empty_cache(self) -> None:
-        """Do nothing: there is no caching allocator."""
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         """Return (None, None), verl's answer for "not a CUDA device"."""
@@ -76,16 +52,9 @@ class PlatformCPU(PlatformBase):
         """Return the variable Ray sets for its GPU resource."""
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        """Do nothing: there is no NVTX."""
-        yield
-
-    def profiler_start(self) -> None:
-        """Do nothing: there is no device profiler."""
-
-    def profiler_stop(self) -> None:
-        """Do nothing: there is no device profiler."""
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing: there is no NVTX."""
+        return contextlib.nullcontext()
 
     def ray_resource_name(self) -> str:
         """Return GPU: verl counts only GPU or NPU, so `scale=cpu` tells Ray of one logical GPU per worker."""
@@ -98,10 +67,6 @@ class PlatformCPU(PlatformBase):
     def is_ipc_supported(self) -> bool:
         """Return False: weights go to the rollout through shared memory."""
         return False
-
-    def cudart(self) -> None:
-        """Return None: there is no CUDA runtime."""
-        return None
 
 
 def register_platform(platform_manager: ModuleType) -> None:
@@ -116,3 +81,19 @@ def register_platform(platform_manager: ModuleType) -> None:
             "VERL_USE_EXTERNAL_PLUGINS=<the other plugin>.",
         )
     PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
+
+
+def patch_process_group(distributed: ModuleType) -> None:
+    """Give verl's process group one gloo backend on a CPU; elsewhere nothing changes.
+
+    verl asks for `cpu:gloo,<device>:<backend>`. With device cpu that names the CPU twice, and torch refuses it.
+    """
+    wrap_once(distributed.__name__, "initialize_global_process_group_ray", _with_single_backend)
+
+
+def _with_single_backend(wrapped, instance, args, kwargs):
+    from verl.utils.device import get_device_name
+
+    if get_device_name() == "cpu" and kwargs.get("backend") is None and args[1:] in ((), (None,)):
+        args, kwargs = args[:1], {**kwargs, "backend": "cpu:gloo"}
+    return wrapped(*args, **kwargs)
