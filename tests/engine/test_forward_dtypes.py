@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from verl_precision.engine.forward_dtypes import ForwardDtypes
-from verl_precision.errors import PrecisionContradictionError
+from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
+from verl_precision.errors import ConfigurationError, PrecisionContradictionError
 
 
 class Model(nn.Module):
@@ -62,3 +62,10 @@ def test_nothing_seen_is_a_warning(caplog):
         dtypes.check()
         dtypes.check()
     assert len(caplog.records) == 1 and "NOT verified" in caplog.text
+
+
+def test_fp32_head_needs_a_linear_layer():
+    model = Model()
+    model.get_output_embeddings = lambda: model.norm
+    with pytest.raises(ConfigurationError, match="fp32_output_head=True.*LayerNorm"):
+        compute_head_in_fp32(model)

@@ -1,6 +1,6 @@
-"""The ledger is whole: each host symbol that this package relies on, though nobody promised it, has an entry.
+"""The ledger is right: each entry's symbol looks as it says. And it is whole: no host symbol lacks an entry.
 
-They are found in our source and in our classes, not in a list kept by hand:
+The symbols are found in our source and in our classes, not in a list kept by hand:
 
 * a name imported from a host's module, or used as `module.name`, that is private (a leading underscore in any part); of
   verl and vLLM, which document little, also a name that its module does not offer in `__all__`;
@@ -17,20 +17,22 @@ import pkgutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import verl_precision
-from verl_precision.integration.ledger import LEDGER, LedgerEntry
+from verl_precision.errors import RegistrationError
+from verl_precision.integration.ledger import LEDGER, LedgerEntry, check_module, require_expected_signature
 from verl_precision.plugin import REGISTRATIONS
 
 OURS = "verl_precision"
 SOURCE = Path(verl_precision.__file__).parent
 UNDOCUMENTED = ("verl", "vllm")
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
-REMEDY = "add an entry to verl_precision/integration/ledger, or use what the host documents"
+REMEDY = "add an entry to verl_precision/integration/ledger.json, or use what the host documents"
 
 
 class Use(NamedTuple):
@@ -125,7 +127,7 @@ class File:
             function = ast.unparse(node.func).rpartition(".")[2]
             if function in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
                 yield from self._attribute(node.args[0], node.args[1].value, own, function in ("setattr", "delattr"))
-            if function in ("wrap_function_wrapper", "wrap_object") and not _of_entry(node.args[1]):
+            if function in ("wrap_function_wrapper", "wrap_object") and ast.unparse(node.args[1]) != "entry.name":
                 yield "", ast.unparse(node.args[1]), "wrapped"
 
     def _attribute(
@@ -133,13 +135,9 @@ class File:
     ) -> Iterator[tuple[str, str, str]]:
         module, prefix = self._resolve(value)
         name = f"{prefix}.{attribute}".strip(".")
-        if module and not host(module):
-            return
-        if module and assigned:
-            yield module, name, "assigned to"
-        elif module:
-            yield module, name, "used"
-        elif private(attribute) and attribute not in own:
+        if host(module):
+            yield module, name, "assigned to" if assigned else "used"
+        elif not module and private(attribute) and attribute not in own:
             yield "", attribute, "used"
 
     def _resolve(self, value: ast.expr) -> tuple[str, str]:
@@ -148,9 +146,8 @@ class File:
             return self.names.get(value.id, ("", ""))
         if isinstance(value, ast.Attribute):
             module, name = self._resolve(value.value)
-            return (
-                (_target(module, value.attr) if not name else (module, f"{name}.{value.attr}")) if module else ("", "")
-            )
+            if module:
+                return (module, f"{name}.{value.attr}") if name else _target(module, value.attr)
         return "", ""
 
 
@@ -164,10 +161,6 @@ def _target(module: str, name: str) -> tuple[str, str]:
         return module, name
 
 
-def _of_entry(argument: ast.expr) -> bool:
-    return isinstance(argument, ast.Attribute) and argument.attr == "name"
-
-
 def source_uses(files: list[Path]) -> list[Use]:
     """Return the uses in source files."""
     hooks = {entry.function.partition(":")[2]: entry.host_module for entry in REGISTRATIONS}
@@ -179,7 +172,7 @@ def source_uses(files: list[Path]) -> list[Use]:
 def overrides(package: str) -> set[Use]:
     """Return the overrides in the classes that a package has by now: each of the host's attribute that ours hides."""
     found = set()
-    for cls in _subclasses(object):
+    for cls in _subclasses():
         for place, ours in enumerate(cls.__mro__):
             if str(ours.__module__).partition(".")[0] != package:
                 continue
@@ -191,12 +184,12 @@ def overrides(package: str) -> set[Use]:
     return found
 
 
-def _subclasses(cls: type, seen: set[type] | None = None) -> set[type]:
-    seen = set() if seen is None else seen
-    for found in type.__subclasses__(cls):
-        if found not in seen:
-            seen.add(found)
-            _subclasses(found, seen)
+def _subclasses() -> set[type]:
+    seen, waiting = set(), [object]
+    while waiting:
+        found = set(type.__subclasses__(waiting.pop())) - seen
+        seen |= found
+        waiting += found
     return seen
 
 
@@ -238,6 +231,46 @@ def everything_registered() -> None:
     for module in pkgutil.walk_packages([str(SOURCE)], f"{OURS}."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
+def test_symbol_looks_as_tested(entry: LedgerEntry):
+    """A failure here reads "verl changed X", before a user meets it."""
+    require_expected_signature(entry, importlib.import_module(entry.module))
+    assert entry.kind in ("patched", "overridden", "used", "relied on")
+    assert all((entry.why, entry.how, entry.upstream, entry.until))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "refusal"),
+    [
+        ("JSONDecoder", type, ""),
+        ("JSONDecoder.object_hook", None, ""),
+        ("__all__", list, ""),
+        ("detect_encoding", ("b",), ""),
+        ("dumps", ("other",), r"json\.dumps takes \('obj', .*the tested releases take \('other',\)"),
+        ("JSONDecoder", dict, "JSONDecoder is of type type; in the tested releases it is a dict"),
+        ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
+        ("nothing", dict, "nothing does not exist"),
+        ("nothing.here", (), "nothing.here does not exist"),
+        ("__all__", ("self",), "__all__ does not exist"),
+    ],
+)
+def test_a_symbol_that_changed_is_refused(name, form, refusal):
+    entry = LedgerEntry("json", name, form, "used", "a test needs it", "-", "-", "-")
+    expected = pytest.raises(RegistrationError, match=f"{refusal}.*a test needs it") if refusal else nullcontext()
+    with expected:
+        require_expected_signature(entry, importlib.import_module("json"))
+
+
+def test_a_host_that_changed_is_refused_when_it_is_imported(monkeypatch):
+    """In one place for all entries, before anything of ours is registered with the module."""
+    from verl.utils import fsdp_utils
+
+    check_module(fsdp_utils)
+    monkeypatch.setattr(fsdp_utils, "normalize_peft_param_name", lambda state: state)
+    with pytest.raises(RegistrationError, match=r"fsdp_utils.normalize_peft_param_name takes \('state',\)"):
+        check_module(fsdp_utils)
 
 
 def test_every_host_symbol_in_our_source_has_an_entry(everything_registered):
@@ -320,19 +353,3 @@ def test_an_override_without_entry_is_named_with_its_line(tmp_path, monkeypatch,
         f"{path}:5: {engine}.initialize is overridden by Planted: {REMEDY}",
         f"{path}:8: {engine}._build_optimizer is overridden by Mixin: {REMEDY}",
     ]
-
-
-def test_a_host_that_changed_is_refused_when_it_is_imported(run_python):
-    """In one place for all entries, before anything of ours is registered with the module."""
-    done = run_python(
-        """
-import wrapt
-def change(module):
-    module.normalize_peft_param_name = lambda state: state
-wrapt.register_post_import_hook(change, "verl.utils.fsdp_utils")
-import verl
-import verl.utils.fsdp_utils
-"""
-    )
-    assert done.returncode != 0
-    assert "RegistrationError: verl.utils.fsdp_utils.normalize_peft_param_name takes ('state',)" in done.stderr
