@@ -87,7 +87,10 @@ for handler in logging.root.handlers:
     handler.setLevel(logging.ERROR)  # as verl's workers end up
 log.info("second"); log.error("third")
 """
-LOAD_LATE = "import verl_precision.plugin"
+LOAD_LATE = """
+del sys.modules["verl.utils.reward_score.math_reward"]  # the changed one
+import verl_precision.plugin
+"""
 SHOW = "print(json.dumps(found))"
 
 

@@ -131,7 +131,7 @@ def test_report_adds_up_the_updates_of_a_step():
     scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
     assert not report.take_applied(), "nothing happened yet"
     for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
-        scaler.last_step = ScalerStep(1.0, ranks, underflow)
+        scaler.last_step = ScalerStep(ranks, underflow)
         report.add(INF if ranks else 1.0, scaler)
     assert report.last_skipped and report.take_applied() and not report.take_applied()
     assert report.metrics(scaler) == {

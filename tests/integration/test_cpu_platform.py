@@ -73,7 +73,7 @@ def test_process_group_has_one_backend_and_upstreams_names_the_cpu_twice(monkeyp
     try:
         ones = torch.ones(2)
         dist.all_reduce(ones)
-        assert dist.get_backend() == "gloo" and ones.tolist() == [1.0, 1.0]
+        assert dist.get_backend() == "cpu:gloo" and ones.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
 

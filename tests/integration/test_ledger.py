@@ -16,7 +16,7 @@ import inspect
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -79,66 +79,66 @@ def without_entry(uses: Iterable[Use]) -> list[str]:
     return sorted({str(use) for use in uses if not any(about(entry, use) for entry in LEDGER)})
 
 
-class File:
-    """One source file: what its names stand for, and how it uses them."""
+class Source(ast.NodeVisitor):
+    """One source file: what its names stand for, which names it defines, and how it uses the hosts' symbols."""
 
     def __init__(self, path: Path, hooks: dict[str, str]) -> None:
-        self.path = path
-        self.tree = ast.parse(path.read_text())
-        self.nodes = list(ast.walk(self.tree))
+        self.path, self.uses = path, []
         self.names: dict[str, tuple[str, str]] = {}  # name -> module, dotted name in it ("" for the module itself)
-        for node in self.nodes:
+        self.defined: set[str] = set()
+        tree = ast.parse(path.read_text())
+        declared = {n.target for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and n.value is None}
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    bound = (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
-                    self.names[bound[0]] = (bound[1], "")
+                    top = alias.name.partition(".")[0]
+                    self.names[alias.asname or top] = (alias.name if alias.asname else top, "")
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     self.names[alias.asname or alias.name] = _target(str(node.module), alias.name)
-            elif isinstance(node, ast.FunctionDef) and node.name in hooks:  # called with its host module
-                self.names[node.args.args[0].arg] = (hooks[node.name], "")
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self.defined.add(node.name)
+                if node.name in hooks:  # called with its host module
+                    self.names[node.args.args[0].arg] = (hooks[node.name], "")
+            elif isinstance(getattr(node, "ctx", None), ast.Store) and node not in declared:
+                if isinstance(node, ast.Name):
+                    self.defined.add(node.id)
+                elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                    self.defined.add(node.attr)
+        self.visit(tree)
 
-    def defined(self) -> Iterator[str]:
-        """Yield every name that this file gives a value to, attributes of others apart."""
-        declared = {node.target for node in self.nodes if isinstance(node, ast.AnnAssign) and node.value is None}
-        for node in self.nodes:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                yield node.name
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if node not in declared and (isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")):
-                    yield node.id if isinstance(node, ast.Name) else node.attr
+    def _note(self, node: ast.AST, module: str, name: str, what: str) -> None:
+        self.uses.append(Use(f"{self.path}:{node.lineno}", module, name, what))
 
-    def uses(self, own: set[str]) -> Iterator[Use]:
-        """Yield the uses of host symbols; `own` are the names that we define somewhere."""
-        for node in self.nodes:
-            for module, name, what in self._uses_of(node, own):
-                yield Use(f"{self.path}:{getattr(node, 'lineno', 0)}", module, name, what)
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if host(alias.name):
+                self._note(node, alias.name, "", "imported")
 
-    def _uses_of(self, node: ast.AST, own: set[str]) -> Iterator[tuple[str, str, str]]:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                named = isinstance(node, ast.ImportFrom)
-                module, name = self.names[alias.asname or alias.name] if named else (alias.name, "")
-                if host(module):
-                    yield module, name, "imported"
-        elif isinstance(node, ast.Attribute):
-            yield from self._attribute(node.value, node.attr, own, assigned=not isinstance(node.ctx, ast.Load))
-        elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func).rpartition(".")[2]
-            if function in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-                yield from self._attribute(node.args[0], node.args[1].value, own, function in ("setattr", "delattr"))
-            if function in ("wrap_function_wrapper", "wrap_object") and ast.unparse(node.args[1]) != "entry.name":
-                yield "", ast.unparse(node.args[1]), "wrapped"
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            module, name = self.names[alias.asname or alias.name]
+            if host(module):
+                self._note(node, module, name, "imported")
 
-    def _attribute(
-        self, value: ast.expr, attribute: str, own: set[str], assigned: bool
-    ) -> Iterator[tuple[str, str, str]]:
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._attribute(node, node.value, node.attr, assigned=not isinstance(node.ctx, ast.Load))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function = ast.unparse(node.func).rpartition(".")[2]
+        if function in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            self._attribute(node, node.args[0], node.args[1].value, function in ("setattr", "delattr"))
+        if function in ("wrap_function_wrapper", "wrap_object") and ast.unparse(node.args[1]) != "entry.name":
+            self._note(node, "", ast.unparse(node.args[1]), "wrapped")
+        self.generic_visit(node)
+
+    def _attribute(self, node: ast.AST, value: ast.expr, attribute: str, assigned: bool) -> None:
         module, prefix = self._resolve(value)
-        name = f"{prefix}.{attribute}".strip(".")
         if host(module):
-            yield module, name, "assigned to" if assigned else "used"
-        elif not module and private(attribute) and attribute not in own:
-            yield "", attribute, "used"
+            self._note(node, module, f"{prefix}.{attribute}".strip("."), "assigned to" if assigned else "used")
+        elif not module and private(attribute):
+            self._note(node, "", attribute, "used")
 
     def _resolve(self, value: ast.expr) -> tuple[str, str]:
         """Return module and dotted name that an expression `a.b.c` stands for; "", "" if the source does not say."""
@@ -162,11 +162,11 @@ def _target(module: str, name: str) -> tuple[str, str]:
 
 
 def source_uses(files: list[Path]) -> list[Use]:
-    """Return the uses in source files."""
+    """Return the uses in source files, those apart of private names that one of them defines."""
     hooks = {entry.function.partition(":")[2]: entry.host_module for entry in REGISTRATIONS}
-    parsed = [File(path, hooks) for path in files]
-    own = {name for file in parsed for name in file.defined()}
-    return [use for file in parsed for use in file.uses(own)]
+    sources = [Source(path, hooks) for path in files]
+    own = set().union(*(source.defined for source in sources))
+    return [use for source in sources for use in source.uses if use.module or use.name not in own]
 
 
 def overrides(package: str) -> set[Use]:

@@ -10,9 +10,8 @@ import json
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,18 +33,15 @@ _SHOWN = 5
 logger = logging.getLogger("verl_precision.engine")
 
 
-@dataclass(frozen=True)
-class ScalerStep:
+class ScalerStep(NamedTuple):
     """What happened in one optimizer step.
 
     Attributes:
-        scale: S of this step's backward.
         overflow_ranks: Ranks with a non-finite gradient in their shard; the step is skipped on all ranks if > 0.
         underflow_fraction: Of this rank's sampled non-zero gradient elements g, those with |S·g| < 2⁻¹⁴, FP16's
             smallest normal number: they have lost bits, and smaller neighbours are already zero.
     """
 
-    scale: float
     overflow_ranks: int
     underflow_fraction: float
 
@@ -56,13 +52,12 @@ class ScalerStep:
 
 
 class LossScaler(ShardedGradScaler):
-    """`ShardedGradScaler` as described in the module's docstring; used by verl like its own.
+    """`ShardedGradScaler` with what the module's docstring lists; verl uses it like its own.
 
     The process group is the default one, all ranks of the engine: under HSDP each replica's shards are then part of the
     decision, so that replicas cannot drift apart.
 
     Attributes:
-        settings: As configured.
         last_step: What happened in the latest `unscale_`; None before it.
         nonfinite: Parameters of this rank whose gradient was non-finite then.
         steps_at_minimum: Consecutive overflowing steps with the scale at its minimum.
@@ -118,7 +113,7 @@ class LossScaler(ShardedGradScaler):
             flag = torch.tensor(float(bool(self.nonfinite)), device=self._scale.device)
             dist.all_reduce(flag)
             ranks = int(flag)
-        self.last_step = ScalerStep(self.get_scale(), ranks, underflow)
+        self.last_step = ScalerStep(ranks, underflow)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Grow or back off as torch does, then keep the scale within the bounds of the settings."""
@@ -138,11 +133,8 @@ class LossScaler(ShardedGradScaler):
     def state_dict(self) -> dict[str, float]:
         """Return what a run needs to go on exactly: scale, growth counter, steps at the minimum."""
         state = super().state_dict()
-        return {
-            "scale": state["scale"],
-            "growth_tracker": state["_growth_tracker"],
-            "steps_at_minimum": self.steps_at_minimum,
-        }
+        scale, tracker = state["scale"], state["_growth_tracker"]
+        return {"scale": scale, "growth_tracker": tracker, "steps_at_minimum": self.steps_at_minimum}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Go on from a state; factors, interval and bounds stay those of the settings.
@@ -247,14 +239,13 @@ def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]
     names = [name for name, parameter in named_parameters if id(parameter) in bad]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     ranks = scaler.last_step.overflow_ranks if scaler.last_step is not None else 0
-    settings = scaler.settings
     return (
         f"The last {scaler.steps_at_minimum} optimizer steps were skipped with the loss scale at its minimum, "
-        f"loss_scale.minimum={settings.bounds()[0]:g}, on {ranks} rank(s); non-finite gradients on this rank: "
+        f"loss_scale.minimum={scaler.settings.bounds()[0]:g}, on {ranks} rank(s); non-finite gradients on this rank: "
         f"{shown or 'none'}. So small a scale does not overflow by itself: the forward does (activations beyond "
         "FP16's 65504), or the loss or the data hold inf or NaN. Allowed are fewer such steps than "
-        f"loss_scale.stop_after_steps_at_minimum={settings.stop_after_steps_at_minimum}. Look at loss and grad_norm of "
-        "the steps before. Remedy: lower the learning rate, mend the data, or train this model with precision=bf16."
+        f"loss_scale.stop_after_steps_at_minimum={scaler.settings.stop_after_steps_at_minimum}. Look at loss and "
+        "grad_norm of the steps before. Remedy: lower the learning rate, mend the data, or train with precision=bf16."
     )
 
 
@@ -290,11 +281,8 @@ def load_scaler(scaler: LossScaler, folder: str) -> None:
         scaler.load_state_dict(found)
         return
     logger.warning(
-        "%s: no %s in this checkpoint (written without verl-precision, or by rank 0 elsewhere). The loss scale starts "
-        "at %g; a few steps may be skipped until it has adapted.",
-        folder,
-        FILE_NAME,
-        scaler.get_scale(),
+        f"{folder}: no {FILE_NAME} in this checkpoint (written without verl-precision, or by rank 0 elsewhere). "
+        f"The loss scale starts at {scaler.get_scale():g}; a few steps may be skipped until it has adapted."
     )
 
 

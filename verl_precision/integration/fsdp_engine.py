@@ -69,11 +69,7 @@ class VerifiedScaledTraining:
         return module
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step, then compare the dtypes seen in the model with the config.
-
-        Raises:
-            PrecisionContradictionError: if a matrix product gave another dtype.
-        """
+        """Do verl's forward step, then compare the dtypes seen in the model with the config."""
         result = super().forward_step(micro_batch, loss_function, forward_only)
         if self._precise:
             self._dtypes.check()
@@ -92,14 +88,7 @@ class VerifiedScaledTraining:
         return outputs
 
     def optimizer_step(self):
-        """Unscale, clip, step or skip, and update the scale, as verl does with the scaler it finds.
-
-        Returns:
-            Norm of the unscaled gradients before clipping; non-finite if the step was skipped.
-
-        Raises:
-            LossScaleError: when the gradients stay non-finite with the scale at its minimum.
-        """
+        """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""
         grad_norm = super().optimizer_step()
         if self._precise:
             self._report.add(grad_norm, self.scaler)
@@ -108,11 +97,7 @@ class VerifiedScaledTraining:
         return grad_norm
 
     def lr_scheduler_step(self):
-        """Advance the schedule, unless every update since the last call was skipped.
-
-        Returns:
-            The learning rate of the first parameter group.
-        """
+        """Advance the schedule, unless every update since the last call was skipped."""
         if not self._precise or self._report.take_applied():
             return super().lr_scheduler_step()
         return self.lr_scheduler.get_last_lr()[0]
@@ -200,13 +185,7 @@ class FSDP1Refused:
 
 
 def precision_variant(base: type, name: str, *mixins: type) -> type:
-    """Subclass one of verl's FSDP engines.
-
-    Args:
-        base: FSDPEngineWithLMHead or FSDPEngineWithValueHead.
-        name: Name of the new class.
-        mixins: Further ones, first in the order of method resolution.
-    """
+    """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
     ours: tuple[type, ...] = (VerifiedScaledTraining,)
     if not issubclass(base, FSDPEngineWithValueHead):
         ours = (ShadowForward, FP32LogProbs, ExactWeights, VerifiedScaledTraining)

@@ -5,7 +5,9 @@ fall-back must stay what it is. `scale=cpu` sets the variable.
 """
 
 import contextlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
@@ -16,6 +18,11 @@ from verl_precision.integration.ledger import wrap_once
 PLATFORM_NAME = "cpu"
 
 
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a method that gives one answer, whatever it is asked with."""
+    return lambda *args, **kwargs: answer
+
+
 class PlatformCPU(PlatformBase):
     """CPU with gloo collectives; Ray hands out its workers as a purely logical GPU resource."""
 
@@ -23,50 +30,21 @@ class PlatformCPU(PlatformBase):
     vendor_name = "cpu"
     device_module = cpu_device
 
-    current_device = staticmethod(cpu_device.current_device)
+    is_available = _always(True)
+    is_platform_available = _always(False)  # asked by auto-detection; see the module's docstring
+    current_device = _always(cpu_device.current_device())
+    device_count = _always(1)  # per process
+    get_device_capability = _always((None, None))  # verl's answer for "not a CUDA device"
+    communication_backend_name = _always("gloo")
+    is_ipc_supported = _always(False)  # weights go to the rollout through shared memory
+    ray_resource_name = _always("GPU")  # verl counts only GPU or NPU: `scale=cpu` tells Ray of a logical GPU per worker
+    ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])  # keeps Ray from hiding devices
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")  # what Ray sets for its GPU resource
     manual_seed = manual_seed_all = staticmethod(cpu_device.manual_seed)
-    set_device = synchronize = set_allocator_settings = empty_cache = cpu_device.do_nothing
-    profiler_start = profiler_stop = cudart = cpu_device.do_nothing
-
-    def is_available(self) -> bool:
-        """Return True: there is always a CPU."""
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False, so that auto-detection never picks this platform; see the module's docstring."""
-        return False
-
-    def device_count(self) -> int:
-        """Return 1 per process."""
-        return 1
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """Return (None, None), verl's answer for "not a CUDA device"."""
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        """Return gloo."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """Return the variable Ray sets for its GPU resource."""
-        return "CUDA_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: there is no NVTX."""
-        return contextlib.nullcontext()
-
-    def ray_resource_name(self) -> str:
-        """Return GPU: verl counts only GPU or NPU, so `scale=cpu` tells Ray of one logical GPU per worker."""
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """Return the variable that keeps Ray from hiding devices."""
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        """Return False: weights go to the rollout through shared memory."""
-        return False
+    # A CPU is one synchronous device, without caching allocator, profiler, NVTX or CUDA runtime.
+    set_device = synchronize = set_allocator_settings = empty_cache = _always(None)
+    profiler_start = profiler_stop = cudart = _always(None)
+    nvtx_range = _always(contextlib.nullcontext())
 
 
 def register_platform(platform_manager: ModuleType) -> None:
