@@ -47,13 +47,18 @@ def test_one_module_in_another_dtype_is_named():
     dtypes.check()  # an error is about one forward
 
 
-def test_exempt_module_may_differ():
+def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():
     model = Model()
-    dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=model.head)
+    model.get_output_embeddings = lambda: model.head
+    dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=compute_head_in_fp32(model))
+    hidden = torch.randn(3, 8).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.first(torch.zeros(1, 8))
-    model.head(torch.zeros(1, 8))
+        assert model.first(hidden).dtype == torch.bfloat16
+        logits = model.head(hidden)
     dtypes.check()
+    exact = hidden.double() @ model.head.weight.double().T + model.head.bias.double()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_seen_is_a_warning(caplog):

@@ -47,6 +47,7 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
     return _StraightThrough.apply(value.detach(), gradient_of)
 
 
+@dataclasses.dataclass(eq=False)
 class ShadowModel:
     """The actor's weights in another dtype, sharded alike.
 
@@ -54,17 +55,13 @@ class ShadowModel:
         module: The sharded copy; evaluation mode, no gradients.
         dtype: Dtype of its parameters and of its forward.
         dtypes: What its forwards computed in.
+        stale: Whether the actor's weights have changed since they were copied.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, dtypes: ForwardDtypes) -> None:
-        self.module = module
-        self.dtype = dtype
-        self.dtypes = dtypes
-        self._stale = False  # built from the weights the actor starts with
-
-    def invalidate(self) -> None:
-        """Say that the actor's weights have changed."""
-        self._stale = True
+    module: nn.Module
+    dtype: torch.dtype
+    dtypes: ForwardDtypes
+    stale: bool = False  # it is built from the weights the actor starts with
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
@@ -73,7 +70,7 @@ class ShadowModel:
         Args:
             source: The actor's sharded module, of the same structure.
         """
-        if not self._stale:
+        if not self.stale:
             return
         for module in (source, self.module):  # a root that stayed gathered after a forward hides its shards
             for part in module.modules():
@@ -81,7 +78,7 @@ class ShadowModel:
                     part.reshard()
         for mine, theirs in zip(self.module.parameters(), source.parameters(), strict=True):
             local_part(mine).copy_(local_part(theirs))
-        self._stale = False
+        self.stale = False
 
     @contextlib.contextmanager
     def in_place_of_the_actor(self, engine: Any) -> Iterator[None]:
