@@ -92,23 +92,17 @@ def test_underflow_fraction_by_hand():
 
 
 def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
-    settings = LossScaleSettings(initial=64.0, growth_interval=4)
-    scaler = LossScaler(settings, "cpu")
+    """That a whole run continues exactly: `ranks.py`."""
+    scaler = LossScaler(LossScaleSettings(initial=64.0, growth_interval=4), "cpu")
     run(scaler, [INF, 1, 1])
-    assert scaler.state_dict() == {"scale": 32, "growth_tracker": 2, "steps_at_minimum": 0}
     save_scaler(scaler, str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [FILE_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
-    fresh = LossScaler(settings, "cpu")
-    load_scaler(fresh, str(tmp_path))
-    assert fresh.state_dict() == scaler.state_dict()
-    assert run(fresh, [1, 1])[0] == run(scaler, [1, 1])[0] == [32, 64]
-
-    used = LossScaler(LossScaleSettings(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5), "cpu")
-    run(used, [1])
-    load_scaler(used, str(tmp_path))
-    assert used.get_scale() == 16, "within the bounds of today's config"
-    assert used.get_growth_interval() == 3 and used.get_growth_factor() == 1.5
+    other = LossScaler(LossScaleSettings(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5), "cpu")
+    run(other, [1])
+    load_scaler(other, str(tmp_path))
+    assert other.state_dict() == {"scale": 16, "growth_tracker": 2, "steps_at_minimum": 0}, "32, but for the maximum"
+    assert other.get_growth_interval() == 3 and other.get_growth_factor() == 1.5
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"scale": "large"}', '{"scale": 1.0}'])
