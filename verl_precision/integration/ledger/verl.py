@@ -19,7 +19,7 @@ METRIC_FROM_DICT = LedgerEntry(
     parameters=("data", "aggregation"),
     kind="patched",
     why="a policy loss's metrics are averaged over micro-batches: a maximum becomes a mean of maxima",
-    how="wrapped: metrics of type MergedMetric, which only our losses return, are kept as they are",
+    how="wrapped: metrics of type MergedMetric, which only we report, are kept as they are",
     upstream="none found",
     until="verl lets a policy loss choose how its metrics are reduced",
 )
@@ -49,7 +49,7 @@ ROLLOUT_WEIGHTS = LedgerEntry(
 _TRAINER = {
     "kind": "overridden",
     "why": "verl's trainer has no public hook between the advantages, the update, the metrics and the checkpoint",
-    "how": "`mismatch.trainer` measures after verl's method, or asks the worker before it",
+    "how": "the trainers of `integration/trainers.py` measure after verl's method, or ask the worker before it",
     "upstream": "none: private methods",
     "until": "verl's trainer calls hooks with batch and metrics",
 }
@@ -64,13 +64,12 @@ ENTRIES: tuple[LedgerEntry, ...] = (
         {
             "Metric.__init__": "self, aggregation, value",
             "Metric.append": "self, value",
-            "Metric.extend": "self, values",
             "Metric.aggregate": "self",
             "Metric.init_list": "self",
         },
         kind="overridden",
         why="verl's metric holds numbers; sums and statistics must be merged before anything is computed from them",
-        how="`MergedMetric` and `CarriedSums` hold what is merged",
+        how="`MergedMetric` holds what is merged",
         upstream="none found",
         until="verl lets a policy loss choose how its metrics are reduced",
     ),
