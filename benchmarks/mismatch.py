@@ -3,8 +3,9 @@
     python benchmarks/mismatch.py
     python benchmarks/mismatch.py --rows 4096 --tokens 8192 --repeats 3
 
-verl's: `compute_offpolicy_metrics` and `calculate_debug_metrics`, one after the other. Ours: `MismatchSums.update` with
-advantages, and `.metrics()`. float32, lengths uniform in [1, T], mask int64 as verl has it.
+verl's: `compute_offpolicy_metrics` and `calculate_debug_metrics`, one after the other. Ours:
+`MismatchStatistics.measure` with advantages, and `.metrics()`. float32, lengths uniform in [1, T], mask int64
+as verl has it.
 
 Time: the calls alternate, so that a busy machine slows both; the median over the repeats, and the median of the ratios
 of the pairs. Memory: the rise of the process's peak resident memory over what it held before the call, in a process of
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.mismatch.statistics import MismatchStatistics
 
 MIB = 1 << 20
 
@@ -76,9 +77,8 @@ def prepare(arguments: argparse.Namespace, rows: int) -> tuple[Callable[[], obje
     batch = DataProto.from_dict(tensors=tensors)
 
     def ours() -> dict[str, float]:
-        sums = MismatchSums()
-        sums.update(trainer, rollout, mask, advantages, arguments.chunk_tokens)
-        return sums.metrics()
+        measured = MismatchStatistics.measure(trainer, rollout, mask, advantages, chunk_tokens=arguments.chunk_tokens)
+        return measured.metrics()
 
     def theirs() -> None:
         compute_offpolicy_metrics(trainer, rollout, mask)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_precision.mismatch.phantom import PhantomSums
-from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.mismatch.phantom import PhantomStatistics
+from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.token_bins import PROBABILITY_BINS
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
@@ -23,9 +23,8 @@ def emitted() -> set[str]:
     rollout, advantages = probs.log(), torch.tensor([1.0, -1.0, 1.0, -1.0])
     shadow, trainer = (rollout - torch.rand(probs.shape, generator=generator) for _ in range(2))
     mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
-    mismatch, phantom = MismatchSums(), PhantomSums()
-    mismatch.update(trainer, rollout, mask, advantages)
-    phantom.update(trainer, shadow, rollout, mask, advantages)
+    mismatch = MismatchStatistics.measure(trainer, rollout, mask, advantages)
+    phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages)
     return {*mismatch.metrics(), *phantom.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND}
 
 

@@ -6,12 +6,14 @@ import pytest
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.integration.trainers import MODES
+from verl_precision.integration.trainers import MODES, measured_mode
 
 HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
     *("on_init_end", "on_sample_end", "on_step_end"),
 )
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -24,16 +26,37 @@ def test_every_hook_is_verls_with_the_same_parameters(mode):
         assert mine == base, hook
 
 
-@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
-def test_verl_sees_its_own_mode(compose_verl, mode, monkeypatch):
+@pytest.fixture
+def config(compose_verl):
+    return compose_verl("+precision=fp16", VLLM, f"{LOG_PROBS}=True")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_takes_the_place_of_verls_trainer_which_sees_its_own_mode(config, mode, monkeypatch):
     """Settings are chosen by the mode's name inside verl."""
-    base = TRAINER_REGISTRY[mode]
+    config.trainer.v1.trainer_mode = mode
+    assert measured_mode(config) == f"vp_{mode}"
     seen = {}
-    monkeypatch.setattr(base, "__init__", lambda self, config: seen.update(mode=config.trainer.v1.trainer_mode))
-    log_probs = "actor_rollout_ref.rollout.calculate_log_probs=True"
-    config = compose_verl(f"trainer.v1.trainer_mode=vp_{mode}", log_probs, "actor_rollout_ref.rollout.name=vllm")
+    base_init = lambda self, config: seen.update(mode=config.trainer.v1.trainer_mode)  # noqa: E731
+    monkeypatch.setattr(TRAINER_REGISTRY[mode], "__init__", base_init)
+    config.trainer.v1.trainer_mode = f"vp_{mode}"
     TRAINER_REGISTRY[f"vp_{mode}"](config)
     assert seen == {"mode": mode}
+
+
+def test_switched_off_or_not_verls_it_stays_away(config):
+    config.trainer.v1.trainer_mode = "mine"
+    assert measured_mode(config) is None
+    config.trainer.v1.trainer_mode = "sync"
+    config.mismatch.enabled = False
+    assert measured_mode(config) is None
+
+
+def test_without_rollout_log_probs_it_is_refused(config):
+    config.actor_rollout_ref.rollout.calculate_log_probs = False
+    for refused in (measured_mode, TRAINER_REGISTRY["vp_sync"]):
+        with pytest.raises(ConfigurationError, match="calculate_log_probs=False.*mismatch.enabled=True"):
+            refused(config)
 
 
 def test_separate_async_cannot_run_on_a_cpu(compose_verl):
@@ -41,7 +64,7 @@ def test_separate_async_cannot_run_on_a_cpu(compose_verl):
     config = compose_verl(
         "+scale=cpu",
         "trainer.v1.trainer_mode=vp_separate_async",
-        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        f"{LOG_PROBS}=True",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "data.train_batch_size=8",
@@ -50,9 +73,3 @@ def test_separate_async_cannot_run_on_a_cpu(compose_verl):
     )
     with pytest.raises(AssertionError, match="please use nccl/nixl/mooncake"):
         TRAINER_REGISTRY["vp_separate_async"](config)
-
-
-def test_without_rollout_log_probs_it_is_refused(compose_verl):
-    config = compose_verl("actor_rollout_ref.rollout.calculate_log_probs=False")
-    with pytest.raises(ConfigurationError, match="calculate_log_probs=False"):
-        TRAINER_REGISTRY["vp_sync"](config)

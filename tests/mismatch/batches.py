@@ -1,11 +1,26 @@
 """Random batches as lists of responses, and their padded and jagged tensors; comparison with a tolerance."""
 
+import functools
 import math
 
 import numpy as np
+import plain_statistics
 import torch
 
+from verl_precision.mismatch.phantom import PhantomStatistics
+from verl_precision.mismatch.statistics import MismatchStatistics
+
 NAMES = ("trainer", "shadow", "proximal", "rollout", "advantage")
+# What is measured -> its name in the metrics, the arguments of `measure` beside the mask, the oracle.
+KINDS = {
+    "mismatch": (MismatchStatistics, ("trainer", "rollout"), plain_statistics.mismatch),
+    "phantom": (PhantomStatistics, ("trainer", "shadow", "rollout"), plain_statistics.phantom),
+    "phantom, proximal ratio": (
+        PhantomStatistics,
+        ("trainer", "shadow", "rollout", "proximal"),
+        functools.partial(plain_statistics.phantom, against="proximal"),
+    ),
+}
 
 
 def random_responses(rows, longest, seed, gap=1e-2, shortest=0):
@@ -36,12 +51,23 @@ def padded(responses, junk=0.0, width=None, dtype=torch.float32):
 
 
 def jagged(responses):
-    return {
+    found = {
         name: torch.nested.nested_tensor(
             [torch.tensor(r[name], dtype=torch.float32) for r in responses], layout=torch.jagged
         )
         for name in NAMES
     }
+    return found, None
+
+
+def measured(responses, kind="mismatch", layout=padded, chunk_tokens=None, mask=None, **options):
+    """Measure a batch; `options` are those of the layout."""
+    statistics, names, _ = KINDS[kind]
+    tensors, valid = layout(responses, **options)
+    arguments = [tensors[name] for name in names[:3]]
+    mask = valid if mask is None else mask
+    more = {"ratio_log_probs": tensors[names[3]]} if len(names) > 3 else {}
+    return statistics.measure(*arguments, mask, tensors["advantage"], chunk_tokens=chunk_tokens, **more)
 
 
 def assert_close(found, expected, tolerance=1e-6):

@@ -1,17 +1,15 @@
-"""The block `mismatch`: typed, bounded, and every key known."""
+"""The block `mismatch`: typed, bounded, every key known, and switched on by every preset."""
 
 import pytest
+from hydra import compose, initialize_config_module
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.mismatch.settings import MismatchSettings, settings_of
 from verl_precision.presets import preset_names
 
 
-def test_no_block_is_the_default():
-    assert MismatchSettings.from_block(None) == MismatchSettings()
-
-
 def test_block_with_alarm():
+    assert MismatchSettings.from_block(None) == MismatchSettings()
     settings = MismatchSettings.from_block({"ratio_threshold": 2, "alarm": {"on_alarm": "stop", "baseline_steps": 9}})
     assert settings.ratio_threshold == 2 and settings.enabled
     assert settings.alarm.on_alarm == "stop" and settings.alarm.baseline_steps == 9
@@ -34,9 +32,10 @@ def test_what_cannot_be_is_refused(block, message):
 
 
 @pytest.mark.parametrize("group", ["precision", "estimator", "scale"])
-def test_every_preset_switches_it_on(compose_verl, group):
-    for name in preset_names(group):
-        assert compose_verl(f"+{group}={name}").mismatch.enabled is True, name
+def test_every_preset_alone_switches_it_on(group):
+    with initialize_config_module("verl_precision.presets", version_base=None):
+        for name in preset_names(group):
+            assert compose(f"{group}/{name}").mismatch.enabled is True, name
 
 
 def test_precision_presets_spell_out_the_defaults(compose_verl):

@@ -6,10 +6,10 @@ preflight.py           Hydra's callback: ask every rule before Ray starts
 recipe_config.py       compose a recipe as verl does; the table of its dtypes
 machine.py             what the rules have to know of this machine, verl and vLLM
 resolvers.py           `${verl_precision.*:}` in configs; search_path.py: where Hydra finds the presets
-policy_losses.py       the losses under verl's call; loss_metrics.py: their metrics, merged and not averaged
+policy_losses.py       the losses under verl's call
 rollout_weights.py     equations (9) and (10) in verl's rollout correction
 trainers.py            verl's trainers, with the mismatch measured; run_monitor.py: what they do at each step
-summed_metrics.py      sums from the workers' micro-batches to the driver
+merged_metrics.py      statistics through verl: merged over micro-batches and ranks, not averaged
 histogram_loggers.py   histograms for wandb and TensorBoard
 fsdp_engine.py         loss scaling, FP32 log-probs and verified dtypes in verl's FSDP engines
 engine_config.py       verl's engine config with our settings

@@ -5,43 +5,40 @@ from typing import Any
 
 import numpy as np
 
+# The most bins that wandb takes.
+WANDB_BINS = 512
+
 
 def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], step: int) -> None:
     """Hand histograms to those loggers of a run that take them; to the others they are not sent.
 
     Args:
         tracking: verl's `Tracking`.
-        histograms: name -> (edges, counts), one edge more than counts.
-        step: of training.
+        histograms: Name -> (edges, counts), one edge more than counts.
+        step: Of training.
     """
-    loggers = tracking.logger
-    for name, (edges, counts) in histograms.items():
-        edges, counts = _occupied(np.asarray(edges, dtype=np.float64), np.asarray(counts, dtype=np.float64))
+    for name, histogram in histograms.items():
+        edges, counts = _occupied(*(np.asarray(part, dtype=np.float64) for part in histogram))
         if not counts.size:
             continue
-        if "wandb" in loggers:
+        if "wandb" in tracking.logger:
             import wandb
 
-            # wandb takes at most 512 bins
-            histogram = wandb.Histogram(np_histogram=_coarser(edges, counts, 512))
-            tracking.log(data={name: histogram}, step=step, backend=["wandb"])
-        if "tensorboard" in loggers:
-            _to_tensorboard(loggers["tensorboard"].writer, name, edges, counts, step)
-
-
-def _to_tensorboard(writer: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
-    centres = (edges[1:] + edges[:-1]) / 2
-    writer.add_histogram_raw(
-        name,
-        min=float(edges[0]),
-        max=float(edges[-1]),
-        num=float(counts.sum()),
-        sum=float((counts * centres).sum()),
-        sum_squares=float((counts * centres**2).sum()),
-        bucket_limits=edges[1:].tolist(),
-        bucket_counts=counts.tolist(),
-        global_step=step,
-    )
+            shown = wandb.Histogram(np_histogram=_coarser(edges, counts, WANDB_BINS))
+            tracking.log(data={name: shown}, step=step, backend=["wandb"])
+        if "tensorboard" in tracking.logger:
+            centres = (edges[1:] + edges[:-1]) / 2
+            tracking.logger["tensorboard"].writer.add_histogram_raw(
+                name,
+                min=float(edges[0]),
+                max=float(edges[-1]),
+                num=float(counts.sum()),
+                sum=float((counts * centres).sum()),
+                sum_squares=float((counts * centres**2).sum()),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+                global_step=step,
+            )
 
 
 def _occupied(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

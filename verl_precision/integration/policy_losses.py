@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from verl_precision.errors import ConfigurationError, RegistrationError
-from verl_precision.integration.loss_metrics import MergedMetric, keep_merged_metrics
+from verl_precision.integration.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.registry import PolicyLoss, on_registration
 from verl_precision.losses.settings import THRESHOLD, require_bypass, require_threshold
@@ -112,7 +112,7 @@ class AdaptedLoss:
         arguments = {name: value for name, value in offered.items() if name in self._needs}
         arguments |= {name: resolve(config) for name, resolve in self._resolvers.items() if name in self._needs}
         output = self.entry.function(**arguments)
-        return output.loss, {name: MergedMetric([statistic]) for name, statistic in output.metrics.items()}
+        return output.loss, metrics_of_loss(output.metrics)
 
     @staticmethod
     def _threshold(config: Any) -> float:

@@ -1,9 +1,10 @@
-"""One run under watch: what the measuring trainer does at each point of a step, without being a trainer."""
+"""What the measuring trainer does at each point of a step, without being a trainer: measure, judge and remember."""
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.errors import MismatchAlarmError
 from verl_precision.files import write_file
-from verl_precision.integration.measurement import REQUEST, request
-from verl_precision.integration.summed_metrics import MISMATCH, PHANTOM
+from verl_precision.integration.histogram_loggers import log_histograms
+from verl_precision.integration.measurement import MISMATCH, PHANTOM, REQUEST, Request
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.metric_names import ACTOR
-from verl_precision.mismatch.phantom import PhantomSums
+from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.settings import MismatchSettings
-from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.mismatch.statistics import MismatchStatistics
 
 ALARM_FILE = "mismatch_alarm.json"
 # What the worker reports about an update of the actor loses verl's prefix.
@@ -26,23 +27,24 @@ OURS = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 logger = logging.getLogger("verl_precision.mismatch")
 
 
-class Watch:
+class RunMonitor:
     """Measures, judges and remembers for one run.
 
     Attributes:
-        settings: the block `mismatch`.
-        alarm: fed every step.
-        bypass: whether verl skips the forward at θ', so that the worker has to measure.
-        shadowed: whether the actor has a shadow.
+        settings: The block `mismatch`.
+        alarm: Fed every step.
+        bypass: Whether verl skips the forward at θ', so that the worker has to measure.
+        shadowed: Whether the actor has a shadow.
+        clip_range: ε_low and ε_high of the loss.
     """
 
     def __init__(self, config: DictConfig, settings: MismatchSettings, on_policy: bool) -> None:
         """Read what decides where to measure.
 
         Args:
-            config: the composed config.
-            settings: its block `mismatch`.
-            on_policy: whether a batch is always drawn with the weights that are about to be updated.
+            config: The composed config.
+            settings: Its block `mismatch`.
+            on_policy: Whether a batch is always drawn with the weights that are about to be updated.
         """
         self.settings = settings
         self.alarm = MismatchAlarm(settings.alarm)
@@ -52,53 +54,43 @@ class Watch:
         self.shadowed = shadow.get("ratio_source") == "shadow" or (shadow.get("every_n_steps") or 0) > 0
         low, high = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))
         default = actor.clip_ratio
-        self.clip = (float(default if low is None else low), float(default if high is None else high))
+        self.clip_range = (float(default if low is None else low), float(default if high is None else high))
         self._on_policy = on_policy
         self._measuring = True
-        self._gaps: MismatchSums | None = None
+        self._mismatch: MismatchStatistics | None = None
         self._seconds = 0.0
 
     def measure_in_driver(self, batch: Any, metrics: MutableMapping[str, Any]) -> None:
         """In decoupled mode, measure what verl has computed already; in bypass mode there is nothing yet."""
-        if not self.bypass:
-            self._guarded(lambda: self._measure_in_driver(batch, metrics))
-
-    def _measure_in_driver(self, batch: Any, metrics: MutableMapping[str, Any]) -> None:
-        import transfer_queue as tq
-
-        kept = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-        fields = ["old_log_probs", "rollout_log_probs", "response_mask", "advantages"]
-        data = tq.kv_batch_get(keys=kept, partition_id=batch.partition_id, select_fields=fields)
-        padded = data.to_padded_tensor()
-        trainer, rollout, mask, advantages = (padded[name] for name in fields)
-        self._gaps = MismatchSums(ratio_threshold=self.settings.ratio_threshold)
-        self._gaps.update(trainer, rollout, mask, advantages)
-        metrics.update(self._gaps.metrics())
-        if self._on_policy and not self.shadowed:
-            # Same weights on both sides, so that the whole gap is beta, and mu stands for the shadow.
-            phantom = PhantomSums(*self.clip)
-            phantom.update(trainer, rollout, rollout, mask, advantages)
-            metrics.update(phantom.metrics())
+        if self.bypass or not self._measuring:
+            return
+        with self._guarded():
+            trainer, rollout, mask, advantages = _fetch(batch)
+            threshold = self.settings.ratio_threshold
+            self._mismatch = MismatchStatistics.measure(trainer, rollout, mask, advantages, threshold)
+            metrics.update(self._mismatch.metrics())
+            if self._on_policy and not self.shadowed:
+                # Same weights on both sides, so that the whole gap is beta, and mu stands for the shadow.
+                clip_range = self.clip_range
+                phantom = PhantomStatistics.measure(trainer, rollout, rollout, mask, advantages, None, *clip_range)
+                metrics.update(phantom.metrics())
 
     def ask_the_worker(self, batch: Any) -> None:
         """Have the next update measured where the driver cannot."""
         if self._measuring and (self.bypass or self.shadowed):
-            low, high = self.clip
-            batch.extra_info[REQUEST] = request(
+            batch.extra_info[REQUEST] = Request(
                 mismatch=self.bypass,
                 bypass=self.bypass,
-                clip_low=low,
-                clip_high=high,
+                clip_range=self.clip_range,
                 ratio_threshold=self.settings.ratio_threshold,
             )
 
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
-        """Turn the sums that came back into metrics, and give this package's metrics their own names."""
+        """Turn the statistics that came back into metrics, and give this package's metrics their own names."""
+        self._mismatch = metrics.get(ACTOR + MISMATCH, self._mismatch)
         for key in (MISMATCH, PHANTOM):
-            sums = metrics.pop(ACTOR + key, None)
-            if sums is not None:
-                metrics.update(sums.metrics())
-                self._gaps = sums if isinstance(sums, MismatchSums) else self._gaps
+            if ACTOR + key in metrics:
+                metrics.update(metrics.pop(ACTOR + key).metrics())
         for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in OURS))]:
             metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
 
@@ -106,26 +98,24 @@ class Watch:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
 
         Args:
-            step: of training.
-            metrics: of this step; `alarm/active` and `timing_s/mismatch` are added.
+            step: Of training.
+            metrics: Of this step; `alarm/active` and `timing_s/mismatch` are added.
         """
-        stop = None
-        with self._timed():
-            try:
-                act_on(self.alarm.update(step, metrics), self.settings.alarm, log=logger.warning)
-            except MismatchAlarmError as error:
-                stop = error
+        stop, start = None, time.perf_counter()
+        try:
+            act_on(self.alarm.update(step, metrics), self.settings.alarm, log=logger.warning)
+        except MismatchAlarmError as error:
+            stop = error
         metrics["alarm/active"] = len(self.alarm.active)
-        metrics["timing_s/mismatch"], self._seconds = self._seconds, 0.0
+        metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
     def show_histograms(self, tracking: Any, step: int) -> None:
         """Give the histogram of the gap to the loggers that can show it."""
-        gaps, self._gaps = self._gaps, None
-        if gaps is not None and self.settings.histograms:
-            from verl_precision.integration.histogram_loggers import log_histograms
-
-            self._guarded(lambda: log_histograms(tracking, gaps.histograms(), step))
+        mismatch, self._mismatch = self._mismatch, None
+        if mismatch is not None and self.settings.histograms and self._measuring:
+            with self._guarded():
+                log_histograms(tracking, mismatch.histograms(), step)
 
     def save(self, folder: str) -> None:
         """Write the alarm's memory beside a checkpoint."""
@@ -137,27 +127,25 @@ class Watch:
         if path.is_file():
             self.alarm.load_state_dict(json.loads(path.read_text()))
 
-    def _guarded(self, measure: Callable[[], None]) -> None:
-        """Measure; if that fails, say so, and never measure again in this run, which goes on."""
-        if not self._measuring:
-            return
-        with self._timed():
-            try:
-                measure()
-            except Exception:  # somebody's run is under way, and does not need these numbers
-                self._measuring = False
-                logger.exception("the mismatch could not be measured; it is left out from now on, training goes on")
-
-    def _timed(self) -> "_Stopwatch":
-        return _Stopwatch(self)
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Time a measurement; if it fails, say so, and never measure again in this run, which goes on."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception:  # somebody's run is under way, and does not need these numbers
+            self._measuring = False
+            logger.exception("the mismatch could not be measured; it is left out from now on, training goes on")
+        finally:
+            self._seconds += time.perf_counter() - start
 
 
-class _Stopwatch:
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+def _fetch(batch: Any) -> list[Any]:
+    """Return the trainer's and the rollout's log-probs, the mask and the advantages of a batch, padded."""
+    import transfer_queue as tq
 
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._watch._seconds += time.perf_counter() - self._start
+    kept = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    fields = ["old_log_probs", "rollout_log_probs", "response_mask", "advantages"]
+    data = tq.kv_batch_get(keys=kept, partition_id=batch.partition_id, select_fields=fields)
+    padded = data.to_padded_tensor()
+    return [padded[name] for name in fields]

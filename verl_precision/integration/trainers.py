@@ -1,8 +1,8 @@
 """verl's V1 trainers with the mismatch among their metrics: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
 
 In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
-forward. In bypass mode there are none before the update: the worker measures in its first one (`engine.measurement`),
-as it does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
+forward. In bypass mode there are none before the update: the worker measures in its first one (`measurement.py`), as it
+does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
 """
 
 from types import ModuleType
@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.integration.run_monitor import Watch
+from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.rules.rollout_rules import logprobs_missing
 from verl_precision.weight_sync.settings import canary_settings
@@ -23,27 +23,21 @@ def measured_mode(config: DictConfig) -> str | None:
     """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change.
 
     Args:
-        config: the composed config.
+        config: The composed config.
 
     Raises:
-        ConfigurationError: for a block `mismatch` or `weight_sync.canary` that cannot be used, and where the rollout
+        ConfigurationError: For a block `mismatch` or `weight_sync.canary` that cannot be used, and where the rollout
             keeps its log-probs to itself.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    settings = settings_of(config)
-    if not settings.enabled or mode not in MODES:
+    if not settings_of(config).enabled or mode not in MODES:
         return None
-    require_rollout_log_probs(config)
+    _require_rollout_log_probs(config)
     canary_settings(config)
     return PREFIX + mode
 
 
-def require_rollout_log_probs(config: DictConfig) -> None:
-    """Require that the rollout returns its log-probs.
-
-    Raises:
-        ConfigurationError: naming the setting.
-    """
+def _require_rollout_log_probs(config: DictConfig) -> None:
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
         raise logprobs_missing.error(config, {"reason": "mismatch.enabled=True"})
 
@@ -64,8 +58,8 @@ def _measuring(base: type, mode: str) -> type:
         __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."
 
         def __init__(self, config):
-            require_rollout_log_probs(config)
-            self._watch = Watch(config, settings_of(config), on_policy=mode == "sync")
+            _require_rollout_log_probs(config)
+            self._monitor = RunMonitor(config, settings_of(config), on_policy=mode == "sync")
             self._canary = TrainerCanary(config, canary_settings(config))
             self._canary_metrics: dict[str, float] = {}
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
@@ -87,13 +81,13 @@ def _measuring(base: type, mode: str) -> type:
 
         def _compute_advantage(self, batch, metrics):
             batch = super()._compute_advantage(batch, metrics=metrics)
-            self._watch.measure_in_driver(batch, metrics)
+            self._monitor.measure_in_driver(batch, metrics)
             return batch
 
         def _update_actor(self, batch, metrics):
-            self._watch.ask_the_worker(batch)
+            self._monitor.ask_the_worker(batch)
             batch = super()._update_actor(batch, metrics=metrics)
-            self._watch.take_from_the_worker(metrics)
+            self._monitor.take_from_the_worker(metrics)
             return batch
 
         def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
@@ -101,8 +95,8 @@ def _measuring(base: type, mode: str) -> type:
             canary, self._canary_metrics = self._canary_metrics, {}
             guard_seconds = metrics.get("weight_sync/seconds", 0.0)
             metrics.update({**canary, "weight_sync/seconds": guard_seconds + canary.get("weight_sync/seconds", 0.0)})
-            stop = self._watch.judge(global_steps, metrics)
-            self._watch.show_histograms(self.logger, global_steps)
+            stop = self._monitor.judge(global_steps, metrics)
+            self._monitor.show_histograms(self.logger, global_steps)
             if stop is not None:
                 self.logger.log(data=metrics, step=global_steps)
                 self._save_checkpoint()
@@ -110,12 +104,12 @@ def _measuring(base: type, mode: str) -> type:
 
         def _save_checkpoint(self):
             super()._save_checkpoint()
-            self._watch.save(_checkpoint_folder(self))
+            self._monitor.save(_checkpoint_folder(self))
 
         def _load_checkpoint(self):
             result = super()._load_checkpoint()
             if self.global_steps:  # 0: from scratch
-                self._watch.load(_checkpoint_folder(self, resumed=True))
+                self._monitor.load(_checkpoint_folder(self, resumed=True))
             return result
 
     MeasuringTrainer.__name__ = MeasuringTrainer.__qualname__ = f"Measuring{base.__name__}"

@@ -13,20 +13,20 @@ class AlarmSettings:
 
     Attributes:
         on_alarm: `log` (say it and go on) or `stop` (say it, and end the run if the alarm is severe).
-        baseline_steps: first steps that say what is normal for this run; ≥ 5.
+        baseline_steps: First steps that say what is normal for this run; ≥ 5.
         allowed_growth: k3 may be this many times its baseline for ever; > 1. The mean |log-prob gap| goes with its
             square, because k3 ≈ gap²/2: 3 allows it a factor of 1.73.
-        evidence_steps: full steps of evidence before growth is an alarm. Higher: fewer false alarms, as many steps
+        evidence_steps: Full steps of evidence before growth is an alarm. Higher: fewer false alarms, as many steps
             later.
         extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
-        affected_fraction: share of tokens with β beyond the clip range, or phantom-clipped, that is too much;
+        affected_fraction: Share of tokens with β beyond the clip range, or phantom-clipped, that is too much;
             in (0, 1].
-        persist_steps: consecutive steps before extremes, β beyond the clip range or NaN are an alarm.
-        skipped_steps: consecutive steps with a skipped update before they are a storm.
-        loss_scale_minimum: the scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
+        persist_steps: Consecutive steps before extremes, β beyond the clip range or NaN are an alarm.
+        skipped_steps: Consecutive steps with a skipped update before they are a storm.
+        loss_scale_minimum: The scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
             switches the check off (a static scale of 1 is always there).
-        sync_pearson: correlation of trainer and rollout probabilities below which they are not one policy; in [-1, 1).
-        sync_gap: mean |log-prob gap|, nats, above which they are not one policy.
+        sync_pearson: Correlation of trainer and rollout probabilities below which they are not one policy; in [-1, 1).
+        sync_gap: Mean |log-prob gap|, nats, above which they are not one policy.
     """
 
     on_alarm: Literal["log", "stop"] = Field(default="log", description="The value log never ends a run.")

@@ -1,9 +1,10 @@
 """The two detectors of the alarm, as plain arithmetic on one number a step: sustained growth, and persistence.
 
-Both are state machines that fire once and again only after a clear recovery. Their state is plain JSON.
+Both fire once, and again only after a clear recovery. Their state is plain JSON.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -24,19 +25,18 @@ class Growth:
     counts steps of evidence. It fires when S reaches `evidence_steps` and has recovered when S is 0 again. CUSUM: Page,
     Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
 
-    NaN is no evidence in either direction: it is passed over. An infinite value after the baseline counts as a full
-    step of growth; within it, it is passed over.
+    NaN is passed over, and so is an infinite value within the baseline. After it, that is a full step of growth.
 
     Attributes:
         power: 1, or 2 for a number that grows with the square root of what `allowed_growth` speaks of.
-        floor: values below are held there; what float32 itself makes of equal numbers is no growth.
-        baseline_steps: length of the baseline, steps.
-        allowed_growth: factor above the baseline that is tolerated for ever, > 1.
-        evidence_steps: full steps of evidence before it fires.
+        floor: Values below are held there; what float32 itself makes of equal numbers is no growth.
+        baseline_steps: Length of the baseline, steps.
+        allowed_growth: Factor above the baseline that is tolerated for ever, > 1.
+        evidence_steps: Full steps of evidence before it fires.
         baseline: x of the baseline so far, nats.
         evidence: S, steps.
-        since: the step at which S last left 0; None at 0.
-        active: whether it has fired and not recovered.
+        since: The step at which S last left 0; None at 0.
+        active: Whether it has fired and not recovered.
     """
 
     power: int
@@ -77,14 +77,15 @@ class Growth:
         sigma = SIGMA_PER_MAD * median(abs(x - centre) for x in self.baseline)
         return centre, max(math.log(self.allowed_growth), 2 * sigma)
 
+    def normal(self) -> str:
+        """Say what a value is compared with."""
+        centre, tolerance = self.reference()
+        usual, allowed = (math.exp(x / self.power) for x in (centre, centre + tolerance))
+        return f"baseline of the first {self.baseline_steps} steps {usual:.3g}, allowed {allowed:.3g}"
+
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {
-            "baseline": list(self.baseline),
-            "evidence": self.evidence,
-            "since": self.since,
-            "active": self.active,
-        }
+        return {name: copy(getattr(self, name)) for name in ("baseline", "evidence", "since", "active")}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state; a baseline of another length is completed, or cut to the first steps."""
@@ -100,10 +101,10 @@ class Persistence:
     Fires once, and has recovered after as many measurements without it. A step without measurement changes nothing.
 
     Attributes:
-        steps: measurements in a row, ≥ 1.
-        run: measurements in a row with the condition, or, while active, without it.
-        since: the first of them; while active, the first of those that made it fire.
-        active: whether it has fired and not recovered.
+        steps: Measurements in a row, ≥ 1.
+        run: Measurements in a row with the condition, or, while active, without it.
+        since: The first of them; while active, the first of those that made it fire.
+        active: Whether it has fired and not recovered.
     """
 
     steps: int

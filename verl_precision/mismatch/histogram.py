@@ -7,37 +7,53 @@ bin holds |g| < 2⁻³⁰ (9e-10), one each g beyond ±4096.
 A bin is found from the bits of g as float32 (sign, exponent, first four bits of the mantissa): no search, no logarithm.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from verl_precision.mergeable import Statistic, added, largest, smallest
 
 LOWEST, HIGHEST = -30, 12  # octaves, as powers of 2
 PER_OCTAVE = 16
 _BIAS, _MANTISSA_BITS_LEFT, _HALF = 127, 19, 1 << 12
 _LOW, _HIGH = (_BIAS + LOWEST) * PER_OCTAVE, (_BIAS + HIGHEST) * PER_OCTAVE
+# Bins of each sign with bounded edges; between the signs lies the bin around 0.
 PER_SIGN = _HIGH - _LOW
-BINS = 2 * PER_SIGN + 3
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+ABS_QUANTILES = {"abs_p50": 0.5, "abs_p90": 0.9, "abs_p99": 0.99, "abs_p999": 0.999}
 
 
-def bit_counts(gap_N: Tensor) -> Tensor:
-    """Return [8192] int64: how many g have each pattern of leading bits, as float32; negative g first.
+@dataclass(frozen=True)
+class GapHistogram(Statistic):
+    """The number of gaps in each bin, as `gap_counts` returns it, and the smallest and largest of them."""
 
-    Args:
-        gap_N: [N] floating, finite.
-    """
-    keys_N = (gap_N.float().view(torch.int32) >> _MANTISSA_BITS_LEFT).add_(_HALF)  # the sign bit makes it negative
-    return torch.bincount(keys_N, minlength=2 * _HALF)
+    counts: Tensor = added()
+    low: Tensor = smallest()
+    high: Tensor = largest()
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the quantiles of g, `<name>_p..`, and of |g|, `<name>_abs_p..`."""
+        low, high = self.low.item(), self.high.item()
+        edges, (abs_edges, abs_counts) = gap_edges(), absolute(self.counts)
+        found = {label: quantile(edges, self.counts, q, low, high) for label, q in QUANTILES.items()}
+        for label, q in ABS_QUANTILES.items():
+            found[label] = quantile(abs_edges, abs_counts, q, 0.0, max(high, -low))
+        return {f"{name}_{label}": value for label, value in found.items()}
 
 
-def gap_counts(bit_counts: Tensor) -> Tensor:
-    """Return [BINS] float64: `bit_counts` folded to the grid, from the lowest g to the highest."""
-    negative, positive = bit_counts.split(_HALF)
+def gap_counts(gap_N: Tensor) -> Tensor:
+    """Return the number of gaps (finite) in each bin, float64, from the lowest g to the highest."""
+    bits_N = (gap_N.float().view(torch.int32) >> _MANTISSA_BITS_LEFT).add_(_HALF)  # the sign bit makes it negative
+    negative, positive = torch.bincount(bits_N, minlength=2 * _HALF).split(_HALF)
     ends = torch.stack([negative[_HIGH:].sum(), negative[:_LOW].sum() + positive[:_LOW].sum(), positive[_HIGH:].sum()])
     middle = negative[_LOW:_HIGH].flip(0), positive[_LOW:_HIGH]
     return torch.cat([ends[:1], middle[0], ends[1:2], middle[1], ends[2:]]).double()
 
 
 def gap_edges() -> Tensor:
-    """Return [BINS + 1] float64, -inf to inf, the edges of the bins in nats."""
+    """Return the edges of the bins in nats, float64, -inf to inf; one more than there are counts."""
     octaves = torch.arange(LOWEST, HIGHEST, dtype=torch.float64).exp2()
     steps = 1 + torch.arange(PER_OCTAVE, dtype=torch.float64) / PER_OCTAVE
     top = torch.tensor([2.0**HIGHEST, torch.inf], dtype=torch.float64)
@@ -61,9 +77,9 @@ def quantile(edges: Tensor, counts: Tensor, q: float, low: float, high: float) -
     Args:
         edges: [K + 1] ascending.
         counts: [K], not all zero.
-        q: in (0, 1).
-        low: smallest value counted; with `high`, bounds the outer bins.
-        high: largest value counted.
+        q: In (0, 1).
+        low: Smallest value counted; with `high`, bounds the outer bins.
+        high: Largest value counted.
     """
     cumulated = counts.cumsum(0)
     rank = q * cumulated[-1]

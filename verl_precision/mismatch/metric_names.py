@@ -25,8 +25,8 @@ def value_of(metrics: Mapping[str, object], key: str) -> float | None:
     """Return a metric of a step, with or without verl's `actor/` before it.
 
     Args:
-        metrics: of one step.
-        key: without prefix.
+        metrics: Of one step.
+        key: Without prefix.
 
     Returns:
         The number, which may be NaN or infinite; NaN for a null (verl's file logger writes NaN so); None where the

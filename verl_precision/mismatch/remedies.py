@@ -16,9 +16,9 @@ class Advice:
     """What is known about one alarm.
 
     Attributes:
-        meaning: what it says of the run.
-        try_first: strongest fix first.
-        severe: whether `on_alarm=stop` ends the run: the gradient is wrong, or there is none.
+        meaning: What it says of the run.
+        try_first: Strongest fix first.
+        severe: Whether `on_alarm=stop` ends the run: the gradient is wrong, or there is none.
     """
 
     meaning: str

@@ -18,10 +18,10 @@ class MismatchSettings:
     """What is measured at every step, and what is done about it.
 
     Attributes:
-        enabled: the one switch: False leaves verl's own trainer in place.
+        enabled: False leaves verl's own trainer in place.
         ratio_threshold: C ≥ 1 of the shares of responses within C; the paper's is 3.
-        histograms: of the log-prob gap, to the loggers that can show them (wandb, TensorBoard).
-        alarm: when to speak up.
+        histograms: Whether to give those of the log-prob gap, to the loggers that can show them (wandb, TensorBoard).
+        alarm: When to speak up.
     """
 
     enabled: bool = Field(default=True, strict=True)
@@ -30,22 +30,15 @@ class MismatchSettings:
     alarm: AlarmSettings = AlarmSettings()
 
     def __post_init__(self) -> None:
-        """Check the bound of C as the losses do.
-
-        Raises:
-            ConfigurationError: naming setting, value, what is allowed and what to do.
-        """
+        """Check the bound of C as the losses do."""
         require_threshold(self.ratio_threshold, "mismatch.ratio_threshold")
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any] | None) -> MismatchSettings:
-        """Return the settings of a config's block; what it leaves out has its default.
-
-        Args:
-            block: plain Python; None for no block.
+        """Return the settings of a config's block, as plain Python; what it leaves out has its default.
 
         Raises:
-            ConfigurationError: for a key there is none of, and for values out of bounds.
+            ConfigurationError: For a key there is none of, and for values out of bounds.
         """
         values = dict(block or {})
         alarm = AlarmSettings(**(values.pop("alarm", None) or {}))
@@ -53,13 +46,10 @@ class MismatchSettings:
 
 
 def settings_of(config: DictConfig) -> MismatchSettings:
-    """Return the typed settings of a config's block `mismatch`.
-
-    Args:
-        config: Composed config.
+    """Return the settings of a composed config's block `mismatch`.
 
     Raises:
-        ConfigurationError: for a block that cannot be used.
+        ConfigurationError: For a block that cannot be used.
     """
     block = OmegaConf.select(config, "mismatch")
     return MismatchSettings.from_block(None if block is None else OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]

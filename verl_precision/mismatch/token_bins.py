@@ -1,51 +1,78 @@
-"""Classes of tokens: by the probability the rollout gave them, and by the sign of their advantage.
+"""Tokens by the probability that the rollout gave them, and by the sign of their advantage: together, their class.
 
 The precision gap is up to 50 times larger on tokens of low probability, and it correlates with the advantage (source:
 docs/metrics.md), so both are kept apart.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from verl_precision.mergeable import Mean, Statistic, added, same
+
 # Decades of μ(yₜ): likely tokens first. A token exactly on an edge is on either side, as float64 rounds its logarithm.
 PROBABILITY_BINS = ("prob_1e-1_1", "prob_1e-2_1e-1", "prob_1e-3_1e-2", "prob_1e-4_1e-3", "prob_0_1e-4")
-CLASSES = 3 * len(PROBABILITY_BINS)
-NEGATIVE, POSITIVE = 0, 2
+SIGNS = ("negative_advantage", "no_sign", "positive_advantage")
+CLASSES = len(PROBABILITY_BINS) * len(SIGNS)
 
 
 def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor | None) -> Tensor:
-    """Return [N] int32, 3 x bin + sign; sign is 0 where A < 0, 2 where A > 0, else 1 (A = 0, NaN or not given)."""
+    """Return [N] int32, 3 x bin + sign; an advantage of 0 or NaN, or none at all, has no sign."""
     bins_N = (rollout_log_probs_N * (-1 / math.log(10))).clamp_(max=len(PROBABILITY_BINS) - 1)
-    classes_N = bins_N.to(torch.int32).mul_(3).add_(1)
+    classes_N = bins_N.to(torch.int32).mul_(len(SIGNS)).add_(1)
     if advantages_N is not None:
         classes_N += advantages_N.sign().to(torch.int32)  # of NaN it is 0
     return classes_N
 
 
-def class_sums(classes_N: Tensor, values_N: Tensor) -> Tensor:
-    """Return [CLASSES]: the sum of the values of each class."""
-    return torch.bincount(classes_N, weights=values_N, minlength=CLASSES)
-
-
-def class_totals(classes_N: Tensor, values_N: Tensor) -> dict[str, Tensor]:
-    """Return `tokens`, `sum` and `abs` of each class, [CLASSES]: how many values, their sum, the sum of |value|.
+def class_totals(classes_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [CLASSES] float64 each: the number of values of each class, their sum, and the sum of |value|.
 
     Negative values are summed apart, so that one pass gives both sums.
     """
     signed_N = classes_N.add(values_N.signbit(), alpha=CLASSES)
     counts = torch.bincount(signed_N, minlength=2 * CLASSES).view(2, CLASSES)
     positive, negative = torch.bincount(signed_N, weights=values_N, minlength=2 * CLASSES).view(2, CLASSES)
-    return {"tokens": counts.sum(dim=0), "sum": positive + negative, "abs": positive - negative}
+    return counts.sum(dim=0).double(), positive + negative, positive - negative
 
 
-def by_bin(sums: Tensor) -> dict[str, float]:
-    """Return probability bin -> sum over signs."""
-    return dict(zip(PROBABILITY_BINS, sums.view(-1, 3).sum(dim=1).tolist(), strict=True))
+@dataclass(frozen=True)
+class ClassMean(Mean):
+    """A mean over all tokens, and over those of each sign, bin, or both.
+
+    Attributes:
+        total: [CLASSES].
+        number: [CLASSES].
+        by: Of "sign" and "bin".
+    """
+
+    by: tuple[str, ...] = same()
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return `<name>`, `<name>_<sign>` of both signs, and `<bin>/<name>` of all bins."""
+        found = {name: self.value()}
+        if "sign" in self.by:
+            means = dict(zip(SIGNS, self._means_over(0), strict=True))
+            found |= {f"{name}_{sign}": means[sign] for sign in ("positive_advantage", "negative_advantage")}
+        if "bin" in self.by:
+            means = dict(zip(PROBABILITY_BINS, self._means_over(1), strict=True))
+            found |= {f"{bin_name}/{name}": mean for bin_name, mean in means.items()}
+        return found
+
+    def _means_over(self, dim: int) -> list[float]:
+        total, number = (part.view(-1, len(SIGNS)).sum(dim=dim) for part in (self.total, self.number))
+        return (total / number).tolist()
 
 
-def by_sign(sums: Tensor) -> dict[str, float]:
-    """Return "positive_advantage" and "negative_advantage" -> sum over bins."""
-    signs = sums.view(-1, 3).sum(dim=0).tolist()
-    return {"positive_advantage": signs[POSITIVE], "negative_advantage": signs[NEGATIVE]}
+@dataclass(frozen=True)
+class BinShares(Statistic):
+    """The share of the tokens that each bin has."""
+
+    tokens: Tensor = added()
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return `<bin>/<name>` of all bins."""
+        shares = self.tokens.view(-1, len(SIGNS)).sum(dim=1) / self.tokens.sum()
+        return {f"{bin_name}/{name}": share for bin_name, share in zip(PROBABILITY_BINS, shares.tolist(), strict=True)}

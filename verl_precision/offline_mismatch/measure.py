@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch.statistics import MismatchSums
+from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.offline_mismatch.store import Store
 
 TOKENS_SHOWN = 20_000
@@ -45,7 +45,7 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
         ConfigurationError: If no response has a token.
         CheckpointStateError: If scores do not belong to their samples.
     """
-    sums, generator = MismatchSums(), np.random.default_rng(0)
+    statistics, generator = MismatchStatistics(), np.random.default_rng(0)
     chunks = [store.keys[start : start + _CHUNK] for start in range(0, len(store.keys), _CHUNK)]
     share = -(-TOKENS_SHOWN // len(chunks))
     lengths, ratios, k3_sums, tokens = [], [], [], []
@@ -53,7 +53,7 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
         lengths_B, pi_N, mu_N = store.log_probs(rollout, train, keys)
         offsets = np.concatenate([[0], np.cumsum(lengths_B)])
         pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
-        sums.update(pi, mu, None)
+        statistics = statistics.merge(MismatchStatistics.measure(pi, mu, None))
         gap_N = pi_N - mu_N
         starts = offsets[:-1][lengths_B > 0]
         lengths.append(lengths_B[lengths_B > 0])
@@ -73,7 +73,7 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
     return Pair(
         rollout=rollout,
         train=train,
-        metrics=sums.metrics(),
+        metrics=statistics.metrics(),
         k3_error=_ratio_error(np.concatenate(k3_sums), lengths_B),
         empty_responses=empty,
         probs=np.exp(log_probs),

@@ -1,0 +1,79 @@
+"""Carries statistics through verl, which by itself averages whatever is reported.
+
+verl's `Metric` knows mean, sum, min and max, but `ppo_loss` forces MEAN on everything a policy loss returns, and the
+reduction over ranks is a class method of `Metric` that no subclass can change. Both are wrapped: a `MergedMetric` stays
+what it is, anything else passes through unchanged. Over the mini-batches of a step verl then takes the maximum of keys
+with `max`, the minimum of keys with `min`, and else the mean.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import TypeAlias
+
+from verl.utils.metric import AggregationType, Metric
+
+from verl_precision.integration.ledger import wrap_once
+from verl_precision.mergeable import Statistic, StatisticSet
+
+Mergeable: TypeAlias = Statistic | StatisticSet
+
+
+class MergedMetric(Metric):
+    """What micro-batches report under one key; it is merged before anything is computed from it.
+
+    A `Statistic`, of a loss, becomes a number when the ranks are merged. A `StatisticSet`, of the mismatch, stays one
+    until the driver takes it out: many metrics are made of it there.
+    """
+
+    def __init__(self, pieces: Iterable[Mergeable] = ()) -> None:
+        super().__init__(AggregationType.MEAN)  # verl compares the type of metrics that it joins
+        self.values: list[Mergeable] = list(pieces)
+
+    def append(self, value: "Mergeable | MergedMetric") -> None:
+        """Add one micro-batch, or those of another metric."""
+        self.values.extend(value.values if isinstance(value, MergedMetric) else [value])
+
+    def aggregate(self) -> float | StatisticSet:
+        """Return the metric, or the set, of everything added so far."""
+        merged = self._merged()
+        return merged.value() if isinstance(merged, Statistic) else merged
+
+    def over_ranks(self) -> "float | MergedMetric":
+        """Return what verl goes on with, once the micro-batches of all ranks have been added."""
+        merged = self._merged()
+        return merged.value() if isinstance(merged, Statistic) else MergedMetric([merged])
+
+    def init_list(self) -> "MergedMetric":
+        """Return an empty metric of the same sort."""
+        return MergedMetric()
+
+    def _merged(self) -> Mergeable:
+        return reduce(lambda one, other: one.merge(other), self.values)  # type: ignore[arg-type]
+
+
+def metrics_of_loss(statistics: Mapping[str, Statistic]) -> dict[str, MergedMetric]:
+    """Return what a loss reports as metrics for verl: on the CPU, because they travel between processes."""
+    return {name: MergedMetric([statistic.on_cpu()]) for name, statistic in statistics.items()}
+
+
+def keep_merged_metrics() -> None:
+    """Wrap `Metric.from_dict` and `Metric.aggregate_dp`, once."""
+    wrap_once("verl.utils.metric.utils", "Metric.from_dict", _from_dict)
+    wrap_once("verl.utils.metric.utils", "Metric.aggregate_dp", _aggregate_dp)
+
+
+def _from_dict(wrapped, instance, args, kwargs):
+    data = kwargs.get("data", args[0] if args else {})
+    ours = {key: value for key, value in data.items() if isinstance(value, MergedMetric)}
+    if not ours:
+        return wrapped(*args, **kwargs)
+    aggregation = kwargs["aggregation"] if "aggregation" in kwargs else args[1]
+    theirs = wrapped({key: value for key, value in data.items() if key not in ours}, aggregation)
+    return {**theirs, **ours}
+
+
+def _aggregate_dp(wrapped, instance, args, kwargs):
+    metrics = kwargs.get("metric_lists", args[0] if args else [])
+    if not metrics or not isinstance(metrics[0], MergedMetric):
+        return wrapped(*args, **kwargs)
+    return MergedMetric(piece for metric in metrics for piece in metric.values).over_ranks()
