@@ -181,6 +181,16 @@ def test_wrong_tensors_are_refused(loss, bad):
         loss(*tensors, aggregation=PER_TOKEN)
 
 
+@pytest.mark.parametrize("weights", [token_tis_weights, seq_mis_weights])
+@pytest.mark.parametrize(
+    ("log_ratio", "message"),
+    [(torch.zeros(2, 3, dtype=torch.long), "log_ratio is torch.int64"), (torch.zeros(2, 4), r"has shape \(2, 4\)")],
+)
+def test_wrong_log_ratios_are_refused(weights, log_ratio, message):
+    with pytest.raises(ConfigurationError, match=message):
+        weights(log_ratio, torch.ones(2, 3), 3.0)
+
+
 @pytest.mark.parametrize("threshold", [0, -3.0, 0.55, "0.5_5", "3", None, True, math.nan, math.inf])
 @pytest.mark.parametrize("loss", [pg_seq_tis, pg_seq_mis, token_tis_weights, seq_mis_weights])
 def test_bad_threshold_is_refused(loss, threshold):

@@ -36,9 +36,10 @@ def test_the_promised_presets_are_there(group):
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS)
-def test_every_preset_installs_the_preflight(group, name):
-    callbacks = compose_verl(f"+{group}={name}", VLLM, return_hydra_config=True).hydra.callbacks
-    assert callbacks.verl_precision._target_ == "verl_precision.integration.preflight.PreflightCallback"
+def test_every_preset_measures_the_mismatch_and_installs_the_preflight(group, name):
+    config = compose_verl(f"+{group}={name}", VLLM, return_hydra_config=True)
+    preflight = config.hydra.callbacks.verl_precision._target_
+    assert config.mismatch.enabled and preflight == "verl_precision.integration.preflight.PreflightCallback"
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))

@@ -50,33 +50,34 @@ class Bounds:
 
 # Below 1, C would truncate or reject responses that are exactly on-policy (ratio 1).
 require_threshold = Bounds(
-    "threshold",
-    lambda threshold: threshold >= 1,
-    "C bounds the importance weight from above",
-    "one number >= 1 (the paper's is 3; bands such as 0.5_5 are another estimator, and YAML reads that one as 0.55)",
-    "Set it to 3.0.",
+    setting="threshold",
+    holds=lambda threshold: threshold >= 1,
+    problem="C bounds the importance weight from above",
+    allowed="one number >= 1 (the paper's is 3; bands such as 0.5_5 are another estimator, and YAML reads that one as "
+    "0.55)",
+    remedy="Set it to 3.0.",
 )
 require_clip_low = Bounds(
-    f"{ACTOR}.clip_ratio_low",
-    lambda low: 0 < low <= 1,
-    "the ratio is clipped below 1 - clip_ratio_low",
-    "a number in (0, 1]",
-    "Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
+    setting=f"{ACTOR}.clip_ratio_low",
+    holds=lambda low: 0 < low <= 1,
+    problem="the ratio is clipped below 1 - clip_ratio_low",
+    allowed="a number in (0, 1]",
+    remedy="Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
 )
 require_clip_high = Bounds(
-    f"{ACTOR}.clip_ratio_high",
-    lambda high: high > 0,
-    "the ratio is clipped above 1 + clip_ratio_high",
-    "a number > 0",
-    "Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
+    setting=f"{ACTOR}.clip_ratio_high",
+    holds=lambda high: high > 0,
+    problem="the ratio is clipped above 1 + clip_ratio_high",
+    allowed="a number > 0",
+    remedy="Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
 )
 require_normalizer = Bounds(
-    f"{ACTOR}.loss_scale_factor",
-    lambda normalizer: normalizer > 0,
-    f"with loss_agg_mode={NORM_MODE} the sum over tokens is divided by one constant for the whole run. Without it, "
-    "verl divides by the padded width of each micro-batch, so that the gradient changes with how the batch is cut",
-    "a number > 0",
-    f"Set {ACTOR}.loss_scale_factor=${{data.max_response_length}}.",
+    setting=f"{ACTOR}.loss_scale_factor",
+    holds=lambda normalizer: normalizer > 0,
+    problem=f"with loss_agg_mode={NORM_MODE} the sum over tokens is divided by one constant for the whole run. Without "
+    "it, verl divides by the padded width of each micro-batch, so that the gradient changes with how the batch is cut",
+    allowed="a number > 0",
+    remedy=f"Set {ACTOR}.loss_scale_factor=${{data.max_response_length}}.",
 )
 
 
