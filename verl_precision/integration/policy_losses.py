@@ -104,7 +104,7 @@ class AdaptedLoss:
             "rollout_is_weights": rollout_is_weights,
             "aggregation": aggregation_from(config, loss_agg_mode),
         }
-        arguments = {name: value for name, value in offered.items() if name in self._needs}
+        arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
         if "threshold" in self._needs:
             arguments["threshold"] = require_threshold(correction.get("rollout_is_threshold", None), THRESHOLD)
         for side in ("low", "high"):
