@@ -18,14 +18,14 @@ ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 
 
-def call(loss, config, **changes):
+def call(loss, actor, **changes):
     """Call a registered loss as verl does."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
     arguments = {
-        **{"old_log_prob": zeros, "log_prob": zeros, "advantages": ones, "response_mask": ones, "config": config},
-        "loss_agg_mode": config.loss_agg_mode,
+        **{"old_log_prob": zeros, "log_prob": zeros, "advantages": ones, "response_mask": ones, "config": actor},
+        "loss_agg_mode": actor.loss_agg_mode,
         "rollout_is_weights": None,
     }
     return get_policy_loss_fn(loss)(**{**arguments, **changes})
