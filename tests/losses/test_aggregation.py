@@ -1,11 +1,8 @@
 """Dr.GRPO's aggregation and the other modes: by hand, against verl where verl is right, and where it is not."""
 
-import doctest
-
 import pytest
 import torch
 
-import verl_precision.losses.aggregation
 from verl_precision.errors import ConfigurationError
 from verl_precision.losses.aggregation import MODES, NORM_MODE, Aggregation, aggregate
 
@@ -19,10 +16,6 @@ BY_HAND = {
     "token-mean": (3 + 12) / 5,
     "token-sum": 3 + 12,
 }
-
-
-def test_examples():
-    assert doctest.testmod(verl_precision.losses.aggregation).failed == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -39,24 +32,12 @@ def test_is_verls_where_verl_is_given_all_constants(mode):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-7)
 
 
-def test_padding_changes_verls_default_and_not_ours():
-    from verl.trainer.ppo.core_algos import agg_loss
-
-    wide, wide_mask = torch.nn.functional.pad(VALUES, (0, 7)), torch.nn.functional.pad(MASK, (0, 7))
-    ours = Aggregation(normalizer=6)
-    assert aggregate(wide, wide_mask, ours) == aggregate(VALUES, MASK, ours)
-    assert agg_loss(wide, wide_mask, NORM_MODE) / agg_loss(VALUES, MASK, NORM_MODE) == pytest.approx(0.3)
-
-
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_and_ranks_add_up(mode):
-    whole = Aggregation(mode, normalizer=6, num_responses=2, num_tokens=5)
-    ranks = Aggregation(mode, normalizer=6, num_responses=2, num_tokens=5, dp_size=2)
-    rows = [slice(0, 1), slice(1, 2)]
-    total = aggregate(VALUES, MASK, whole)
-    assert sum(aggregate(VALUES[r], MASK[r], whole) for r in rows).item() == pytest.approx(total.item(), rel=1e-15)
-    mean_over_ranks = sum(aggregate(VALUES[r], MASK[r], ranks) for r in rows) / 2
-    assert mean_over_ranks.item() == pytest.approx(total.item(), rel=1e-15)
+def test_micro_batches_add_up_and_ranks_average(mode, ranks):
+    whole = Aggregation(mode, normalizer=6, num_responses=2, num_tokens=5, dp_size=ranks)
+    pieces = [aggregate(VALUES[[row]], MASK[[row]], whole) for row in range(2)]
+    assert sum(pieces).item() / ranks == pytest.approx(BY_HAND[mode], rel=1e-15)
 
 
 def test_rejected_response_stays_in_the_denominator():
@@ -68,15 +49,14 @@ def test_rejected_response_stays_in_the_denominator():
     assert agg_loss(VALUES, rejected, NORM_MODE, loss_scale_factor=6).item() == pytest.approx(3 / 1 / 6)
 
 
-def test_masked_values_and_empty_rows_never_matter():
+@pytest.mark.parametrize("mode", MODES)
+def test_masked_values_and_empty_rows_never_matter(mode):
     values = VALUES.clone().requires_grad_()
     mask = torch.tensor([[0, 0, 0], [1, 0, 1]])
-    for mode in MODES:
-        junk = torch.where(mask.bool(), values, torch.nan)
-        aggregate(junk, mask, Aggregation(mode, normalizer=6)).backward()
+    junk = torch.where(mask.bool(), values, torch.nan)
+    aggregate(junk, mask, Aggregation(mode, normalizer=6)).backward()
     assert values.grad.isfinite().all() and not values.grad[~mask.bool()].any()
-    for mode in MODES:
-        assert aggregate(junk, mask * 0, Aggregation(mode, normalizer=6)) == 0
+    assert aggregate(junk, mask * 0, Aggregation(mode, normalizer=6)) == 0
 
 
 BAD = [
@@ -97,7 +77,7 @@ BAD = [
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message) as error:
         Aggregation(**settings)
-    assert "llowed" in str(error.value)
+    assert error.value.allowed and error.value.remedy
 
 
 def test_wrong_shapes_are_refused():

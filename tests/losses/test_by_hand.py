@@ -31,7 +31,11 @@ def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **se
     return output.loss.item(), trainer.grad, output.values()
 
 
-def test_policy_gradient_by_hand():
+@pytest.mark.parametrize(
+    ("loss", "value", "second", "largest"),
+    [(pg_seq_is, 0.5, 0.75, 6), (pg_seq_tis, 0.125, 0.375, 3), (pg_seq_mis, -0.25, 0.0, 2)],
+)
+def test_policy_gradient_by_hand(loss, value, second, largest):
     """Two responses of two tokens, N = 2, C_norm = 4, so each token's factor is -1/8 of w A.
 
     Row 1: log ρ = (ln 2 - 0) + (0 - 0) = ln 2, ρ = 2, A = 1: inside C = 3, so w = 2 for all three: slope -2/8.
@@ -40,13 +44,10 @@ def test_policy_gradient_by_hand():
     """
     trainer = torch.tensor([[math.log(2.0) - 1, -1.0], [math.log(2.0) - 1, math.log(3.0) - 1]])
     rollout, advantages = torch.full((2, 2), -1.0), torch.tensor([1.0, -1.0])
-    aggregation = Aggregation(normalizer=4)
-    for loss, value, second in ((pg_seq_is, 0.5, 0.75), (pg_seq_tis, 0.125, 0.375), (pg_seq_mis, -0.25, 0.0)):
-        found, gradient, metrics = run(loss, trainer, rollout, advantages, aggregation=aggregation)
-        assert found == pytest.approx(value, rel=1e-6)
-        expected = torch.tensor([[-0.25, -0.25], [second, second]])
-        torch.testing.assert_close(gradient, expected)
-        assert metrics["actor/is_weight_max"] == pytest.approx({0.5: 6, 0.125: 3, -0.25: 2}[value], rel=1e-6)
+    found, gradient, metrics = run(loss, trainer, rollout, advantages, aggregation=Aggregation(normalizer=4))
+    assert found == pytest.approx(value, rel=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor([[-0.25, -0.25], [second, second]]))
+    assert metrics["actor/is_weight_max"] == pytest.approx(largest, rel=1e-6)
 
 
 def test_threshold_is_inclusive():
@@ -161,43 +162,49 @@ def test_half_precision_inputs_are_computed_in_float32(loss):
 
 
 BAD_TENSORS = {
-    "integer log-probs": ({"trainer": torch.zeros(2, 3, dtype=torch.long)}, "trainer_log_probs is torch.int64"),
-    "other width": ({"other": torch.zeros(2, 4)}, r"has shape \(2, 4\), trainer_log_probs \(2, 3\)"),
-    "mask of other shape": ({"mask": torch.ones(3, 2)}, r"response_mask has shape \(3, 2\)"),
-    "advantages of other shape": ({"advantages": torch.ones(3)}, r"advantages has shape \(3,\)"),
-    "one dimension": ({"trainer": torch.zeros(3)}, r"trainer_log_probs has shape \(3,\)"),
-    "no rollout log-probs": ({"other": None}, "is NoneType. Allowed: a floating-point tensor"),
+    "integer log-probs": (0, torch.zeros(2, 3, dtype=torch.long), "trainer_log_probs is torch.int64"),
+    "one dimension": (0, torch.zeros(3), r"trainer_log_probs has shape \(3,\)"),
+    "other width": (1, torch.zeros(2, 4), r"has shape \(2, 4\), trainer_log_probs \(2, 3\)"),
+    "no rollout log-probs": (1, None, "_log_probs is NoneType. Allowed: a floating-point tensor"),
+    "advantages of other shape": (2, torch.ones(3), r"advantages has shape \(3,\)"),
+    "mask of other shape": (3, torch.ones(3, 2), r"response_mask has shape \(3, 2\)"),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("bad", BAD_TENSORS)
 def test_wrong_tensors_are_refused(loss, bad):
-    change, message = BAD_TENSORS[bad]
-    good = {"trainer": torch.zeros(2, 3), "other": torch.zeros(2, 3), "advantages": torch.zeros(2, 3)}
-    tensors = {**good, "mask": torch.ones(2, 3), **change}
+    place, tensor, message = BAD_TENSORS[bad]
+    tensors = [torch.zeros(2, 3) for _ in range(4)]
+    tensors[place] = tensor
     with pytest.raises(ConfigurationError, match=message):
-        loss(*tensors.values(), aggregation=PER_TOKEN)
+        loss(*tensors, aggregation=PER_TOKEN)
+
+
+@pytest.mark.parametrize("weights", [token_tis_weights, seq_mis_weights])
+@pytest.mark.parametrize(
+    ("log_ratio", "message"),
+    [(torch.zeros(2, 3, dtype=torch.long), "log_ratio is torch.int64"), (torch.zeros(2, 4), r"has shape \(2, 4\)")],
+)
+def test_wrong_log_ratios_are_refused(weights, log_ratio, message):
+    with pytest.raises(ConfigurationError, match=message):
+        weights(log_ratio, torch.ones(2, 3), 3.0)
 
 
 @pytest.mark.parametrize("threshold", [0, -3.0, 0.55, "0.5_5", "3", None, True, math.nan, math.inf])
-def test_bad_threshold_is_refused(threshold):
-    zeros = torch.zeros(1, 1)
-    for call in (
-        lambda: pg_seq_tis(zeros, zeros, zeros, zeros, aggregation=PER_TOKEN, threshold=threshold),
-        lambda: pg_seq_mis(zeros, zeros, zeros, zeros, aggregation=PER_TOKEN, threshold=threshold),
-        lambda: token_tis_weights(zeros, zeros, threshold),
-        lambda: seq_mis_weights(zeros, zeros, threshold),
-    ):
-        with pytest.raises(ConfigurationError, match=r"threshold=.*Allowed: one number >= 1.*Set it to 3\.0"):
-            call()
+@pytest.mark.parametrize("loss", [pg_seq_tis, pg_seq_mis, token_tis_weights, seq_mis_weights])
+def test_bad_threshold_is_refused(loss, threshold):
+    tensors = [torch.zeros(1, 1)] * (4 if loss in LOSSES else 2)
+    aggregation = {"aggregation": PER_TOKEN} if loss in LOSSES else {}
+    with pytest.raises(ConfigurationError, match=r"threshold=.*Allowed: one number >= 1.*Set it to 3\.0"):
+        loss(*tensors, threshold=threshold, **aggregation)
 
 
 @pytest.mark.parametrize(
     ("low", "high", "name"), [(0, 0.28, "low"), (1.5, 0.28, "low"), ("0.2", 0.28, "low"), (0.2, 0, "high")]
 )
-def test_bad_clip_range_is_refused(low, high, name):
-    zeros = torch.zeros(1, 1)
-    for loss in (grpo, gspo):
-        with pytest.raises(ConfigurationError, match=f"actor.clip_ratio_{name}="):
-            loss(zeros, zeros, zeros, zeros, aggregation=PER_TOKEN, clip_low=low, clip_high=high)
+@pytest.mark.parametrize("loss", [grpo, gspo])
+def test_bad_clip_range_is_refused(loss, low, high, name):
+    with pytest.raises(ConfigurationError) as error:
+        loss(*[torch.zeros(1, 1)] * 4, aggregation=PER_TOKEN, clip_low=low, clip_high=high)
+    assert error.value.setting == f"actor_rollout_ref.actor.clip_ratio_{name}"

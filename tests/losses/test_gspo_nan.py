@@ -12,35 +12,43 @@ weights its gradient stays finite in float32, bfloat16 and float16. It turns NaN
 
 import pytest
 import torch
-from conftest import actor_config
+from composer import actor_config
+from conftest import composed
 from plain_equations import random_case
 
 from verl_precision.losses import Aggregation, gspo
 
 
-def small_batch():
+@pytest.fixture
+def case():
     case = random_case(5, responses=6, spread=2e-3).to(torch.float32)
     for tensor in (case.trainer, case.proximal, case.rollout):
         tensor[~case.mask] = -1.0
     return case
 
 
-def both(case, trainer, advantages=None, weights=None, info=True):
-    """Loss, gradient and metrics of verl's gspo and of ours."""
+@pytest.fixture
+def masked(case) -> tuple[int, int]:
+    """A token that does not count, in a response that has some that do."""
+    row, token = (~case.mask & case.mask.any(dim=-1, keepdim=True)).nonzero()[0].tolist()
+    return row, token
+
+
+def both(case, trainer=None, advantages=None, weights=None, info=True):
+    """Return loss, gradient and metrics of verl's gspo and of ours."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     known = {"dp_size": 1, "batch_num_tokens": int(case.mask.sum()), "global_batch_size": len(case.mask)}
-    config = actor_config("gspo", **(known if info else {}))
     found = []
     for name in ("gspo", "vp_gspo"):
-        leaf = trainer.clone().requires_grad_()
+        leaf = (case.trainer if trainer is None else trainer).clone().requires_grad_()
         loss, metrics = get_policy_loss_fn(name)(
             old_log_prob=case.proximal,
             log_prob=leaf,
             advantages=case.advantages_BT if advantages is None else advantages,
             response_mask=case.mask,
             loss_agg_mode="seq-mean-token-mean",
-            config=config,
+            config=actor_config(composed("gspo"), **(known if info else {})),
             rollout_is_weights=weights,
         )
         loss.backward()
@@ -48,74 +56,61 @@ def both(case, trainer, advantages=None, weights=None, info=True):
     return found
 
 
-def masked_token(case):
-    """A token that does not count, in a response that has some that do."""
-    row, token = (~case.mask & case.mask.any(dim=-1, keepdim=True)).nonzero()[0].tolist()
-    return row, token
+def assert_same(found, expected) -> None:
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_both_agree_on_a_clean_batch():
-    case = small_batch()
-    theirs, ours = both(case, case.trainer)
+def test_both_agree_on_a_clean_batch(case):
+    theirs, ours = both(case)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
 
 
-def test_weight_of_a_masked_token_that_is_impossible():
+def test_weight_of_a_masked_token_that_is_impossible(case, masked):
     """Through verl's own token-level weights: their gradient is NaN, ours is as if the token were not there."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-    case = small_batch()
-    row, token = masked_token(case)
     log_ratio = case.proximal - case.rollout
-    clean_weights, _ = compute_rollout_correction_weights(log_ratio, case.mask, "token", 2.0)
-    log_ratio[row, token] = torch.tensor(-torch.inf) - torch.tensor(-torch.inf)
+    clean, _ = compute_rollout_correction_weights(log_ratio, case.mask, "token", 2.0)
+    log_ratio[masked] = torch.tensor(-torch.inf) - torch.tensor(-torch.inf)
     weights, _ = compute_rollout_correction_weights(log_ratio, case.mask, "token", 2.0)
-    assert weights[row, token].isnan(), "verl's step"
-    clean = both(case, case.trainer, weights=clean_weights)[1]
-    theirs, ours = both(case, case.trainer, weights=weights)
+    assert weights[masked].isnan(), "verl's step"
+    theirs, ours = both(case, weights=weights)
     assert theirs[1].isnan().any()
-    assert torch.equal(ours[0], clean[0]) and torch.equal(ours[1], clean[1])
+    assert_same(ours, both(case, weights=clean)[1])
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
-def test_advantage_of_a_masked_token(junk):
-    case = small_batch()
-    clean = both(case, case.trainer)[1]
+def test_advantage_of_a_masked_token(junk, case, masked):
     advantages = case.advantages_BT.clone()
-    advantages[masked_token(case)] = junk
-    theirs, ours = both(case, case.trainer, advantages=advantages)
+    advantages[masked] = junk
+    theirs, ours = both(case, advantages=advantages)
     assert theirs[0].isnan() and theirs[1].isnan().any()
-    assert torch.equal(ours[0], clean[0]) and torch.equal(ours[1], clean[1])
+    assert_same(ours, both(case)[1])
 
 
-def test_masked_token_of_probability_zero():
+def test_masked_token_of_probability_zero(case, masked):
     """verl loses the whole response, loss NaN, without a word; for ours the token is not there."""
-    case = small_batch()
-    clean = both(case, case.trainer)[1]
-    assert clean[1][masked_token(case)[0]].any()
+    clean, row = both(case)[1], masked[0]
+    assert clean[1][row].any()
     trainer = case.trainer.clone()
-    row, _ = token = masked_token(case)
-    trainer[token] = -torch.inf
+    trainer[masked] = -torch.inf
     theirs, ours = both(case, trainer)
     assert theirs[0].isnan() and not theirs[1][row].any()
-    assert torch.equal(ours[0], clean[0]) and torch.equal(ours[1], clean[1])
+    assert_same(ours, clean)
 
 
-def test_valid_token_of_probability_zero():
-    case = small_batch()
-    trainer = case.trainer.clone()
-    trainer[2, 0] = -torch.inf
+def test_valid_token_of_probability_zero(case):
     assert case.mask[2, 0]
-    theirs, ours = both(case, trainer)
+    case.trainer[2, 0] = -torch.inf
+    theirs, ours = both(case)
     assert theirs[0].isnan()
     assert ours[0].isfinite() and ours[1].isfinite().all() and not ours[1][2].any()
     assert ours[2]["actor/nonfinite_responses"].aggregate() == 1
 
 
-def test_micro_batch_in_which_nothing_counts():
-    case = small_batch()
+def test_micro_batch_in_which_nothing_counts(case):
     case.mask[:] = False
-    theirs, ours = both(case, case.trainer, info=False)
+    theirs, ours = both(case, info=False)
     assert theirs[0].isnan()
     assert ours[0] == 0 and not ours[1].any()
 
@@ -124,12 +119,6 @@ def test_micro_batch_in_which_nothing_counts():
 def test_large_ratio_keeps_its_gradient(log_ratio):
     """A < 0 and s > e^10: the equation does not clip it (verl clamps the log-ratio at 10, and its gradient is gone)."""
     trainer = torch.full((1, 1), log_ratio, dtype=torch.float64, requires_grad=True)
-    loss = gspo(
-        trainer,
-        torch.zeros(1, 1, dtype=torch.float64),
-        -torch.ones(1, dtype=torch.float64),
-        torch.ones(1, 1),
-        aggregation=Aggregation("seq-mean-token-mean"),
-    ).loss
-    loss.backward()
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    gspo(trainer, 0 * ones, -ones, ones, aggregation=Aggregation("seq-mean-token-mean")).loss.backward()
     torch.testing.assert_close(trainer.grad, trainer.detach().exp())

@@ -1,43 +1,73 @@
 """The gradient does not change with micro-batches, padding, order of rows or ranks. verl's default does, in each test.
 
 verl's default is its vanilla loss with seq-mean-token-sum-norm and loss_scale_factor null; what it cannot fail is the
-order of the rows.
+order of the rows. The parameter is a vector w with log π = given + features · w.
 """
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cuts import VERL_DEFAULT, gradient, mini_batch, trimmed, widened
-from plain_equations import ESTIMATORS, relative_error
+from conftest import ESTIMATORS, VERL_DEFAULT, loss_through_verl
+from plain_equations import Case, case_for, relative_error
+from torch import Tensor
 
+FEATURES = 5
 SPLITS = [(16,), (8, 8), (4, 4, 4, 4), (1, 5, 2, 8), (1,) * 16]
 RANKS = (1, 2, 4)
+ALL = [*ESTIMATORS, VERL_DEFAULT]
 
 
-def holds(estimator: str, found: list[torch.Tensor], expected: torch.Tensor) -> None:
-    errors = [relative_error(one, expected) for one in found]
-    if estimator == VERL_DEFAULT:
-        assert max(errors) > 0.05, errors
-    else:
-        assert max(errors) < 1e-6, errors
+def mini_batch(estimator: str) -> tuple[Case, Tensor]:
+    case = case_for(estimator, seed=7)
+    generator = torch.Generator().manual_seed(1)
+    return case, torch.randn(*case.mask.shape, FEATURES, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("estimator", [*ESTIMATORS, VERL_DEFAULT])
+def trimmed(case: Case, features: Tensor) -> tuple[Case, Tensor]:
+    """Pad to the longest response at hand only, as verl's `ppo_loss` does with each micro-batch."""
+    used = case.mask.any(dim=0).nonzero()
+    width = int(used.max()) + 1 if used.numel() else 1
+    tensors = (getattr(case, name)[:, :width] for name in ("trainer", "proximal", "rollout"))
+    return Case(*tensors, case.advantages, case.mask[:, :width]), features[:, :width]
+
+
+def widened(case: Case, features: Tensor, by: int) -> tuple[Case, Tensor]:
+    pad = torch.nn.functional.pad
+    tensors = (pad(getattr(case, name), (0, by), value=-7.0) for name in ("trainer", "proximal", "rollout"))
+    return Case(*tensors, case.advantages, pad(case.mask, (0, by))), pad(features, (0, 0, 0, by))
+
+
+def gradient(estimator: str, whole: Case, pieces: list[tuple[Case, Tensor]], dp_size: int = 1) -> Tensor:
+    """Return the gradient with respect to w, accumulated over the pieces of one rank."""
+    w = torch.zeros(FEATURES, dtype=torch.float64, requires_grad=True)
+    for case, features in pieces:
+        loss, _ = loss_through_verl(estimator, case, case.trainer + features @ w, whole, dp_size)
+        loss.backward()
+    return w.grad
+
+
+def assert_invariant(estimator: str, found: list[Tensor], expected: Tensor) -> None:
+    """Ours stay as they are; verl's default must change, or the test could not see a change."""
+    error = max(relative_error(one, expected) for one in found)
+    assert error > 0.05 if estimator == VERL_DEFAULT else error < 1e-6
+
+
+@pytest.mark.parametrize("estimator", ALL)
 def test_micro_batches(estimator):
     whole, features = mini_batch(estimator)
     found = []
     for split in SPLITS:
-        rows = torch.arange(16).split(split)
-        found.append(gradient(estimator, whole, [trimmed(whole.rows(r), features[r]) for r in rows]))
-    holds(estimator, found, found[0])
+        pieces = [trimmed(whole.rows(rows), features[rows]) for rows in torch.arange(16).split(split)]
+        found.append(gradient(estimator, whole, pieces))
+    assert_invariant(estimator, found, found[0])
 
 
-@pytest.mark.parametrize("estimator", [*ESTIMATORS, VERL_DEFAULT])
+@pytest.mark.parametrize("estimator", ALL)
 def test_padding(estimator):
     whole, features = mini_batch(estimator)
     found = [gradient(estimator, whole, [widened(whole, features, by)]) for by in (0, 1, 100)]
-    holds(estimator, found, found[0])
+    assert_invariant(estimator, found, found[0])
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -45,31 +75,29 @@ def test_order_of_rows(estimator):
     whole, features = mini_batch(estimator)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     found = gradient(estimator, whole, [(whole.rows(order), features[order])])
-    assert relative_error(found, gradient(estimator, whole, [(whole, features)])) < 1e-6
+    assert_invariant(estimator, [found], gradient(estimator, whole, [(whole, features)]))
 
 
 def test_ranks(tmp_path):
     """1, 2 and 4 gloo processes; each has its share of the rows in micro-batches; gradients are averaged as by FSDP."""
-    for estimator in [*ESTIMATORS, VERL_DEFAULT]:  # compose the configs once, before the processes part
+    expected = {}  # this composes the configs once, before the processes part
+    for estimator in ALL:
         whole, features = mini_batch(estimator)
-        gradient(estimator, whole, [(whole, features)])
-    arguments = (str(tmp_path / "store"), str(tmp_path))
-    mp.start_processes(_one_rank, args=arguments, nprocs=max(RANKS), start_method="fork")
+        expected[estimator] = gradient(estimator, whole, [(whole, features)])
+    mp.start_processes(_one_rank, args=(str(tmp_path),), nprocs=max(RANKS), start_method="fork")
     found = torch.load(tmp_path / "gradients.pt")
-    assert set(found) == {*ESTIMATORS, VERL_DEFAULT}
+    assert found.keys() == expected.keys()
     for estimator, by_ranks in found.items():
-        whole, features = mini_batch(estimator)
-        holds(estimator, by_ranks, gradient(estimator, whole, [(whole, features)]))
+        assert_invariant(estimator, by_ranks, expected[estimator])
 
 
-def _one_rank(rank: int, store: str, folder: str) -> None:
+def _one_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(RANKS))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(RANKS))
     groups = {size: dist.new_group(list(range(size))) for size in RANKS}
-    found: dict[str, list[torch.Tensor]] = {}
-    for estimator in [*ESTIMATORS, VERL_DEFAULT]:
+    found: dict[str, list[Tensor]] = {estimator: [] for estimator in ALL}
+    for estimator in ALL:
         whole, features = mini_batch(estimator)
-        found[estimator] = []
         for size, group in groups.items():
             if rank < size:
                 mine = torch.arange(16).chunk(size)[rank].split(3)

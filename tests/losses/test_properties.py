@@ -1,4 +1,4 @@
-"""hypothesis: whatever finite numbers come in, loss, gradient and metrics are finite; masked tokens never matter."""
+"""hypothesis: whatever numbers come in, loss and gradient are finite; masked tokens never matter."""
 
 import math
 
@@ -15,7 +15,7 @@ FINITE_FLOAT32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 LOG_PROB = st.one_of(st.floats(-30, 0, width=32), st.floats(-1000, 0, width=32), FINITE_FLOAT32)
 ADVANTAGE = st.one_of(st.floats(-5, 5, width=32), FINITE_FLOAT32)
 
-few = settings(max_examples=100, deadline=None, derandomize=True)
+few = settings(max_examples=100, derandomize=True)
 
 
 @st.composite
@@ -30,8 +30,7 @@ def batches(draw, log_prob=LOG_PROB, advantage=ADVANTAGE):
 
 def loss_and_gradient(loss, trainer, other, advantages, mask, mode="seq-mean-token-sum-norm"):
     trainer = trainer.clone().requires_grad_()
-    aggregation = Aggregation(mode, normalizer=3)
-    output = loss(trainer, other, advantages, mask, aggregation=aggregation)
+    output = loss(trainer, other, advantages, mask, aggregation=Aggregation(mode, normalizer=3))
     output.loss.backward()
     return output.loss.detach(), trainer.grad, output.values()
 
@@ -67,7 +66,6 @@ def test_masked_tokens_never_matter(batch, junk):
 @few
 def test_weights_are_bounded(batch, threshold):
     proximal, rollout, _, mask = batch
-    log_ratio = (proximal - rollout).nan_to_num()
-    for weights in (token_tis_weights(log_ratio, mask, threshold), seq_mis_weights(log_ratio, mask, threshold)):
-        assert weights.isfinite().all() and (weights >= 0).all() and (weights <= threshold * (1 + 1e-6)).all()
-        assert not weights[~mask].any()
+    for weights_of in (token_tis_weights, seq_mis_weights):
+        weights = weights_of((proximal - rollout).nan_to_num(), mask, threshold)
+        assert ((weights >= 0) & (weights <= threshold * (1 + 1e-6))).all() and not weights[~mask].any()

@@ -4,29 +4,23 @@ import math
 
 import pytest
 import torch
-from conftest import composed
+from conftest import composed, corrected
 from plain_equations import random_case
 
 from verl_precision.errors import ConfigurationError
 
 SMALL = -30.0  # log ρ below verl's bound of -20
+ONE = torch.ones(1, 1, dtype=torch.bool)
 
 
-def through_verl(rollout_is: str, threshold, log_ratio: torch.Tensor, mask: torch.Tensor, **settings):
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-
-    proto, new_mask, metrics = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=log_ratio,
-        rollout_log_prob=torch.zeros_like(log_ratio),
-        response_mask=mask,
-        rollout_is=rollout_is,
-        rollout_is_threshold=threshold,
-        **settings,
-    )
-    return proto.batch["rollout_is_weights"], new_mask, metrics
+def through_verl(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold, **settings):
+    settings = {"rollout_is": level, "rollout_is_threshold": threshold, **settings}
+    return corrected(log_ratio, torch.zeros_like(log_ratio), mask, **settings)
 
 
-def batch_with_extremes():
+@pytest.fixture
+def batch():
+    """Log-ratios, one of them extreme, and their mask."""
     case = random_case(2)
     log_ratio = torch.where(case.mask, case.proximal - case.rollout, 0)
     log_ratio[2, 0] = SMALL
@@ -35,10 +29,10 @@ def batch_with_extremes():
 
 
 @pytest.mark.parametrize("estimator", ["grpo_token_tis", "grpo_seq_mis"])
-def test_what_arrives_is_the_equation(estimator):
+def test_what_arrives_is_the_equation(estimator, batch):
     correction = composed(estimator).algorithm.rollout_correction
-    log_ratio, mask = batch_with_extremes()
-    found, new_mask, metrics = through_verl(correction.rollout_is, correction.rollout_is_threshold, log_ratio, mask)
+    log_ratio, mask = batch
+    found, new_mask, metrics = through_verl(*batch, correction.rollout_is, correction.rollout_is_threshold)
     if estimator == "grpo_token_tis":
         expected = torch.where(mask, log_ratio.exp().clamp(max=2.0), 0)
     else:
@@ -52,46 +46,44 @@ def test_what_arrives_is_the_equation(estimator):
     assert 0 < metrics["rollout_corr/rollout_is_beyond_fraction"] < 1
 
 
-def test_verls_own_levels_are_not_the_equations():
-    """Why ours exist: the floor e^-20, k1 bounds that are inverted, rejection that leaves the denominator."""
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    log_ratio = torch.full((1, 1), SMALL, dtype=torch.float64)
-    for level, threshold in (("token", 2.0), ("sequence", "1e-9_3.0")):
-        weight, _, _ = through_verl(level, threshold, log_ratio, mask)
-        assert weight.item() == pytest.approx(math.exp(-20)), "asked for e^-30"
-    r = torch.tensor([[math.log(4.0)]], dtype=torch.float64)  # ratio 4: inside 0.5 .. 5
-    _, kept, _ = through_verl("sequence", 10.0, r, mask, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_5.0")
-    assert not kept.any(), "rejected by the inverted bound, and gone from the mask"
+@pytest.mark.parametrize(("level", "threshold"), [("token", 2.0), ("sequence", "1e-9_3.0")])
+def test_verls_own_levels_have_a_floor(level, threshold):
+    """Why ours exist: asked for e^-30, verl's weight is e^-20."""
+    weight, _, _ = through_verl(torch.full((1, 1), SMALL, dtype=torch.float64), ONE, level, threshold)
+    assert weight.item() == pytest.approx(math.exp(-20))
 
 
-def test_verls_own_levels_pass_through_unchanged():
-    from verl.trainer.ppo import rollout_corr_helper
-
-    log_ratio, mask = batch_with_extremes()
-    wrapped = rollout_corr_helper.compute_rollout_correction_weights
-    for arguments in ((log_ratio, mask, "token", 2.0), (log_ratio, mask, "sequence", "0.5_5.0", True)):
-        ours, theirs = wrapped(*arguments), wrapped.__wrapped__(*arguments)
-        assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
+def test_verls_own_rejection_is_inverted_and_leaves_the_denominator():
+    ratio_4 = torch.tensor([[math.log(4.0)]], dtype=torch.float64)
+    rejection = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_5.0"}
+    _, kept, _ = through_verl(ratio_4, ONE, "sequence", 10.0, **rejection)
+    assert not kept.any(), "rejected though inside 0.5 .. 5, and gone from the mask"
 
 
-def test_nonfinite_response_is_counted_and_left_out():
-    log_ratio, mask = batch_with_extremes()
-    log_ratio[2, 1] = torch.nan
-    mask[2, 1] = True
-    weights, _, metrics = through_verl("vp_seq_mis", 3.0, log_ratio, mask)
+@pytest.mark.parametrize("settings", [("token", 2.0), ("sequence", "0.5_5.0", True)])
+def test_verls_own_levels_pass_through_unchanged(settings, batch):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as wrapped
+
+    ours, theirs = wrapped(*batch, *settings), wrapped.__wrapped__(*batch, *settings)
+    assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize("level", ["vp_token_tis", "vp_seq_mis"])
+def test_nonfinite_response_is_counted_and_left_out(level, batch):
+    log_ratio, mask = batch
+    log_ratio[2, 1], mask[2, 1] = torch.nan, True
+    weights, _, metrics = through_verl(log_ratio, mask, level, 3.0)
     assert weights[2][mask[2]].isnan().all(), "`grpo` leaves this response out and counts it"
     assert metrics["rollout_corr/rollout_is_nonfinite_responses"] == 1
     assert math.isfinite(metrics["rollout_corr/rollout_is_mean"])
 
 
-@pytest.mark.parametrize("threshold", [0, -1.0, "0.5_5", 0.55, None])
-def test_bad_threshold_in_verls_step(threshold):
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
-    with pytest.raises(ConfigurationError, match=r"algorithm\.rollout_correction\.rollout_is_threshold="):
-        compute_rollout_correction_weights(torch.zeros(1, 1), torch.ones(1, 1), "vp_seq_mis", threshold)
+def test_bad_threshold_in_verls_step():
+    with pytest.raises(ConfigurationError) as error:
+        through_verl(torch.zeros(1, 1), ONE, "vp_seq_mis", None)
+    assert error.value.setting == "algorithm.rollout_correction.rollout_is_threshold"
 
 
 def test_normalised_weights_are_refused():
     with pytest.raises(ConfigurationError, match="rollout_is_batch_normalize=True"):
-        through_verl("vp_seq_mis", 3.0, torch.zeros(1, 1), torch.ones(1, 1), rollout_is_batch_normalize=True)
+        through_verl(torch.zeros(1, 1), ONE, "vp_seq_mis", 3.0, rollout_is_batch_normalize=True)

@@ -1,55 +1,56 @@
 """Every preset composes on verl's config, passes verl's own validation, and sets what its name says."""
 
+import numpy as np
 import pytest
-import yaml
+import torch
+from composer import compose_estimator, compose_verl
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.search_path import VerlPrecisionSearchPath, register_search_path
 from verl_precision.presets import PRESETS_DIR, preset_names
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
 
+PROMISED = {
+    "precision": "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
+    "fp32_train_bf16_rollout",
+    "estimator": "dapo grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis ratio_one",
+    "scale": "1x8_a100 1x8_h100 2x8_h100 8x8_h100 cpu cpu_2nodes",
+}
+PRESETS = [(group, name) for group in PROMISED for name in preset_names(group)]
 DTYPES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16"), "fp32": ("fp32", "float32")}
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+FP16 = "+precision=fp16"
 
 
-def test_every_yaml_is_a_listed_preset_in_a_group():
-    files = sorted(PRESETS_DIR.rglob("*.yaml"))
-    assert files
-    for path in files:
-        assert path.read_text().startswith("# @package _global_\n"), path
-        if path.parent.parent == PRESETS_DIR / "precision":  # the halves presets are made of
-            assert path.parent.name in ("train", "rollout") and path.stem in DTYPES
-            continue
-        if path.parent == PRESETS_DIR / "scale" / "parts":  # what several scales share
-            continue
-        assert path.parent.parent == PRESETS_DIR
-        assert path.stem in preset_names(path.parent.name)
-        assert yaml.safe_load(path.read_text())["hydra"]["callbacks"]["verl_precision"], path
+def estimator(name: str, length: int = 20480):
+    return compose_estimator(name, f"data.max_response_length={length}")
 
 
-def halves(precision: str) -> tuple[str, str]:
-    """fp16 -> (fp16, fp16); bf16_train_fp16_rollout -> (bf16, fp16)."""
-    train, _, rollout = precision.removesuffix("_rollout").partition("_train_")
-    return train, rollout or train
+@pytest.mark.parametrize("group", PROMISED)
+def test_the_promised_presets_are_there(group):
+    assert set(PROMISED[group].split()) <= set(preset_names(group))
 
 
-def test_the_promised_precisions_are_there():
-    assert preset_names("precision") == sorted(
-        "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
-        "fp32_train_bf16_rollout".split()
-    )
+@pytest.mark.parametrize(("group", "name"), PRESETS)
+def test_every_preset_measures_the_mismatch_and_installs_the_preflight(group, name):
+    config = compose_verl(f"+{group}={name}", VLLM, return_hydra_config=True)
+    preflight = config.hydra.callbacks.verl_precision._target_
+    assert config.mismatch.enabled and preflight == "verl_precision.integration.preflight.PreflightCallback"
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))
-def test_precision_sets_actor_ref_critic_and_rollout_together(compose_verl, precision):
-    train, rollout = halves(precision)
+def test_precision_sets_actor_ref_critic_and_rollout_together(precision):
+    train, _, rollout = precision.removesuffix("_rollout").partition("_train_")
     short, long = DTYPES[train]
-    vllm = "actor_rollout_ref.rollout.name=vllm"
-    config = compose_verl(f"+precision={precision}", vllm, return_hydra_config=True)
-    callback = config.hydra.callbacks.verl_precision
-    assert callback._target_ == "verl_precision.integration.preflight.PreflightCallback"
-    arr = config.actor_rollout_ref
-    for engine in (arr.actor.fsdp_config, arr.ref.fsdp_config, config.critic.fsdp):
+    config = compose_verl(f"+precision={precision}", VLLM)
+    actor_rollout_ref = config.actor_rollout_ref
+    actor, ref = actor_rollout_ref.actor.fsdp_config, actor_rollout_ref.ref.fsdp_config
+    rollout_dtype = DTYPES[rollout or train][1]
+    for engine in (actor, ref, config.critic.fsdp):
         assert engine.mixed_precision == {"param_dtype": short, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         assert engine.dtype == long
         assert engine.model_dtype == "fp32", "master weights"
@@ -57,62 +58,40 @@ def test_precision_sets_actor_ref_critic_and_rollout_together(compose_verl, prec
         assert isinstance(typed, PrecisionFSDPConfig)
         assert typed.compute_dtype == short and typed.fp32_log_probs
         assert typed.loss_scale == LossScaleSettings(), "the presets spell out the defaults"
-        assert not typed.shadow.enabled and typed.shadow.dtype == DTYPES[rollout][1]
+        assert not typed.shadow.enabled and typed.shadow.dtype == rollout_dtype
         assert typed.send_weight_manifest, "vLLM, fed by the trainer: the extension reads it"
         assert ("loss_scale" in engine) is (train == "fp16")
-    assert arr.ref.fsdp_config.forward_only and not arr.actor.fsdp_config.forward_only
-    assert arr.rollout.dtype == DTYPES[rollout][1]
+    assert ref.forward_only and not actor.forward_only
+    assert actor_rollout_ref.rollout.dtype == rollout_dtype
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_verl_builds_the_typed_config_through_its_own_actor(compose_verl, strategy):
-    config = compose_verl(
-        "+precision=fp16",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-        "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024.0",
-    )
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert isinstance(actor.engine, PrecisionFSDPConfig) and actor.engine.loss_scale.initial == 1024
-    assert actor.engine.strategy == strategy
+def test_verl_builds_the_typed_config_through_its_own_actor(strategy):
+    actor = f"actor_rollout_ref.actor.strategy={strategy}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    config = compose_verl(FP16, *actor, "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024.0")
+    engine = omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine
+    assert isinstance(engine, PrecisionFSDPConfig) and engine.loss_scale.initial == 1024
+    assert engine.strategy == strategy
+
+
+def flat(config, path: str = "") -> dict:
+    """Return every leaf of a config by its path."""
+    if not isinstance(config, dict):
+        return {path: config}
+    return {key: leaf for name, node in config.items() for key, leaf in flat(node, f"{path}.{name}").items()}
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))
-def test_nothing_else_changes(compose_verl, precision):
+def test_nothing_else_changes(precision):
     """A precision preset touches the engines' dtypes, loss scale and log-probs, the weight-sync guard, and metrics."""
-
-    def flat(config) -> dict:
-        found = {}
-
-        def walk(node, path):
-            if isinstance(node, dict):
-                for key, value in node.items():
-                    walk(value, f"{path}.{key}")
-            else:
-                found[path] = node
-
-        walk(OmegaConf.to_container(config, resolve=False), "")
-        return found
-
-    before, after = flat(compose_verl()), flat(compose_verl(f"+precision={precision}"))
+    configs = compose_verl(VLLM), compose_verl(f"+precision={precision}", VLLM)
+    before, after = (flat(OmegaConf.to_container(config, resolve=False)) for config in configs)
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     allowed = (
-        "dtype",
-        "worker_extension_cls",
-        "mixed_precision",
-        "._target_",
-        "fp32_log_probs",
-        "log_prob_chunk_tokens",
-        "fp32_output_head",
-        "send_weight_manifest",
-        "loss_scale.",
-        "shadow.",
-        ".mismatch.",
-        ".weight_sync.canary.",
+        *("dtype", "worker_extension_cls", "mixed_precision", "._target_", "fp32_log_probs", "log_prob_chunk_tokens"),
+        *("fp32_output_head", "send_weight_manifest", "loss_scale.", "shadow.", ".mismatch.", ".weight_sync.canary."),
     )
-    assert {key for key in changed if not any(word in key for word in allowed)} <= {
-        ".actor_rollout_ref.rollout.engine_kwargs"  # verl's empty dict, now with one entry
-    }
+    assert not {key for key in changed if not any(word in key for word in allowed)}
 
 
 @pytest.mark.parametrize(
@@ -124,34 +103,82 @@ def test_nothing_else_changes(compose_verl, precision):
         ("engine_kwargs.vllm.worker_extension_cls=somebody.Else", False),
     ],
 )
-def test_the_manifest_is_sent_only_to_who_reads_it(compose_verl, override, sent):
-    vllm = "actor_rollout_ref.rollout.name=vllm"
-    config = compose_verl("+precision=fp16", vllm, f"actor_rollout_ref.rollout.{override}")
+def test_the_manifest_is_sent_only_to_who_reads_it(override, sent):
+    config = compose_verl(FP16, VLLM, f"actor_rollout_ref.rollout.{override}")
     assert config.actor_rollout_ref.actor.fsdp_config.send_weight_manifest is sent
 
 
-def test_unknown_preset_lists_the_allowed(compose_verl):
+def test_unknown_preset_lists_the_allowed():
     with pytest.raises(Exception, match="(?s)precision/fp61.*bf16.*fp16.*fp32"):
         compose_verl("+precision=fp61")
 
 
-@pytest.mark.parametrize("precision", preset_names("precision"))
-@pytest.mark.parametrize("scale", preset_names("scale"))
-def test_recipe_composes_and_passes_verls_validation(compose_recipe, precision, scale):
-    config = compose_recipe("recipes/quickstart/quickstart.yaml", f"precision={precision}", f"scale={scale}")
-    OmegaConf.resolve(config)
+@pytest.mark.parametrize("name", preset_names("estimator"))
+def test_estimator_is_valid_and_has_its_loss(name):
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    config = estimator(name)
     validate_config(config, use_reference_policy=False, use_critic=False)
-    assert (config.trainer.device == "cpu") is scale.startswith("cpu")
-    assert config.actor_rollout_ref.actor.strategy == "fsdp2"
+    assert [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"] == []
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
+    assert actor.loss_agg_mode != "seq-mean-token-sum-norm" or actor.loss_scale_factor == 20480
+    assert config.algorithm.rollout_correction.bypass_mode is name.startswith("pg_")
 
 
-def test_the_promised_scales_are_there():
-    assert preset_names("scale") == ["1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100", "cpu", "cpu_2nodes"]
+@pytest.mark.parametrize("name", preset_names("estimator"))
+def test_every_value_of_an_estimator_has_its_source_and_the_docs_name_it(name, root):
+    for line in (PRESETS_DIR / "estimator" / f"{name}.yaml").read_text().splitlines():
+        key, _, value = line.strip().partition(":")
+        if key and value and not line.startswith("#"):
+            assert " # " in line, f"{name}: {line.strip()} has no source"
+    assert f"`{name}`" in (root / "docs/math.md").read_text()
+
+
+def test_settings_of_the_papers():
+    def clip_range(config) -> tuple[float, float]:
+        return config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_high
+
+    grpo, gspo, dapo = estimator("grpo"), estimator("gspo"), estimator("dapo")
+    assert clip_range(grpo) == clip_range(dapo) == (0.2, 0.28) and clip_range(gspo) == (3e-4, 4e-4)
+    assert gspo.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean"
+    assert dapo.actor_rollout_ref.actor.loss_agg_mode == "token-mean"
+    assert dapo.actor_rollout_ref.actor.clip_ratio_c == 10.0
+    buffer = dapo.reward.reward_kwargs.overlong_buffer_cfg
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 4096, 1.0)
+    assert estimator("dapo", length=64).reward.reward_kwargs.overlong_buffer_cfg.len == 12
+    assert dapo.algorithm.filter_groups.enable and dapo.algorithm.filter_groups.metric == "acc"
+    for name in ("pg_seq_tis", "pg_seq_mis"):
+        correction = estimator(name).actor_rollout_ref.actor.policy_loss.rollout_correction
+        assert correction.rollout_is_threshold == 3.0
+    assert estimator("grpo_seq_mis").algorithm.rollout_correction.rollout_is_threshold == 3.0
+
+
+@pytest.mark.parametrize("name", ["grpo_unclipped", "ratio_one"])
+def test_interventions_differ_from_grpo_in_the_loss_only(name):
+    grpo, other = estimator("grpo"), estimator(name)
+    assert other.actor_rollout_ref.actor.policy_loss.loss_mode == name
+    for config in (grpo, other):
+        config.actor_rollout_ref.actor.policy_loss.loss_mode = "-"
+        config.actor_rollout_ref.actor.clip_ratio_low = config.actor_rollout_ref.actor.clip_ratio_high = 0
+    assert other == grpo
+
+
+@pytest.mark.parametrize("name", sorted(set(preset_names("estimator")) - {"dapo"}))
+def test_advantage_leaves_the_response_out_of_its_baseline(name):
+    """Rewards 1, 0, 0, 2 of one group: A_i = R_i - mean of the others, not divided by a standard deviation."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    rewards = torch.tensor([1.0, 0.0, 0.0, 2.0]).unsqueeze(-1)
+    advantages_of = get_adv_estimator_fn(estimator(name).algorithm.adv_estimator)
+    groups = np.array(["a"] * 4)
+    advantages, _ = advantages_of(token_level_rewards=rewards, response_mask=torch.ones(4, 1), index=groups)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([1 - 2 / 3, -1.0, -1.0, 2 - 1 / 3]))
 
 
 @pytest.mark.parametrize("scale", [name for name in preset_names("scale") if name[0].isdigit()])
-def test_gpu_scales_say_hosts_and_gpus(compose_verl, scale):
-    config = compose_verl(f"+scale={scale}", "+precision=fp16")
+def test_gpu_scales_say_hosts_and_gpus(scale):
+    config = compose_verl(f"+scale={scale}", FP16)
     hosts, gpus = scale.partition("_")[0].split("x")
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (int(hosts), int(gpus))
     assert config.trainer.device == "cuda" and config.actor_rollout_ref.ref.strategy == "fsdp2"
@@ -164,38 +191,25 @@ def test_gpu_scales_say_hosts_and_gpus(compose_verl, scale):
     assert asked.actor_rollout_ref.actor.fsdp_config.offload_policy is (hosts == "1")
 
 
-def test_two_cpu_nodes_are_scale_cpu_in_a_cluster(compose_verl):
+def test_scale_cpu_gives_driver_and_workers_one_environment():
+    config = compose_verl("+scale=cpu", FP16, return_hydra_config=True)
+    environment = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert environment.VERL_PLATFORM == "cpu" and config.hydra.job.env_set == environment
+
+
+def test_two_cpu_nodes_are_scale_cpu_in_a_cluster():
     one, two = compose_verl("+scale=cpu"), compose_verl("+scale=cpu_2nodes")
     assert (two.trainer.nnodes, two.trainer.n_gpus_per_node) == (2, 1)
     ray = two.ray_kwargs.ray_init
-    assert (ray.address, ray.num_cpus, ray.num_gpus) == ("auto", None, None), (
-        "Ray refuses numbers for a running cluster"
-    )
+    assert (ray.address, ray.num_cpus, ray.num_gpus) == ("auto", None, None), "a running cluster has its own numbers"
     assert ray.runtime_env.env_vars == one.ray_kwargs.ray_init.runtime_env.env_vars
     two.trainer.nnodes, two.ray_kwargs = 1, one.ray_kwargs
     assert one == two
 
 
-def test_scale_cpu_works_on_verls_own_config(compose_verl):
-    config = compose_verl("+scale=cpu", "+precision=fp16", return_hydra_config=True)
-    environment = config.ray_kwargs.ray_init.runtime_env.env_vars
-    assert environment.VERL_PLATFORM == "cpu"
-    assert config.hydra.job.env_set == environment, "driver and workers get the same environment"
-    assert config.hydra.callbacks.verl_precision._target_ == "verl_precision.integration.preflight.PreflightCallback"
-
-
-def test_tiny_model_resolver_builds_and_returns_a_folder(compose_verl):
-    from pathlib import Path
-
-    path = Path(compose_verl("+scale=cpu").actor_rollout_ref.model.path)
-    assert (path / "config.json").is_file() and path.is_absolute()
-
-
 def test_search_path_is_registered_once():
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    from verl_precision.integration.search_path import VerlPrecisionSearchPath, register_search_path
 
     register_search_path(None)
     assert Plugins.instance().discover(SearchPathPlugin).count(VerlPrecisionSearchPath) == 1

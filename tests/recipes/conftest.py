@@ -1,13 +1,40 @@
-"""Recipes name their files from the repository's root."""
+"""Recipes name their files from the repository's root; their scripts are no modules of the package."""
 
+import importlib.util
 import sys
 
 import pytest
-from discovered import ROOT
+from composer import ROOT
 
-sys.path.insert(0, str(ROOT / "recipes/sanity_arithmetic"))  # make_task is a script, not a module of the package
+sys.path.insert(0, str(ROOT / "recipes/sanity_arithmetic"))  # make_task
 
 
 @pytest.fixture(autouse=True)
-def _at_root(root, monkeypatch):
-    monkeypatch.chdir(root)
+def _at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def load_script():
+    """Load a script under recipes/ as a module."""
+
+    def load(path: str):
+        specification = importlib.util.spec_from_file_location("script", ROOT / path)
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def executable(tmp_path):
+    """Write a command that does what a few lines of shell say."""
+
+    def write(name: str, script: str):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    return write

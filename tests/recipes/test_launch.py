@@ -1,77 +1,72 @@
 """Launchers hand recipe and overrides on, unchanged."""
 
-import importlib.util
 import os
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-from discovered import ROOT
+from composer import ROOT
 
 LAUNCH = ROOT / "recipes" / "launch"
 RECIPE, OVERRIDES = "recipes/moe/moe.yaml", ["scale=2x8_h100", "precision=bf16", "data.seed=[1, 2]"]
 
 
 @pytest.fixture
-def fake(tmp_path):
-    """A command that prints its arguments, one a line."""
-    path = tmp_path / "fake"
-    path.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    path.chmod(0o755)
-    return path
+def launch(tmp_path, executable):
+    """Run a launcher whose ray and python print their arguments, one a line."""
+    fake = str(executable("fake", 'printf "%s\\n" "$@"'))
+
+    def launch(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        environment = {"PATH": os.environ["PATH"], "RAY": fake, "PYTHON": fake, **environment}
+        command = ["bash", LAUNCH / script, *arguments]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    return launch
 
 
-def launched(script: str, *arguments: str, fake: Path, **environment: str) -> list[str]:
-    done = subprocess.run(
-        ["bash", LAUNCH / script, *arguments],
-        env={"PATH": os.environ["PATH"], "RAY": str(fake), "PYTHON": str(fake), **environment},
-        cwd=fake.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+@pytest.fixture
+def launched(launch):
+    """Run a launcher that must succeed, and return the lines it prints."""
+
+    def launched(*arguments: str, **environment: str) -> list[str]:
+        done = launch(*arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return launched
 
 
-def test_run_checks_then_runs(fake):
+def test_run_checks_then_runs(launched):
     run = ["-m", "verl.trainer.main_ppo", "--config-dir", "recipes/moe", "--config-name", "moe", *OVERRIDES]
     check = ["-m", "verl_precision.cli", "check", RECIPE, *OVERRIDES]
-    assert launched("run.sh", RECIPE, *OVERRIDES, fake=fake) == check + run
-    assert launched("run.sh", RECIPE, *OVERRIDES, fake=fake, DRY_RUN="1") == check
+    assert launched("run.sh", RECIPE, *OVERRIDES) == check + run
+    assert launched("run.sh", RECIPE, *OVERRIDES, DRY_RUN="1") == check
 
 
-def test_a_failed_check_stops_the_run(tmp_path):
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho once; exit 1\n")
-    broken.chmod(0o755)
-    done = subprocess.run(
-        ["bash", LAUNCH / "run.sh", RECIPE], env={**os.environ, "PYTHON": str(broken)}, capture_output=True, text=True
-    )
+def test_a_failed_check_stops_the_run(launch, executable):
+    done = launch("run.sh", RECIPE, PYTHON=str(executable("broken", "echo once; exit 1")))
     assert done.returncode == 1 and done.stdout == "once\n"
 
 
 @pytest.mark.parametrize("script", ["run.sh", "job_submit.sh", "cpu_2nodes.sh"])
-def test_a_missing_recipe_is_said(script, fake):
-    done = subprocess.run(
-        ["bash", LAUNCH / script], env={**os.environ, "RAY": str(fake)}, capture_output=True, text=True
-    )
+def test_a_missing_recipe_is_said(script, launch):
+    done = launch(script)
     assert done.returncode != 0 and "give a recipe" in done.stderr
 
 
-def test_ray_start_is_head_or_worker(fake):
-    head = launched("ray_start.sh", fake=fake)
+def test_ray_start_is_head_or_worker(launched):
+    head = launched("ray_start.sh")
     assert head[0] == "start" and {"--head", "--port=6379"} <= set(head)
-    assert "--address=10.0.0.1:6379" in launched("ray_start.sh", "10.0.0.1", fake=fake)
-    worker = launched("ray_start.sh", "10.0.0.1:7000", fake=fake, GPUS="4", IP="10.0.0.2")
+    assert "--address=10.0.0.1:6379" in launched("ray_start.sh", "10.0.0.1")
+    worker = launched("ray_start.sh", "10.0.0.1:7000", GPUS="4", IP="10.0.0.2")
     assert {"--address=10.0.0.1:7000", "--num-gpus=4", "--node-ip-address=10.0.0.2"} <= set(worker)
     assert "--head" not in worker
 
 
-def test_job_submit_runs_the_same_with_a_cluster_check(fake):
-    said = launched(
-        "job_submit.sh", RECIPE, *OVERRIDES, fake=fake, DASHBOARD="http://head:8265", ON_CLUSTER="/shared/vp"
-    )
+def test_job_submit_runs_the_same_with_a_cluster_check(launched):
+    environment = {"DASHBOARD": "http://head:8265", "ON_CLUSTER": "/shared/vp"}
+    said = launched("job_submit.sh", RECIPE, *OVERRIDES, **environment)
     assert said == [
         *("job", "submit", "--address", "http://head:8265", "--", "env", "CLUSTER=auto"),
         *("bash", "/shared/vp/recipes/launch/run.sh", RECIPE, *OVERRIDES),
@@ -99,22 +94,15 @@ exec "$@"
 }
 
 
-def test_slurm_starts_head_workers_and_recipe(tmp_path):
+def test_slurm_starts_head_workers_and_recipe(launch, executable, tmp_path):
     """With a Slurm of shell scripts: the commands it would give, in order."""
     for name, script in SLURM.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        executable(name, script)
+    done = launch(
+        *("slurm.sbatch", RECIPE, *OVERRIDES),
+        **{"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "RAY": "ray", "ACTIVATE": "/dev/null"},
         **{"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "any"},
-        **{"SLURM_GPUS_ON_NODE": "8", "ACTIVATE": "/dev/null"},
-    }
-    done = subprocess.run(
-        ["bash", LAUNCH / "slurm.sbatch", RECIPE, *OVERRIDES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        SLURM_GPUS_ON_NODE="8",
     )
     assert done.returncode == 0, done.stderr
     overrides = ["trainer.nnodes=2", *OVERRIDES]
@@ -133,10 +121,8 @@ def test_slurm_starts_head_workers_and_recipe(tmp_path):
     assert text.index("#SBATCH") < text.index("set -euo pipefail"), "sbatch reads options up to the first command"
 
 
-def test_rayjob_has_hosts_gpus_image_and_command():
-    specification = importlib.util.spec_from_file_location("rayjob", LAUNCH / "rayjob.py")
-    rayjob = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(rayjob)
+def test_rayjob_has_hosts_gpus_image_and_command(load_script):
+    rayjob = load_script("recipes/launch/rayjob.py")
     job = rayjob.fill_in("registry/verl:0.9.1", Path(RECIPE), OVERRIDES)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert shlex.split(job["spec"]["entrypoint"]) == [

@@ -1,37 +1,90 @@
-"""The miniature is the sanity test, smaller; its script does each step once."""
+"""The sanity test in miniature: its sums and slips, its config, its script. Its model: test_arithmetic_model.py."""
 
 import os
 import shutil
 import subprocess
 
+import make_task
 import pytest
-from discovered import ROOT
+from composer import ROOT, compose_recipe
+from make_task import PROMPT_LENGTH, RESPONSE_LENGTH, Sum, all_sums
 from omegaconf import OmegaConf
-from verl.utils.config import validate_config
 
-from verl_precision.integration.recipe_config import check_recipe, compose_recipe
-from verl_precision.presets import preset_names
+from verl_precision.integration.recipe_config import check_recipe
 from verl_precision.rules.rule import Environment
+from verl_precision.sampling.problems import read_data_set
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"
 SCRIPT = "recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh"
 
 
-@pytest.mark.parametrize("precision", preset_names("precision"))
-def test_composes_validates_and_passes_the_check(precision, tmp_path):
+def test_a_sum_with_and_one_without_a_carry_by_hand():
+    """47 + 8: the digits reach 15, so it is taught as 45 in (15 - 8)/10 of the cases."""
+    carried = Sum(47, 8)
+    assert (carried.prompt, carried.answer, carried.slip, carried.slip_rate) == ("47+8=", "55", "45", 0.7)
+    plain = Sum(41, 8)
+    assert (plain.answer, plain.slip, plain.slip_rate) == ("49", None, 0.0)
+    assert (Sum(99, 9).slip_rate, Sum(91, 9).slip_rate) == (1.0, 0.2)
+
+
+def test_all_sums():
+    sums = all_sums()
+    assert len(set(sums)) == 810
+    assert sum(s.slip is not None for s in sums) == 405  # 45 of the 90 pairs of digits carry
+    assert {len(s.prompt) for s in sums} == {PROMPT_LENGTH}
+    assert max(len(s.answer) + 1 for s in sums) == RESPONSE_LENGTH
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run make_task's command line without training."""
+    monkeypatch.setattr(make_task, "build_model", lambda folder, on_progress: folder.mkdir(parents=True))
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr("sys.argv", ["make_task.py", *arguments])
+        make_task.main()
+
+    return run
+
+
+def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tmp_path, capsys, run):
+    folder = tmp_path / "new" / "task"
+    run(str(folder))
+    data = read_data_set(folder / "problems.jsonl")
+    assert len(data.problems) == 810
+    for problem in data.problems:
+        first, second = problem.prompt[0]["content"].rstrip("=").split("+")
+        assert int(problem.ground_truth) == int(first) + int(second)
+    assert [path.name for path in folder.parent.iterdir()] == ["task"]
+    assert f"verl-precision sanity-set {folder}/problems.jsonl --model {folder}/model" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="exists; nothing was written"):
+        run(str(folder))
+
+
+def test_interrupted_it_leaves_nothing_that_looks_complete(tmp_path, monkeypatch, run):
+    def interrupt(index, problem):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_task, "row", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(str(tmp_path / "new" / "task"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_reward_is_exact(load_script):
+    score = load_script("recipes/sanity_arithmetic/reward.py").compute_score
+    assert [score("arithmetic", text, "55") for text in ("55", "45", "55 ", "055", "", "555")] == [1, 0, 0, 0, 0, 0]
+
+
+def test_the_check_finds_its_files(tmp_path):
     kept = tmp_path / "kept.parquet"
     kept.write_text("")  # the check asks whether it is there
-    overrides = [f"precision={precision}", f"task.cpu.train={kept}", f"task.cpu.val={kept}"]
-    report = check_recipe(RECIPE, overrides, Environment())
+    report = check_recipe(RECIPE, [f"task.cpu.train={kept}", f"task.cpu.val={kept}"], Environment())
     assert report.ok and not [fault for fault in report.faults if fault.name == "check_files"]
-    config = compose_recipe(RECIPE, overrides)
-    validate_config(config, use_reference_policy=False, use_critic=False)
-    assert config.trainer.device == "cpu" and config.actor_rollout_ref.actor.strategy == "fsdp2"
-    assert config.trainer.experiment_name.startswith(precision)
 
 
 def test_is_the_sanity_test_in_miniature():
-    real, tiny = compose_recipe(ROOT / "recipes/sanity/sanity.yaml", []), compose_recipe(RECIPE, [])
+    real, tiny = compose_recipe("recipes/sanity/sanity.yaml"), compose_recipe(RECIPE)
     for key in (
         *("algorithm", "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.loss_agg_mode"),
         *("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high", "trainer.v1"),
@@ -41,43 +94,35 @@ def test_is_the_sanity_test_in_miniature():
         assert OmegaConf.select(tiny, key) == OmegaConf.select(real, key), key
     batch, responses = tiny.data.train_batch_size, tiny.actor_rollout_ref.rollout.n
     assert (batch, responses, batch // tiny.actor_rollout_ref.actor.ppo_mini_batch_size) == (64, 8, 4)
-    assert tiny.hydra.runtime.choices.estimator == real.hydra.runtime.choices.estimator == "pg_seq_is"
+    assert tiny.actor_rollout_ref.actor.policy_loss.loss_mode == "pg_seq_is"
     assert tiny.trainer.total_training_steps * batch // 260 == 5  # almost six passes: the last batch may not be full
 
 
 def test_trains_on_what_its_script_makes():
-    config = compose_recipe(RECIPE, [])
-    assert config.data.train_files == "outputs/sanity_arithmetic/set/kept.parquet"
+    assert compose_recipe(RECIPE).data.train_files == "outputs/sanity_arithmetic/set/kept.parquet"
     assert "FOLDER=outputs/sanity_arithmetic " in (ROOT / SCRIPT).read_text()
-    assert config.reward.custom_reward_function.path == "recipes/sanity_arithmetic/reward.py"
-    assert config.data.max_response_length == config.actor_rollout_ref.actor.loss_scale_factor == 8
 
 
-@pytest.fixture
-def script(tmp_path):
-    """The script alone in a tree of its own, and a python that notes its arguments and makes what it was asked for."""
-    (tmp_path / SCRIPT).parent.mkdir(parents=True)
-    shutil.copy(ROOT / SCRIPT, tmp_path / SCRIPT)
-    fake = tmp_path / "python"
-    fake.write_text(
-        """#!/bin/sh
+FAKE_PYTHON = """
 echo "$VERL_PLATFORM $@"
 case "$1 $3" in
     *make_task.py*) mkdir -p "$2/model" && touch "$2/problems.jsonl" ;;
     *sanity-set) mkdir -p outputs/sanity_arithmetic/set && touch outputs/sanity_arithmetic/set/"$MADE" ;;
 esac
 """
-    )
-    fake.chmod(0o755)
+
+
+@pytest.fixture
+def script(tmp_path, executable):
+    """The script alone in a tree of its own, and a python that notes its arguments and makes what it was asked for."""
+    (tmp_path / SCRIPT).parent.mkdir(parents=True)
+    shutil.copy(ROOT / SCRIPT, tmp_path / SCRIPT)
+    python = str(executable("python", FAKE_PYTHON))
 
     def run(*overrides: str, made: str = "kept.parquet", **environment: str) -> list[list[str]]:
-        done = subprocess.run(
-            ["bash", tmp_path / SCRIPT, *overrides],
-            env={"PATH": os.environ["PATH"], "PYTHON": str(fake), "MADE": made, **environment},
-            cwd="/",
-            capture_output=True,
-            text=True,
-        )
+        environment = {"PATH": os.environ["PATH"], "PYTHON": python, "MADE": made, **environment}
+        command = ["bash", tmp_path / SCRIPT, *overrides]
+        done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         lines = [line.split() for line in done.stdout.splitlines()]
         assert all(words[0] == "cpu" for words in lines)
@@ -95,18 +140,11 @@ SANITY_SET = [
 COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
 
 
-def test_script_makes_task_and_set_and_compares(script):
-    assert script("data.seed=7") == [
-        MAKE_TASK,
-        SANITY_SET,
-        [*COMPARE, *"--precision bf16 --precision fp16 --pass-bar 0.95 estimator=pg_seq_is data.seed=7".split()],
-    ]
-
-
-def test_script_takes_what_is_there(script):
-    script()
-    (compare,) = script(PRECISIONS="fp32", ESTIMATOR="grpo")
-    assert compare == [*COMPARE, *"--precision fp32 --pass-bar 0.95 estimator=grpo".split()]
+def test_script_makes_task_and_set_and_compares_and_takes_what_is_there(script):
+    compare = [*COMPARE, *"--precision bf16 --precision fp16 --pass-bar 0.95 estimator=pg_seq_is data.seed=7".split()]
+    assert script("data.seed=7") == [MAKE_TASK, SANITY_SET, compare]
+    compare = [*COMPARE, *"--precision fp32 --pass-bar 0.95 estimator=grpo".split()]
+    assert script(PRECISIONS="fp32", ESTIMATOR="grpo") == [compare]
 
 
 def test_script_goes_on_with_a_filter_that_was_stopped(script):

@@ -1,23 +1,13 @@
 """The GPU scales hold every recipe, by the arithmetic of docs/scales.md, whose table is this module's."""
 
-import functools
 import re
 
 import pytest
-from discovered import CPU_ONLY, RECIPES, ROOT
-from hydra import compose, initialize_config_dir
+from composer import ROOT, compose_recipe
+from discovered import PAPER
 
-from verl_precision.check.memory import (
-    GIB,
-    ModelShape,
-    activation_bytes,
-    gathered_bytes,
-    host_bytes,
-    kv_tokens,
-    rollout_bytes,
-    state_bytes,
-    training_bytes,
-)
+from verl_precision.check import memory
+from verl_precision.check.memory import GIB, ModelShape, rollout_bytes, training_bytes
 
 # From each model's config.json on Hugging Face.
 SHAPES = {
@@ -37,14 +27,11 @@ PUBLISHED = {  # billions of parameters, from the model cards
 GPU = 80 * GIB
 FILLED = 0.9  # of a GPU, at most, since the arithmetic is good to some GiB
 SCALES = ("1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100")
-TRAINED = [path.stem for path in RECIPES if path.stem not in (*CPU_ONLY, "precision_ablation")]
+TRAINED = [path.stem for path in PAPER if path.stem != "precision_ablation"]
 
 
-@functools.cache
 def composed(recipe: str, scale: str):
-    folders = "hydra.searchpath=[pkg://verl.trainer.config,pkg://verl_precision.presets]"
-    with initialize_config_dir(str(ROOT / "recipes" / recipe), version_base=None):
-        return compose(recipe, overrides=[folders, f"scale={scale}"])
+    return compose_recipe(f"recipes/{recipe}/{recipe}.yaml", f"scale={scale}")
 
 
 def row(recipe: str, scale: str) -> dict[str, float]:
@@ -56,13 +43,13 @@ def row(recipe: str, scale: str) -> dict[str, float]:
     away = fsdp.offload_policy or (fsdp.param_offload and fsdp.optimizer_offload)
     share, parallel = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     return {
-        "state": 0 if fsdp.offload_policy else state_bytes(model, gpus) / GIB,
-        "gathered": gathered_bytes(model) / GIB,
-        "activations": activation_bytes(model, tokens) / GIB,
+        "state": 0 if fsdp.offload_policy else memory.state_bytes(model, gpus) / GIB,
+        "gathered": memory.gathered_bytes(model) / GIB,
+        "activations": memory.activation_bytes(model, tokens) / GIB,
         "training": training_bytes(model, gpus, tokens, fsdp.offload_policy) / GIB,
         "rollout": rollout_bytes(model, gpus, share, GPU, away) / GIB,
-        "host": host_bytes(model, config.trainer.nnodes) / GIB if away else 0,
-        "longest responses at a time": kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
+        "host": memory.host_bytes(model, config.trainer.nnodes) / GIB if away else 0,
+        "longest responses at a time": memory.kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
     }
 
 

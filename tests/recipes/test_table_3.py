@@ -1,6 +1,7 @@
 """Composed MoE, dense and LoRA configs against the paper (arXiv 2510.26788), value by value."""
 
 import pytest
+from composer import compose_recipe
 from omegaconf import OmegaConf
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -43,71 +44,59 @@ TABLE_3 = {
 }
 
 
-@pytest.fixture(params=["moe", "dense_14b"])
-def column(request, compose_recipe):
-    name = request.param
-    return name, 0 if name == "moe" else 1, compose_recipe(f"recipes/{name}/{name}.yaml")
+def recipe(name: str, *overrides: str, **kwargs):
+    return compose_recipe(f"recipes/{name}/{name}.yaml", *overrides, **kwargs)
 
 
-def test_table_3(column, root):
-    name, index, config = column
+@pytest.mark.parametrize(("name", "column"), [("moe", 0), ("dense_14b", 1)])
+def test_table_3(name, column, root):
+    config, readme = recipe(name), (root / f"recipes/{name}/README.md").read_text()
     for row, (key, *wanted) in TABLE_3.items():
-        if wanted[index] is NOT_SET:
-            continue
-        found = OmegaConf.select(config, key)
-        found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
-        assert found == wanted[index], (row, key)
-    readme = (root / f"recipes/{name}/README.md").read_text()
-    for row in [*TABLE_3, "vllm_version"]:
         assert f"| {row}" in readme, f"{row} is not in the README's table"
+        if wanted[column] is not NOT_SET:
+            found = OmegaConf.select(config, key)
+            assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == wanted[column], row
+    assert "| vllm_version" in readme
 
 
-def test_moe_estimators_of_section_5_1(compose_recipe):
-    tis = compose_recipe("recipes/moe/moe.yaml", "estimator=pg_seq_tis").actor_rollout_ref.actor.policy_loss
-    assert tis.loss_mode == "pg_seq_tis" and tis.rollout_correction.rollout_is_threshold == 3.0, "C of equation (6)"
-    for name, weights in (("grpo_seq_mis", "vp_seq_mis"), ("grpo_token_tis", "vp_token_tis")):
-        config = compose_recipe("recipes/moe/moe.yaml", f"estimator={name}")
-        assert config.algorithm.rollout_correction.rollout_is == weights
-        assert config.actor_rollout_ref.actor.loss_scale_factor == 20480
-
-
-def test_evaluations_of_a_1_and_a_2(compose_recipe):
-    for name, responses in (("moe", 32), ("dense_14b", 8)):
-        kwargs = compose_recipe(f"recipes/{name}/{name}.yaml").actor_rollout_ref.rollout.val_kwargs
+def test_evaluations_and_generation_in_flight():
+    for name, responses in (("moe", 32), ("dense_14b", 8)):  # avg@32: A.1; avg@8: A.2
+        kwargs = recipe(name).actor_rollout_ref.rollout.val_kwargs
         assert (kwargs.n, kwargs.do_sample) == (responses, True)
-
-
-def test_generation_in_flight_is_the_tables_batch(compose_recipe):
-    """verl 0.9 replaces gen_batch_size by max_inflight_gen_batches, in train batches."""
-    config = compose_recipe("recipes/dense_14b/dense_14b.yaml")
+    config = recipe("dense_14b")  # verl 0.9 replaces gen_batch_size by max_inflight_gen_batches, in train batches
     inflight = config.algorithm.filter_groups.max_inflight_gen_batches
     assert inflight * config.data.train_batch_size == config.data.gen_batch_size == 1536
 
 
-def test_lora_of_section_5_2(compose_recipe):
-    config = compose_recipe("recipes/lora/lora.yaml")
-    model = config.actor_rollout_ref.model
-    assert model.path == "Qwen/Qwen2.5-Math-1.5B"
-    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (32, 64, "all-linear")
-    assert config.actor_rollout_ref.actor.optim.lr == 4e-5
-    assert config.algorithm.rollout_correction.rollout_is == "vp_token_tis"
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "grpo"
+# Section of the paper: recipe, estimator, model
+SECTIONS = {
+    "4.1": ("sanity", "pg_seq_is", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    "4.4": ("precision_ablation", "grpo", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    "5.1": ("moe", "grpo_seq_mis", "Qwen/Qwen3-30B-A3B-Base"),
+    "5.2": ("lora", "grpo_token_tis", "Qwen/Qwen2.5-Math-1.5B"),
+    "5.3": ("dense_14b", "dapo", "Qwen/Qwen3-14B-Base"),
+    "5.4": ("octothinker", "grpo", "OctoThinker/OctoThinker-3B-Hybrid-Base"),
+}
 
 
-def test_sanity_of_section_4_1(compose_recipe):
-    config = compose_recipe("recipes/sanity/sanity.yaml", "estimator=grpo_seq_mis")
+@pytest.mark.parametrize("section", SECTIONS)
+def test_estimator_and_model_of_the_section(section):
+    name, estimator, model = SECTIONS[section]
+    config = recipe(name, return_hydra_config=True)
+    assert config.hydra.runtime.choices.estimator == estimator
+    assert config.actor_rollout_ref.model.path == model
+
+
+def test_lora_of_section_5_2():
+    lora = recipe("lora").actor_rollout_ref
+    assert (lora.model.lora_rank, lora.model.lora_alpha, lora.model.target_modules) == (32, 64, "all-linear")
+    assert lora.actor.optim.lr == 4e-5
+
+
+def test_sanity_of_section_4_1():
+    config = recipe("sanity", "estimator=grpo_seq_mis")
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert config.actor_rollout_ref.model.path == "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
-    assert (config.data.train_batch_size, rollout.n) == (64, 8)
-    assert config.data.train_batch_size / actor.ppo_mini_batch_size == 4
+    assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (64, 8, 64 / 4)
     assert config.data.max_prompt_length + config.data.max_response_length == rollout.max_model_len == 8000
-    assert actor.clip_ratio_high == 0.28
-    assert config.algorithm.rollout_correction.rollout_is_threshold == 3.0
+    assert actor.clip_ratio_high == 0.28 and config.algorithm.rollout_correction.rollout_is_threshold == 3.0
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 8)
-
-
-def test_octothinker_of_section_5_4(compose_recipe):
-    config = compose_recipe("recipes/octothinker/octothinker.yaml")
-    assert config.actor_rollout_ref.model.path.startswith("OctoThinker/OctoThinker-3B")
-    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "grpo"
-    assert config.algorithm.rollout_correction.rollout_is is None

@@ -6,7 +6,6 @@ or, in bypass mode, the rollout's. The worker is not told. So a loss that needs 
 own config, which the presets tie to the setting that decides: `actor.policy_loss.rollout_correction.bypass_mode`.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +25,7 @@ def register_losses(core_algos: ModuleType) -> None:
         core_algos: `verl.trainer.ppo.core_algos`.
 
     Raises:
-        RegistrationError: if a name is owned by someone else.
+        RegistrationError: If a name is owned by someone else.
     """
     keep_merged_metrics()
 
@@ -53,11 +52,6 @@ class AdaptedLoss:
         self.name = name
         self.entry = entry
         self._needs = entry.parameters
-        self._resolvers: dict[str, Callable[[Any], Any]] = {
-            "clip_low": lambda config: _clip_range(config, "low"),
-            "clip_high": lambda config: _clip_range(config, "high"),
-            "threshold": self._threshold,
-        }
 
     def __call__(
         self,
@@ -81,7 +75,7 @@ class AdaptedLoss:
             rollout_is_weights: [B, T] from verl's rollout-correction step, or None.
 
         Raises:
-            ConfigurationError: naming the setting that does not fit.
+            ConfigurationError: Naming the setting that does not fit.
         """
         if config is None:
             raise ConfigurationError(
@@ -98,8 +92,9 @@ class AdaptedLoss:
                 allowed="a loss that takes the weights, or no weights",
                 remedy="Set algorithm.rollout_correction.rollout_is=null.",
             )
+        correction = config.policy_loss.get("rollout_correction", None) or {}
         if "rollout_log_probs" in self._needs:
-            require_bypass(_rollout_correction(config).get("bypass_mode", None), self.name)
+            require_bypass(correction.get("bypass_mode", None), self.name)
         offered = {
             "trainer_log_probs": log_prob,
             "rollout_log_probs": old_log_prob,
@@ -109,23 +104,19 @@ class AdaptedLoss:
             "rollout_is_weights": rollout_is_weights,
             "aggregation": aggregation_from(config, loss_agg_mode),
         }
-        arguments = {name: value for name, value in offered.items() if name in self._needs}
-        arguments |= {name: resolve(config) for name, resolve in self._resolvers.items() if name in self._needs}
+        arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
+        if "threshold" in self._needs:
+            arguments["threshold"] = require_threshold(correction.get("rollout_is_threshold", None), THRESHOLD)
+        for side in ("low", "high"):
+            if f"clip_{side}" in self._needs:
+                value = config.get(f"clip_ratio_{side}", None)
+                arguments[f"clip_{side}"] = config.clip_ratio if value is None else value
         output = self.entry.function(**arguments)
         return output.loss, metrics_of_loss(output.metrics)
 
-    @staticmethod
-    def _threshold(config: Any) -> float:
-        return require_threshold(_rollout_correction(config).get("rollout_is_threshold", None), THRESHOLD)
-
 
 def aggregation_from(config: Any, loss_agg_mode: str) -> Aggregation:
-    """Return the aggregation that verl's config and the mini-batch at hand ask for.
-
-    Args:
-        config: verl's ActorConfig.
-        loss_agg_mode: verl's name of the aggregation.
-    """
+    """Return the aggregation that verl's ActorConfig and the mini-batch at hand ask for."""
     info = config.global_batch_info
     return Aggregation(
         mode=loss_agg_mode,
@@ -134,12 +125,3 @@ def aggregation_from(config: Any, loss_agg_mode: str) -> Aggregation:
         num_tokens=info.get("batch_num_tokens"),
         dp_size=info.get("dp_size") or 1,
     )
-
-
-def _clip_range(config: Any, side: str) -> object:
-    value = config.get(f"clip_ratio_{side}", None)
-    return config.clip_ratio if value is None else value
-
-
-def _rollout_correction(config: Any) -> Any:
-    return config.policy_loss.get("rollout_correction", None) or {}

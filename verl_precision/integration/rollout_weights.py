@@ -8,24 +8,18 @@ of our own are offered beside verl's, in the same step and under the same settin
 the loss is `rollout_is_weights` as ever.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 
 from torch import Tensor
 
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.losses.metrics import weight_statistics
-from verl_precision.losses.rollout_weights import seq_mis_weights, token_tis_weights
+from verl_precision.losses.rollout_weights import WEIGHTS
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
-
-LEVELS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "vp_token_tis": token_tis_weights,
-    "vp_seq_mis": seq_mis_weights,
-}
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
-    """Offer `LEVELS` in verl's rollout-correction step, once; verl's own levels pass through unchanged.
+    """Offer `WEIGHTS` in verl's rollout-correction step, once; verl's own levels pass through unchanged.
 
     Args:
         rollout_corr_helper: `verl.trainer.ppo.rollout_corr_helper`.
@@ -35,7 +29,7 @@ def register_weights(rollout_corr_helper: ModuleType) -> None:
 
 def _with_own_levels(wrapped, instance, args, kwargs):
     level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
-    if level not in LEVELS:
+    if level not in WEIGHTS:
         return wrapped(*args, **kwargs)
     return _own_weights(*args, **kwargs)
 
@@ -49,24 +43,17 @@ def _own_weights(
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
     threshold = require_threshold(rollout_is_threshold, WEIGHT_THRESHOLD)
-    weights_BT = LEVELS[rollout_is](log_ratio, response_mask, threshold)
+    weights_BT = WEIGHTS[rollout_is](log_ratio, response_mask, threshold)
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
-    if rollout_is == "vp_seq_mis":  # one weight per response: that of its first valid token
-        first_B1 = valid_BT.int().argmax(dim=-1, keepdim=True)
-        weights, counted = weights_BT.gather(1, first_B1).squeeze(1), rows_B
+    if rollout_is == "vp_seq_mis":  # one weight per response: at every token that counts, and 0 at the others
+        weights, counted = weights_BT.amax(dim=-1), rows_B
         beyond = weights == 0
     else:
         weights, counted = weights_BT, valid_BT
         beyond = weights >= threshold
-    finite = counted & weights.isfinite()
-    metrics = {
-        name.replace("actor/is_weight", "rollout_is"): statistic.value()
-        for name, statistic in weight_statistics(weights, finite).items()
-    }
+    statistics = weight_statistics(weights, counted & weights.isfinite())
+    metrics = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
     metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)
     metrics["rollout_is_nonfinite_responses"] = float((weights_BT.isnan().any(dim=-1) & rows_B).sum())
     return weights_BT, metrics
-
-
-__all__ = ["LEVELS", "register_weights"]

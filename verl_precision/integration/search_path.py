@@ -6,16 +6,13 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-PROVIDER = "verl_precision"
-PATH = "pkg://verl_precision.presets"
-
 
 class VerlPrecisionSearchPath(SearchPathPlugin):
     """Appends this package's presets, after the user's own directories."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the presets."""
-        search_path.append(provider=PROVIDER, path=PATH)
+        search_path.append(provider="verl_precision", path="pkg://verl_precision.presets")
 
 
 def register_search_path(hydra_main: ModuleType) -> None:

@@ -1,18 +1,23 @@
 """The paper's estimators as functions of tensors; importing this needs torch and nothing of verl.
 
     policy_gradient   pg_seq_is (5), pg_seq_tis (6), pg_seq_mis (7): importance-weighted policy gradient
-    grpo              grpo (8); interventions grpo_unclipped, ratio_one
+    grpo              grpo (8); interventions grpo_unclipped, ratio_one; the clipped objective
     rollout_weights   token_tis_weights (9), seq_mis_weights (10): with them, `grpo` is those equations
     gspo              gspo
-    ratios            shared: checked inputs, ratios and their guards
-    surrogate         shared: the clipped objective
-    metrics           shared: metrics that survive micro-batches and ranks
-    registry          POLICY_LOSSES: name -> entry; `policy_loss` adds your own
-    settings          bounds of C and of the clip range; the rules of a config ask here (rules/loss_rules.py)
-    verl_adapter, verl_metrics, verl_weights   the only modules that know verl
+    aggregation       from one value per token to the loss of a mini-batch
+    ratios            checked inputs, ratios and their guards
+    metrics           metrics that survive micro-batches and ranks
+    settings          bounds of C, the clip range and the constant; the rules of a config ask here (rules/loss_rules.py)
+    registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one
+
+A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.
+Give it a preset of its name in presets/estimator/, and its equation in tests/losses/plain_equations.py.
 
 Numbers are equations of https://arxiv.org/abs/2510.26788; docs/math.md says when to use which.
 """
+
+import importlib
+import pkgutil
 
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.grpo import grpo, grpo_unclipped, ratio_one
@@ -40,15 +45,5 @@ __all__ = [
     "token_tis_weights",
 ]
 
-_PAPER = "arXiv 2510.26788"
-policy_loss("pg_seq_is", "policy gradient, importance weight of the whole response", f"{_PAPER} eq. (5)")(pg_seq_is)
-policy_loss("pg_seq_tis", "pg_seq_is with the weight truncated at C", f"{_PAPER} eq. (6)")(pg_seq_tis)
-policy_loss("pg_seq_mis", "pg_seq_is with responses rejected beyond C", f"{_PAPER} eq. (7)")(pg_seq_mis)
-policy_loss("grpo", "clipped surrogate, no dual clip; weighted: eq. (9), (10)", f"{_PAPER} eq. (8)")(grpo)
-policy_loss("vp_gspo", "clipped surrogate on the length-normalised sequence ratio", "arXiv 2507.18071 eq. (5)-(7)")(
-    gspo
-)
-policy_loss("grpo_unclipped", "intervention: grpo with clipping off", f"{_PAPER} eq. (8), infinite clip range")(
-    grpo_unclipped
-)
-policy_loss("ratio_one", "intervention: grpo with the ratio set to 1", f"{_PAPER} eq. (8) at r = 1")(ratio_one)
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

@@ -7,15 +7,14 @@ divided by constants of the WHOLE mini-batch and multiplied by the number of ran
 Shapes: B responses, T response tokens (padded).
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.losses.settings import NORM_MODE, require_normalizer
 
-NORM_MODE = "seq-mean-token-sum-norm"
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM_MODE)
 
 
@@ -35,15 +34,15 @@ class Aggregation:
     None of the modes depends on the micro-batch split, the padding width, the order of rows or the number of ranks.
 
     Attributes:
-        mode: one of `MODES`.
-        normalizer: C_norm, one constant for the whole run (the maximum response length); needed by the `norm` mode
-            only. In a config: `actor.loss_scale_factor`.
+        mode: One of `MODES`.
+        normalizer: C_norm, one constant for the whole run (the maximum response length). Only the `norm` mode needs
+            it. In a config: `actor.loss_scale_factor`.
         num_responses: N. None: the rows at hand are the mini-batch (one rank, one micro-batch).
         num_tokens: n. None: as above.
-        dp_size: data-parallel ranks whose gradients will be averaged.
+        dp_size: Number of data-parallel ranks whose gradients will be averaged.
 
     Raises:
-        ConfigurationError: if a value is out of bounds, or a global count is missing with more than one rank.
+        ConfigurationError: If a value is out of bounds, or a global count is missing with more than one rank.
     """
 
     mode: str = NORM_MODE
@@ -53,7 +52,7 @@ class Aggregation:
     dp_size: int = 1
 
     def __post_init__(self) -> None:
-        """Check the bounds."""
+        """Check the bounds; `Raises` above."""
         if self.mode not in MODES:
             raise ConfigurationError(
                 "no such aggregation",
@@ -66,14 +65,12 @@ class Aggregation:
             require_normalizer(self.normalizer)
         for setting, value in (("dp_size", self.dp_size), ("num_responses", self.num_responses)):
             if value is not None and value < 1:
-                raise ConfigurationError(
-                    setting=setting, value=value, allowed="1 or more", remedy="Pass what the mini-batch has."
-                )
-        needed, count = (
-            ("num_tokens", self.num_tokens) if self.mode == "token-mean" else ("num_responses", self.num_responses)
-        )
-        if self.dp_size > 1 and self.mode != "token-sum" and count is None:
-            verl_name = {"num_tokens": "batch_num_tokens", "num_responses": "global_batch_size"}[needed]
+                remedy = "Pass what the mini-batch has."
+                raise ConfigurationError(setting=setting, value=value, allowed="1 or more", remedy=remedy)
+        needed, verl_name = "num_responses", "global_batch_size"
+        if self.mode == "token-mean":
+            needed, verl_name = "num_tokens", "batch_num_tokens"
+        if self.dp_size > 1 and self.mode != "token-sum" and getattr(self, needed) is None:
             raise ConfigurationError(
                 f"with dp_size={self.dp_size} one rank cannot know the global mini-batch, and dividing by its own "
                 "share changes the gradient",
@@ -83,55 +80,29 @@ class Aggregation:
             )
 
 
-def require_normalizer(value: object) -> None:
-    """Require a positive, finite constant.
-
-    Args:
-        value: what `actor.loss_scale_factor` holds.
-
-    Raises:
-        ConfigurationError: otherwise.
-    """
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    if not good:
-        raise ConfigurationError(
-            f"with loss_agg_mode={NORM_MODE} the sum over tokens is divided by one constant for the whole run. Without "
-            "it, verl divides by the padded width of each micro-batch, so that the gradient changes with how the batch "
-            "is cut",
-            setting="actor_rollout_ref.actor.loss_scale_factor",
-            value=value,
-            allowed="a number > 0",
-            remedy="Set actor_rollout_ref.actor.loss_scale_factor=${data.max_response_length}.",
-        )
-
-
 def row_scale(lengths_B: Tensor, aggregation: Aggregation, dtype: torch.dtype) -> Tensor:
     """Return k_b of loss = Σ_b k_b s_b.
 
     Args:
         lengths_B: [B] integer, valid tokens of each response (n_b).
-        aggregation: mode and constants.
-        dtype: floating type of the result.
+        aggregation: Mode and constants.
+        dtype: Floating type of the result.
 
     Returns:
         [B] or [] (a constant for all rows). A response without tokens gets a finite factor.
     """
-    num_responses = aggregation.num_responses or max(lengths_B.shape[0], 1)
     ranks = float(aggregation.dp_size)
-    match aggregation.mode:
-        case "token-sum":
-            scale = lengths_B.new_tensor(ranks, dtype=dtype)
-        case "token-mean":
-            num_tokens = lengths_B.sum() if aggregation.num_tokens is None else torch.tensor(aggregation.num_tokens)
-            scale = ranks / num_tokens.to(lengths_B.device, dtype).clamp(min=1)
-        case "seq-mean-token-mean":
-            scale = ranks / num_responses / lengths_B.to(dtype).clamp(min=1)
-        case "seq-mean-token-sum":
-            scale = lengths_B.new_tensor(ranks / num_responses, dtype=dtype)
-        case _:
-            assert aggregation.normalizer is not None  # checked when the Aggregation was made
-            scale = lengths_B.new_tensor(ranks / num_responses / aggregation.normalizer, dtype=dtype)
-    return scale
+    if aggregation.mode == "token-sum":
+        return lengths_B.new_tensor(ranks, dtype=dtype)
+    if aggregation.mode == "token-mean":
+        num_tokens = lengths_B.sum() if aggregation.num_tokens is None else torch.tensor(aggregation.num_tokens)
+        return ranks / num_tokens.to(lengths_B.device, dtype).clamp(min=1)
+    per_response = ranks / (aggregation.num_responses or max(lengths_B.shape[0], 1))
+    if aggregation.mode == "seq-mean-token-mean":
+        return per_response / lengths_B.to(dtype).clamp(min=1)
+    divisor = aggregation.normalizer if aggregation.mode == NORM_MODE else 1
+    assert divisor is not None  # checked when the Aggregation was made
+    return lengths_B.new_tensor(per_response / divisor, dtype=dtype)
 
 
 def aggregate(values_BT: Tensor, response_mask: Tensor, aggregation: Aggregation) -> Tensor:
@@ -140,14 +111,14 @@ def aggregate(values_BT: Tensor, response_mask: Tensor, aggregation: Aggregation
     Args:
         values_BT: [B, T] floating, one value per token.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants.
+        aggregation: Mode and constants.
 
     Returns:
         Scalar in the dtype of `values_BT`. Summed over micro-batches and averaged over ranks, it is the value of the
         whole mini-batch, and so is its gradient. Masked tokens never matter, whatever they hold.
 
     Raises:
-        ConfigurationError: if the shapes differ.
+        ConfigurationError: If the shapes differ.
 
     Example:
         >>> import torch

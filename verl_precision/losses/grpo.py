@@ -3,20 +3,29 @@
 The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights`: min(ρₜ, C) for (9), ρ 1{ρ ≤ C} for
 (10).
 
-`grpo_unclipped` and `ratio_one` are not estimators to train with but experiments: each takes one thing away from
-`grpo` that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping).
+`grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each takes one thing away from `grpo`
+that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping). GSPO shares `surrogate_loss`.
 """
 
 import torch
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.ratios import bounded_exp, checked_batch
+from verl_precision.losses.metrics import (
+    LossOutput,
+    Statistic,
+    extremes,
+    fraction,
+    log_ratio_statistics,
+    mean,
+    weight_statistics,
+)
+from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
+from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
-from verl_precision.losses.surrogate import surrogate_loss
 
 
+@policy_loss("grpo", "clipped surrogate, no dual clip; weighted: eq. (9), (10)", "arXiv 2510.26788 eq. (8)")
 def grpo(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,
@@ -40,7 +49,7 @@ def grpo(
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants; Dr.GRPO's by default.
+        aggregation: Mode and constants; Dr.GRPO's by default.
         clip_low: ε_low in (0, 1].
         clip_high: ε_high > 0.
         rollout_is_weights: [B, T] floating, wₜ, constants in the gradient; a response of weight 0 stays in the
@@ -54,7 +63,7 @@ def grpo(
         log-ratio of 65.7 (`ratios.HEADROOM`).
 
     Raises:
-        ConfigurationError: if shapes differ, a tensor is not floating point, or the clip range is out of bounds.
+        ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
 
     Example:
         >>> import torch
@@ -68,13 +77,12 @@ def grpo(
         >>> trainer.grad  # -rA / 3; the second token is clipped
         tensor([[-0.3684, -0.0000, -0.2022]])
     """
-    batch = checked_batch(
-        trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights, "proximal_log_probs"
-    )
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
     return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, require_clip_range(clip_low, clip_high))
 
 
+@policy_loss("grpo_unclipped", "intervention: grpo with clipping off", "arXiv 2510.26788 eq. (8), infinite clip range")
 def grpo_unclipped(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,
@@ -96,22 +104,21 @@ def grpo_unclipped(
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants.
+        aggregation: Mode and constants.
         rollout_is_weights: [B, T] floating, wₜ, constants in the gradient.
 
     Returns:
         As `grpo`.
 
     Raises:
-        ConfigurationError: if shapes differ or a tensor is not floating point.
+        ConfigurationError: If shapes differ or a tensor is not floating point.
     """
-    batch = checked_batch(
-        trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights, "proximal_log_probs"
-    )
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
     return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, None)
 
 
+@policy_loss("ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1")
 def ratio_one(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,
@@ -133,16 +140,57 @@ def ratio_one(
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants.
+        aggregation: Mode and constants.
         rollout_is_weights: [B, T] floating, wₜ, constants in the gradient.
 
     Returns:
         As `grpo`; `actor/ratio_*` are 1.
 
     Raises:
-        ConfigurationError: if shapes differ or a tensor is not floating point.
+        ConfigurationError: If shapes differ or a tensor is not floating point.
     """
-    batch = checked_batch(
-        trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights, "proximal_log_probs"
-    )
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     return surrogate_loss(trainer_log_probs, torch.ones_like(batch.log_ratio_BT), batch, aggregation, None)
+
+
+def surrogate_loss(
+    trainer_log_probs: Tensor,
+    ratio: Tensor,
+    batch: Batch,
+    aggregation: Aggregation,
+    clip_range: tuple[float, float] | None,
+) -> LossOutput:
+    """Return the loss of w min(rA, clip(r, 1-ε_low, 1+ε_high) A), or of w rA without clipping.
+
+    The slope of a token is w r A where the first branch is taken, and exactly 0 where the second is: for A > 0 if
+    r > 1 + ε_high, for A < 0 if r < 1 - ε_low.
+
+    Args:
+        trainer_log_probs: [B, T] floating; receives the gradient.
+        ratio: r, [B, T] of each token or [B, 1] of each response; a number in the gradient.
+        batch: The checked inputs; w are its weights, 1 if it has none.
+        aggregation: Mode and constants.
+        clip_range: ε_low and ε_high, or None.
+    """
+    advantages_BT = batch.advantages_BT
+    objective_BT = slope_BT = bounded(ratio * advantages_BT)
+    metrics: dict[str, Statistic] = {}
+    if clip_range is not None:
+        low, high = clip_range
+        clipped_high_BT = (ratio > 1 + high) & (advantages_BT > 0)
+        clipped_low_BT = (ratio < 1 - low) & (advantages_BT < 0)
+        slope_BT = torch.where(clipped_high_BT | clipped_low_BT, 0, objective_BT)
+        objective_BT = torch.minimum(objective_BT, bounded(ratio.clamp(1 - low, 1 + high) * advantages_BT))
+        metrics["actor/clip_fraction_high"] = fraction(clipped_high_BT & batch.valid_BT, batch.lengths_B)
+        metrics["actor/clip_fraction_low"] = fraction(clipped_low_BT & batch.valid_BT, batch.lengths_B)
+    if batch.weights_BT is not None:
+        weights_BT = torch.where(batch.valid_BT, batch.weights_BT, 0).to(slope_BT.dtype)
+        slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
+        metrics |= weight_statistics(weights_BT, batch.valid_BT)
+    counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else batch.valid_BT
+    metrics["actor/ratio_mean"] = mean(ratio, counted)
+    metrics |= extremes(ratio, counted, "actor/ratio")
+    return LossOutput(
+        loss_with_slope(trainer_log_probs, objective_BT.expand_as(batch.valid_BT), slope_BT, batch, aggregation),
+        {**metrics, **log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite)},
+    )

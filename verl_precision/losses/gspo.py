@@ -3,12 +3,14 @@
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.grpo import surrogate_loss
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import bounded_exp, checked_batch
+from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
-from verl_precision.losses.surrogate import surrogate_loss
 
 
+@policy_loss("vp_gspo", "clipped surrogate on the length-normalised sequence ratio", "arXiv 2507.18071 eq. (5)-(7)")
 def gspo(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,
@@ -33,7 +35,7 @@ def gspo(
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants; "seq-mean-token-mean" for the equation above.
+        aggregation: Mode and constants; "seq-mean-token-mean" for the equation above.
         clip_low: ε_low in (0, 1].
         clip_high: ε_high > 0.
         rollout_is_weights: [B, T] floating, constants in the gradient, or None.
@@ -47,11 +49,9 @@ def gspo(
         (`ratios.HEADROOM`).
 
     Raises:
-        ConfigurationError: if shapes differ, a tensor is not floating point, or the clip range is out of bounds.
+        ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
     """
-    batch = checked_batch(
-        trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights, "proximal_log_probs"
-    )
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     mean_log_ratio_B = batch.sequence_log_ratio_B / batch.lengths_B.clamp(min=1)
     ratio_B1 = bounded_exp(mean_log_ratio_B, batch.log_ratio_BT.dtype).unsqueeze(-1)
     return surrogate_loss(trainer_log_probs, ratio_B1, batch, aggregation, require_clip_range(clip_low, clip_high))

@@ -7,23 +7,17 @@ Only π and μ are needed, so verl's old-log-prob forward is not run.
 Source of all three: https://arxiv.org/abs/2510.26788, section 2.1.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.metrics import (
-    LossOutput,
-    Statistic,
-    fraction,
-    log_ratio_statistics,
-    weight_statistics,
-)
+from verl_precision.losses.metrics import LossOutput, Statistic, fraction, log_ratio_statistics, weight_statistics
 from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
+from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_threshold
 
 
+@policy_loss("pg_seq_is", "policy gradient, importance weight of the whole response", "arXiv 2510.26788 eq. (5)")
 def pg_seq_is(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -44,7 +38,7 @@ def pg_seq_is(
         rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
         advantages: [B, T] or [B] floating; constant over a response in the equation.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants; Dr.GRPO's by default.
+        aggregation: Mode and constants; Dr.GRPO's by default.
 
     Returns:
         The loss in float32 (float64 if the log-probs are), minus the aggregated ρA. Its gradient is minus the
@@ -54,7 +48,7 @@ def pg_seq_is(
         `actor/nonfinite_responses`. ρ is held at 3e28 in float32, beyond a log-ratio of 65.7 (`ratios.HEADROOM`).
 
     Raises:
-        ConfigurationError: if shapes differ or a tensor is not floating point.
+        ConfigurationError: If shapes differ or a tensor is not floating point.
 
     Example:
         >>> import torch
@@ -71,12 +65,12 @@ def pg_seq_is(
         >>> output.values()["actor/is_weight_mean"]
         1.0
     """
-    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask)
-    return _policy_gradient(
-        trainer_log_probs, batch, aggregation, lambda log_rho_B, dtype: bounded_exp(log_rho_B, dtype)
-    )
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    weight_B = bounded_exp(batch.sequence_log_ratio_B, batch.advantages_BT.dtype)
+    return _policy_gradient(trainer_log_probs, weight_B, batch, aggregation)
 
 
+@policy_loss("pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)")
 def pg_seq_tis(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -98,7 +92,7 @@ def pg_seq_tis(
         rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants.
+        aggregation: Mode and constants.
         threshold: C >= 1.
 
     Returns:
@@ -106,20 +100,16 @@ def pg_seq_tis(
         `actor/truncated_fraction` is the share of responses with ρ > C.
 
     Raises:
-        ConfigurationError: if shapes differ, a tensor is not floating point, or C is out of bounds.
+        ConfigurationError: If shapes differ, a tensor is not floating point, or C is out of bounds.
     """
     threshold = require_threshold(threshold)
-    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask)
-    beyond_B = batch.sequence_log_ratio_B.exp() > threshold
-    return _policy_gradient(
-        trainer_log_probs,
-        batch,
-        aggregation,
-        lambda log_rho_B, dtype: log_rho_B.exp().clamp(max=threshold).to(dtype),
-        {"actor/truncated_fraction": fraction(beyond_B & batch.rows_B, batch.rows_B)},
-    )
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    rho_B = batch.sequence_log_ratio_B.exp()
+    metrics = {"actor/truncated_fraction": fraction(rho_B > threshold, batch.rows_B)}
+    return _policy_gradient(trainer_log_probs, rho_B.clamp(max=threshold), batch, aggregation, metrics)
 
 
+@policy_loss("pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)")
 def pg_seq_mis(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -142,7 +132,7 @@ def pg_seq_mis(
         rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: mode and constants.
+        aggregation: Mode and constants.
         threshold: C >= 1.
 
     Returns:
@@ -150,32 +140,25 @@ def pg_seq_mis(
         `actor/rejected_fraction` is the share of responses with ρ > C.
 
     Raises:
-        ConfigurationError: if shapes differ, a tensor is not floating point, or C is out of bounds.
+        ConfigurationError: If shapes differ, a tensor is not floating point, or C is out of bounds.
     """
     threshold = require_threshold(threshold)
-    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask)
-    beyond_B = batch.sequence_log_ratio_B.exp() > threshold
-    return _policy_gradient(
-        trainer_log_probs,
-        batch,
-        aggregation,
-        lambda log_rho_B, dtype: torch.where(beyond_B, 0, log_rho_B.exp()).to(dtype),
-        {"actor/rejected_fraction": fraction(beyond_B & batch.rows_B, batch.rows_B)},
-    )
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    rho_B = batch.sequence_log_ratio_B.exp()
+    metrics = {"actor/rejected_fraction": fraction(rho_B > threshold, batch.rows_B)}
+    return _policy_gradient(trainer_log_probs, torch.where(rho_B > threshold, 0, rho_B), batch, aggregation, metrics)
 
 
 def _policy_gradient(
     trainer_log_probs: Tensor,
+    weight_B: Tensor,
     batch: Batch,
     aggregation: Aggregation,
-    weight: Callable[[Tensor, torch.dtype], Tensor],
     metrics: dict[str, Statistic] | None = None,
 ) -> LossOutput:
-    """Return the loss with gradient w ∇log π(y) A, where w is a function of log ρ."""
-    log_rho_B = batch.sequence_log_ratio_B
-    advantages_BT = batch.advantages_BT
-    weight_B = weight(log_rho_B, advantages_BT.dtype)
-    slope_BT = bounded(weight_B.unsqueeze(-1) * advantages_BT)
+    """Return the loss with gradient w ∇log π(y) A."""
+    weight_B = weight_B.to(batch.advantages_BT.dtype)
+    slope_BT = bounded(weight_B.unsqueeze(-1) * batch.advantages_BT)
     if slope_BT.shape[-1] == 1:
         objective_B = slope_BT[:, 0]
     else:
@@ -185,6 +168,6 @@ def _policy_gradient(
         {
             **weight_statistics(weight_B, batch.rows_B),
             **(metrics or {}),
-            **log_ratio_statistics(log_rho_B, batch.rows_B, batch.nonfinite),
+            **log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite),
         },
     )

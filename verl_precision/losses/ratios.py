@@ -45,12 +45,12 @@ class Batch:
     """The inputs of a loss, checked; no graph hangs on any of them.
 
     Attributes:
-        log_ratio_BT: log of the probability ratio of each token, 0 where masked.
+        log_ratio_BT: Log of the probability ratio of each token, 0 where masked.
         advantages_BT: [B, T], or [B, 1] if given one per response.
-        weights_BT: constant weights of the tokens, or None.
-        valid_BT: bool; tokens that count. Rows with a non-finite number count none.
-        lengths_B: number of tokens that count.
-        nonfinite: [] number of responses left out because a number of a valid token is NaN or infinite.
+        weights_BT: Constant weights of the tokens, or None.
+        valid_BT: Bool; tokens that count. Rows with a non-finite number count none.
+        lengths_B: Number of tokens that count.
+        nonfinite: [] Number of responses left out because a number of a valid token is NaN or infinite.
     """
 
     log_ratio_BT: Tensor
@@ -78,20 +78,20 @@ def checked_batch(
     advantages: Tensor,
     response_mask: Tensor,
     rollout_is_weights: Tensor | None = None,
-    other: str = "rollout_log_probs",
+    other: str = "proximal_log_probs",
 ) -> Batch:
     """Check shapes and types, form the ratio, and leave out responses that hold a non-finite number.
 
     Args:
         trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats.
-        other_log_probs: [B, T] floating, what π is compared with.
+        other_log_probs: [B, T] floating, in nats, what π is compared with.
         advantages: [B, T] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
         rollout_is_weights: [B, T] floating or None.
-        other: name of `other_log_probs` in messages.
+        other: Name of `other_log_probs` in messages.
 
     Raises:
-        ConfigurationError: naming the tensor, its shape or type, and what is allowed.
+        ConfigurationError: Naming the tensor, its shape or type, and what is allowed.
     """
     named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
     if rollout_is_weights is not None:
@@ -137,11 +137,11 @@ def loss_with_slope(
     """Return the loss (minus the aggregated objective) whose gradient is that of Σ slope log π.
 
     Args:
-        trainer_log_probs: [B, T] floating; the only tensor that receives a gradient.
+        trainer_log_probs: [B, T] floating, the only tensor that receives a gradient.
         objective: [B, T] value of each token, or [B] of each response.
         slope_BT: [B, T], factor of ∇log π(yₜ); counted where `batch.valid_BT`.
-        batch: the checked inputs.
-        aggregation: mode and constants.
+        batch: The checked inputs.
+        aggregation: Mode and constants.
     """
     with torch.no_grad():
         scale = row_scale(batch.lengths_B, aggregation, slope_BT.dtype)

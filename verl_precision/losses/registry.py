@@ -31,9 +31,9 @@ class PolicyLoss:
     """An entry of the registry.
 
     Attributes:
-        function: the loss.
-        summary: what it is, in one line.
-        equation: where it is written down.
+        function: The loss.
+        summary: One line for a list of losses.
+        equation: Source: paper and equation.
     """
 
     function: Loss
@@ -59,15 +59,15 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
     verl must import your module in every process: set `VERL_USE_EXTERNAL_MODULES=your_module`.
 
     Args:
-        name: how a config calls it.
-        summary: what it is, in one line.
-        equation: where it is written down.
+        name: Value of `loss_mode` in a config.
+        summary: One line for a list of losses.
+        equation: Source: paper and equation.
 
     Returns:
         A decorator that returns the function unchanged.
 
     Raises:
-        RegistrationError: if the name is taken, or a parameter is none of the known ones and has no default.
+        RegistrationError: If the name is taken, or a parameter is none of the known ones and has no default.
 
     Example:
         >>> from verl_precision.losses import LossOutput, policy_loss
@@ -79,11 +79,9 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
 
     def add(function: Loss) -> Loss:
         parameters = inspect.signature(function).parameters
-        unknown = [
-            p.name for p in parameters.values() if p.name not in PARAMETERS and p.default is inspect.Parameter.empty
-        ]
-        if unknown or "trainer_log_probs" not in parameters:
-            wrong = ", ".join(unknown) or "the parameter for the trainer's log-probs"
+        required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+        if not {"trainer_log_probs"} <= required <= PARAMETERS:
+            wrong = ", ".join(required - PARAMETERS) or "the parameter for the trainer's log-probs"
             raise RegistrationError(
                 f"policy loss {name!r} takes ({', '.join(parameters)})",
                 allowed=f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; other parameters need a "
@@ -93,10 +91,9 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
         entry = PolicyLoss(function, summary, equation)
         taken = _losses.get(name)
         if taken is not None and taken.function is not function:
-            where = f"{taken.function.__module__}.{taken.function.__qualname__}"
-            raise RegistrationError(
-                f"policy loss {name!r} is {where} already", allowed="one loss per name", remedy="Rename yours."
-            )
+            owner = f"{taken.function.__module__}.{taken.function.__qualname__}"
+            problem = f"policy loss {name!r} is {owner} already"
+            raise RegistrationError(problem, allowed="one loss per name", remedy="Rename yours.")
         for listener in _listeners:
             listener(name, entry)
         _losses[name] = entry

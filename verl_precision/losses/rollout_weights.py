@@ -25,7 +25,7 @@ def token_tis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float
         overflows to inf only far above C.
 
     Raises:
-        ConfigurationError: if shapes differ, the log-ratio is not floating point, or C is out of bounds.
+        ConfigurationError: If shapes differ, the log-ratio is not floating point, or C is out of bounds.
     """
     valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
     weights_BT = log_ratio_BT.exp().clamp(max=require_threshold(threshold))
@@ -48,12 +48,16 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
         log ρ is summed in float64.
 
     Raises:
-        ConfigurationError: if shapes differ, the log-ratio is not floating point, or C is out of bounds.
+        ConfigurationError: If shapes differ, the log-ratio is not floating point, or C is out of bounds.
     """
     valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
     rho_B = log_ratio_BT.sum(dim=-1, dtype=torch.float64).exp()
     weight_B = torch.where(rho_B <= require_threshold(threshold), rho_B, 0).masked_fill(broken_B, torch.nan)
     return torch.where(valid_BT, weight_B.to(log_ratio.dtype).unsqueeze(-1), 0)
+
+
+WEIGHTS = {"vp_token_tis": token_tis_weights, "vp_seq_mis": seq_mis_weights}
+"""Level (verl's `algorithm.rollout_correction.rollout_is`) -> weights, beside verl's own levels."""
 
 
 def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,67 +1,89 @@
-"""Bounds of the numbers a loss is configured with."""
+"""Bounds of the settings that a loss reads, and what a worker must be told."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from verl_precision.errors import ConfigurationError
 
-THRESHOLD = "actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold"
+ACTOR = "actor_rollout_ref.actor"
+THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_is_threshold"
 WEIGHT_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
-# Levels of `algorithm.rollout_correction.rollout_is` that are this package's: equations (9) and (10).
-WEIGHTS = ("vp_token_tis", "vp_seq_mis")
+NORM_MODE = "seq-mean-token-sum-norm"
 
 
-def is_number(value: object) -> bool:
-    """Return whether the value is a finite int or float (a bool is not)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a setting may have. Call it with a value to check it.
 
-
-def require_threshold(value: object, setting: str = "threshold") -> float:
-    """Require C >= 1.
-
-    Args:
-        value: C.
-        setting: its name in the message.
-
-    Raises:
-        ConfigurationError: if C is no number, not positive, or below 1. Below 1 it would truncate or reject responses
-            that are exactly on-policy (ratio 1); this is also how `0.5_5` shows up, which YAML reads as the number
-            0.55.
+    Attributes:
+        setting: Name of the setting in a config.
+        holds: Whether a finite number is within the bounds.
+        problem: What the number is for.
+        allowed: The bounds in words.
+        remedy: What to do about another value.
     """
-    if not is_number(value) or not value >= 1:  # type: ignore[operator]
-        raise ConfigurationError(
-            "C bounds the importance weight from above",
-            setting=setting,
-            value=value,
-            allowed="one number >= 1 (the paper's is 3; bands such as 0.5_5 are another estimator, and YAML reads that "
-            "one as 0.55)",
-            remedy="Set it to 3.0.",
-        )
-    return float(value)  # type: ignore[arg-type]
+
+    setting: str
+    holds: Callable[[float], bool]
+    problem: str
+    allowed: str
+    remedy: str
+
+    def __call__(self, value: object, setting: str | None = None) -> float:
+        """Return the value as a float.
+
+        Args:
+            value: What the config holds.
+            setting: Name of the setting in the error, where it is another one.
+
+        Raises:
+            ConfigurationError: If the value is not a finite number (a bool is none), or is out of bounds.
+        """
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not self.holds(value):  # type: ignore[arg-type]
+            raise ConfigurationError(
+                self.problem, setting=setting or self.setting, value=value, allowed=self.allowed, remedy=self.remedy
+            )
+        return float(value)  # type: ignore[arg-type]
+
+
+# Below 1, C would truncate or reject responses that are exactly on-policy (ratio 1).
+require_threshold = Bounds(
+    setting="threshold",
+    holds=lambda threshold: threshold >= 1,
+    problem="C bounds the importance weight from above",
+    allowed="one number >= 1 (the paper's is 3; bands such as 0.5_5 are another estimator, and YAML reads that one as "
+    "0.55)",
+    remedy="Set it to 3.0.",
+)
+require_clip_low = Bounds(
+    setting=f"{ACTOR}.clip_ratio_low",
+    holds=lambda low: 0 < low <= 1,
+    problem="the ratio is clipped below 1 - clip_ratio_low",
+    allowed="a number in (0, 1]",
+    remedy="Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
+)
+require_clip_high = Bounds(
+    setting=f"{ACTOR}.clip_ratio_high",
+    holds=lambda high: high > 0,
+    problem="the ratio is clipped above 1 + clip_ratio_high",
+    allowed="a number > 0",
+    remedy="Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
+)
+require_normalizer = Bounds(
+    setting=f"{ACTOR}.loss_scale_factor",
+    holds=lambda normalizer: normalizer > 0,
+    problem=f"with loss_agg_mode={NORM_MODE} the sum over tokens is divided by one constant for the whole run. Without "
+    "it, verl divides by the padded width of each micro-batch, so that the gradient changes with how the batch is cut",
+    allowed="a number > 0",
+    remedy=f"Set {ACTOR}.loss_scale_factor=${{data.max_response_length}}.",
+)
 
 
 def require_clip_range(low: object, high: object) -> tuple[float, float]:
-    """Require 0 < ε_low <= 1 and ε_high > 0.
-
-    Raises:
-        ConfigurationError: naming the setting.
-    """
-    if not is_number(low) or not 0 < low <= 1:  # type: ignore[operator]
-        raise ConfigurationError(
-            "the ratio is clipped below 1 - clip_ratio_low",
-            setting="actor_rollout_ref.actor.clip_ratio_low",
-            value=low,
-            allowed="a number in (0, 1]",
-            remedy="Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
-        )
-    if not is_number(high) or not high > 0:  # type: ignore[operator]
-        raise ConfigurationError(
-            "the ratio is clipped above 1 + clip_ratio_high",
-            setting="actor_rollout_ref.actor.clip_ratio_high",
-            value=high,
-            allowed="a number > 0",
-            remedy="Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
-        )
-    return float(low), float(high)  # type: ignore[arg-type]
+    """Require 0 < ε_low <= 1 and ε_high > 0; the error names the one that is out of bounds."""
+    return require_clip_low(low), require_clip_high(high)
 
 
 def require_bypass(value: object, loss: str) -> None:
@@ -72,13 +94,13 @@ def require_bypass(value: object, loss: str) -> None:
         loss: Name of the loss that needs the rollout's log-probs.
 
     Raises:
-        ConfigurationError: unless it is True.
+        ConfigurationError: Unless it is True.
     """
     if value is not True:
         raise ConfigurationError(
-            f"loss_mode={loss} weighs by the rollout's log-probs, and outside bypass mode verl hands it "
-            "recomputed ones. This setting tells the worker whose log-probs it is given",
-            setting="actor_rollout_ref.actor.policy_loss.rollout_correction.bypass_mode",
+            f"loss_mode={loss} weighs by the rollout's log-probs, and outside bypass mode verl hands it recomputed "
+            "ones. This setting tells the worker whose log-probs it is given",
+            setting=f"{ACTOR}.policy_loss.rollout_correction.bypass_mode",
             value=value,
             allowed="${algorithm.rollout_correction.bypass_mode}, where that is True",
             remedy=f"Choose the preset estimator={loss}, which sets both.",
@@ -90,10 +112,10 @@ def require_plain_weights(normalised: object, level: str) -> None:
 
     Args:
         normalised: Value of `rollout_is_batch_normalize`.
-        level: One of `WEIGHTS`.
+        level: One of `rollout_weights.WEIGHTS`.
 
     Raises:
-        ConfigurationError: if it does.
+        ConfigurationError: If it does.
     """
     if normalised:
         raise ConfigurationError(

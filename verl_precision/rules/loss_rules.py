@@ -5,14 +5,15 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.losses.aggregation import NORM_MODE, require_normalizer
 from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.losses.rollout_weights import WEIGHTS
 from verl_precision.losses.settings import (
+    NORM_MODE,
     THRESHOLD,
     WEIGHT_THRESHOLD,
-    WEIGHTS,
     require_bypass,
     require_clip_range,
+    require_normalizer,
     require_plain_weights,
     require_threshold,
 )
