@@ -60,7 +60,7 @@ def test_external_modules_route_and_entry_point_together_register_once(run_pytho
 def test_untested_verl_is_refused_loudly_with_the_range(run_python):
     done = run_python(
         "import verl_precision.versions as v; from packaging.specifiers import SpecifierSet\n"
-        "v.TESTED_VERL = SpecifierSet('>=0.1,<0.2')\n"
+        "v.TESTED['verl'] = SpecifierSet('>=0.1,<0.2')\n"
         "import verl\n"
     )
     assert done.returncode == 0, "verl itself goes on without the plugin"

@@ -77,26 +77,30 @@ def check(
         Path | None, typer.Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides, e.g. precision=fp16")] = None,
-    gpu: Annotated[str | None, typer.Option(help="The run's GPU, e.g. A100. Default: this machine's.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint (folder or .safetensors) to audit for FP16.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of the run, e.g. A100. Default: the GPUs of this host.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Check whether this checkpoint, a folder or a .safetensors file, fits FP16.")
+    ] = None,
     activations: Annotated[bool, typer.Option(help="With --model: also run prompts forward and backward.")] = False,
     loss_scale: Annotated[
-        float, typer.Option(min=1, help="With --activations: gradients are multiplied by it.")
+        float, typer.Option(min=1, help="With --activations: the loss scale that gradients are multiplied by.")
     ] = 65536,
     cluster: Annotated[
-        str | None, typer.Option(help="A running Ray, host:port or auto: is every node ready for the recipe?")
+        str | None, typer.Option(help="Check every node of this running Ray cluster: host:port, or auto.")
     ] = None,
     path: Annotated[
-        list[Path] | None, typer.Option(help="With --cluster: a file or folder every node must see; repeat it.")
+        list[Path] | None,
+        typer.Option(help="With --cluster: a file or folder that every node must have. May be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
-    """What will run in which dtype, what is wrong, and what to do.
+    """Say what will run in which dtype, what is wrong, and what to do. Nothing is started.
 
-    With a recipe: its config, composed as verl would. Without: versions, what is registered, is the plugin loaded.
-    With --cluster: also, on every node of that Ray, the same packages, the plugin, GPUs, and the recipe's files.
-    With --model: would its weights, and with --activations its activations and gradients, fit FP16.
-    Exit code 0 when there is no error, 1 otherwise.
+    With a recipe, its config is composed as verl would compose it, and checked. Without one, the installation is
+    checked: the versions, the plugin, and what it has registered.
+    With --cluster, every node of the Ray cluster is checked: its packages, the plugin, its GPUs, the recipe's files.
+    With --model, the weights of a checkpoint are checked, and with --activations its activations and gradients too.
+    The exit code is 0 when there is no error, and 1 otherwise.
     """
     if (activations and model is None) or (model is not None and config is not None):
         raise typer.BadParameter("give a recipe, or --model PATH [--activations]")
@@ -120,12 +124,10 @@ def check(
 
 def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
     from verl_precision.check.show import show_recipe
-    from verl_precision.integration.machine import here
+    from verl_precision.integration.machine import gpus_here
     from verl_precision.integration.recipe_config import check_recipe
-    from verl_precision.rules.rule import Environment
-    from verl_precision.versions import installed_vllm
 
-    report = check_recipe(config, overrides, here() if gpu is None else Environment(installed_vllm(), (gpu,)))
+    report = check_recipe(config, overrides, gpus_here() if gpu is None else (gpu,))
     if as_json:
         print(report.as_json())
     else:
@@ -156,18 +158,19 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
 
 
 def _check_installation(as_json: bool) -> bool:
-    from verl_precision.check import findings, versions
+    from verl_precision.check.installation import findings
     from verl_precision.check.show import show_findings
+    from verl_precision.versions import installed_versions
 
-    found = []
+    found, versions = [], installed_versions()
     if not as_json:
-        console.print("  ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
+        console.print("  ".join(f"{name} {version}" for name, version in versions.items()), highlight=False)
     for finding in findings():
         found.append(finding)
         if not as_json:
             show_findings([finding], console)  # at once: importing the host to look at it takes seconds
     if as_json:
-        print(json.dumps({"versions": versions(), "findings": [vars(f) for f in found]}, indent=2))
+        print(json.dumps({"versions": versions, "findings": [vars(f) for f in found]}, indent=2))
     return all(f.ok for f in found)
 
 

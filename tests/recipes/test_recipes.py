@@ -17,7 +17,6 @@ from verl_precision.integration.machine import look
 from verl_precision.integration.recipe_config import compose_recipe
 from verl_precision.presets import preset_names
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.rule import Environment
 from verl_precision.tiny_model import ARCHITECTURES
 
 PAPER = [path for path in RECIPES if path.stem not in CPU_ONLY]
@@ -28,7 +27,7 @@ ids = {"ids": lambda value: getattr(value, "stem", str(value))}
 
 def problems(config) -> list[str]:
     """Return everything `verl-precision check` would call an error."""
-    faults = find_faults(config, look(config, Environment()), elsewhere=True)
+    faults = find_faults(config, look(config), elsewhere=True)
     return [str(fault) for fault in faults if fault.severity == "error"]
 
 

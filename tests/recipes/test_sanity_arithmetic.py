@@ -11,7 +11,6 @@ from verl.utils.config import validate_config
 
 from verl_precision.integration.recipe_config import check_recipe, compose_recipe
 from verl_precision.presets import preset_names
-from verl_precision.rules.rule import Environment
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"
 SCRIPT = "recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh"
@@ -22,7 +21,7 @@ def test_composes_validates_and_passes_the_check(precision, tmp_path):
     kept = tmp_path / "kept.parquet"
     kept.write_text("")  # the check asks whether it is there
     overrides = [f"precision={precision}", f"task.cpu.train={kept}", f"task.cpu.val={kept}"]
-    report = check_recipe(RECIPE, overrides, Environment())
+    report = check_recipe(RECIPE, overrides)
     assert report.ok and not [fault for fault in report.faults if fault.name == "check_files"]
     config = compose_recipe(RECIPE, overrides)
     validate_config(config, use_reference_policy=False, use_critic=False)

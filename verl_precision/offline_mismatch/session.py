@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl_precision.check import versions
 from verl_precision.files import write_file
 from verl_precision.integration.fsdp_scorer import TrainerEngine
 from verl_precision.integration.vllm_sampler import VllmEngine
@@ -24,6 +23,7 @@ from verl_precision.sampling.engine import Engine, Request
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
 from verl_precision.sampling.progress import shown
+from verl_precision.versions import installed_versions
 
 
 def measure_mismatch(
@@ -57,7 +57,7 @@ def measure_mismatch(
     recorded = {
         **asdict(job),
         "model_fingerprint": model.fingerprint,
-        **{f"version of {name}": version for name, version in versions().items()},
+        **{f"version of {name}": version for name, version in installed_versions().items()},
         "prompt_token_ids": prompt_ids,
     }
     with closing(open_journal(folder, recorded)) as journal:
@@ -117,8 +117,8 @@ def _first(requests: Iterator[Request], limit: int) -> list[Request]:
 
 
 def _write(folder: Path, pairs: list[Pair], job: MismatchJob, prompts: int, console: Console) -> None:
-    write_file(folder / "table.md", markdown(pairs, job, versions(), prompts), replace=True)
-    write_file(folder / "summary.json", summary(pairs, job, versions(), prompts, sys.argv), replace=True)
+    write_file(folder / "table.md", markdown(pairs, job, installed_versions(), prompts), replace=True)
+    write_file(folder / "summary.json", summary(pairs, job, installed_versions(), prompts, sys.argv), replace=True)
     figures = write_figures(folder, pairs, title=Path(job.model).name)
     console.print(console_table(pairs))
     for name, path in (("table", folder / "table.md"), ("summary", folder / "summary.json")):

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from verl_precision.check import versions
 from verl_precision.errors import ConfigurationError
 from verl_precision.presets import preset_names
 from verl_precision.runs.figures import write_comparison
@@ -19,6 +18,7 @@ from verl_precision.runs.page import page, write_page
 from verl_precision.runs.pass_bar import PassBar
 from verl_precision.runs.read import read_runs
 from verl_precision.runs.results import Summary, read_metrics, summarise, table, write_summary
+from verl_precision.versions import installed_versions
 
 
 def compare_precisions(
@@ -58,7 +58,7 @@ def compare_precisions(
             summaries.append(summarise(precision, runs[precision], seconds))
             # After each run, so that an interrupted comparison leaves what it had.
             verdicts = {name: pass_bar.verdict(rows) for name, rows in runs.items()} if pass_bar else None
-            write_summary(folder / "summary.json", summaries, sys.argv, versions(), verdicts)
+            write_summary(folder / "summary.json", summaries, sys.argv, installed_versions(), verdicts)
             recorded = read_runs([folder / name for name in runs])
             write_comparison(folder / "comparison.png", recorded, title=config.stem)
             write_page(folder / "report.html", page(recorded), force=True)
