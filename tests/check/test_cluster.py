@@ -1,10 +1,12 @@
 """What every node said, compared: no Ray here. tests/e2e/test_cluster_check.py asks two real nodes."""
 
+import sys
+
 import cloudpickle
 import pytest
 from typer.testing import CliRunner
 
-from verl_precision.check.cluster import Needs, Node, _probe, compare_nodes, needs_of
+from verl_precision.check.cluster import Needs, Node, compare_nodes, look_here, needs_of, send_by_value
 from verl_precision.cli import app
 
 VERSIONS = {"python": "3.11.9", "verl": "0.9.1", "torch": "2.13.0", "verl-precision": "0.1.0"}
@@ -78,7 +80,7 @@ def test_needs_of_a_recipe(compose_recipe, root, monkeypatch):
 
 def test_the_probe_looks_at_this_machine(tmp_path):
     (tmp_path / "file").write_text("abc")
-    said = _probe()([str(tmp_path / "file"), str(tmp_path), str(tmp_path / "nothing")])
+    said = look_here([str(tmp_path / "file"), str(tmp_path), str(tmp_path / "nothing")])
     assert list(said["sizes"].values()) == [3, -1, None]
     assert said["plugin_loaded"] and said["versions"]["verl"].startswith("0.9.")
     Node("here", **said)
@@ -86,7 +88,10 @@ def test_the_probe_looks_at_this_machine(tmp_path):
 
 def test_the_probe_travels_by_value(run_python, tmp_path):
     """A node without this package answers that it has none, instead of failing to load the question."""
-    (tmp_path / "probe").write_bytes(cloudpickle.dumps(_probe()))
+    send_by_value(cloudpickle)
+    (tmp_path / "probe").write_bytes(cloudpickle.dumps(look_here))
+    for name in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.unregister_pickle_by_value(sys.modules[name])
     done = run_python(
         "import sys; sys.modules['verl_precision'] = None\n"
         f"import pickle; look = pickle.load(open({str(tmp_path / 'probe')!r}, 'rb'))\n"

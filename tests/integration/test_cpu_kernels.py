@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_precision.check import installation
 from verl_precision.errors import EnvironmentMismatchError
 from verl_precision.integration.cpu import kernels as cpu_kernels
 from verl_precision.integration.cpu.kernels import (
@@ -129,16 +128,3 @@ def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):
     for name in ("zentorch_linear_unary", "zentorch_weight_prepack_for_linear"):
         monkeypatch.setattr(torch.ops.zentorch, name, lambda weight: weight, raising=False)
     assert linear_paths() == dict.fromkeys(DTYPES, "zentorch")
-
-
-def test_check_reports_paths_and_instruction_sets():
-    kernels, linear = installation._cpu_kernels()
-    assert kernels.ok and linear.ok
-    assert kernel_library().name in kernels.detail and all(name in kernels.detail for name in instruction_sets())
-    assert all(f"{dtype} {path}" in linear.detail for dtype, path in linear_paths().items())
-
-
-def test_check_says_what_the_cpu_lacks(cpu):
-    cpu(avx2=False)
-    (finding,) = installation._cpu_kernels()
-    assert not finding.ok and "no AVX2" in finding.detail

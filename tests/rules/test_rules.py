@@ -122,12 +122,13 @@ ENVIRONMENTS = [
     ("check_memory", Environment(machine=Machine(**MACHINE | {"memory": 2 << 30})), CPU, True),
     ("check_shared_memory", Environment(machine=Machine(**MACHINE | {"shared_memory": 64 << 20})), CPU, True),
 ]
+NOTHING_KNOWN = Environment()
 ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
 
 
 @functools.cache
 def composed(overrides: str = ""):
-    """Compose verl's own config with the rollout's log-probs, so that the rules about them have something to look at."""
+    """Compose verl's own config with the rollout's log-probs, so that rules about them have something to look at."""
     text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", overrides)
     text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
     text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
@@ -141,7 +142,7 @@ def composed(overrides: str = ""):
         return compose("ppo_trainer", overrides=[*base, *text.split()], return_hydra_config=True)
 
 
-def found(overrides: str = "", environment: Environment = Environment()) -> list[str]:
+def found(overrides: str = "", environment: Environment = NOTHING_KNOWN) -> list[str]:
     return [fault.name for fault in find_faults(composed(overrides), environment)]
 
 
@@ -152,7 +153,7 @@ def test_verls_own_config_has_no_fault():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[-1]}")
 def test_planted_fault_is_found(row):
     name, severity, setting, *overrides = row
-    faults = find_faults(composed(" ".join(overrides)), Environment())
+    faults = find_faults(composed(" ".join(overrides)), NOTHING_KNOWN)
     (fault,) = [fault for fault in faults if fault.name == name]
     assert fault.severity == severity and fault.setting.endswith(setting)
     assert fault.allowed and fault.remedy and fault.problem.endswith(".")
@@ -200,7 +201,7 @@ def test_k1_remedy_keeps_what_was_meant():
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 
     overrides = "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_5.0"
-    (fault,) = find_faults(composed(overrides), Environment())
+    (fault,) = find_faults(composed(overrides), NOTHING_KNOWN)
     ratios = torch.tensor([[0.4, 0.6, 1.0, 4.0, 6.0]])
     remedy = fault.remedy.removesuffix(".").rpartition("=")[2]
     mask, _ = compute_rollout_rejection_mask(ratios.log(), torch.ones_like(ratios), "token_k1", remedy)
@@ -210,8 +211,8 @@ def test_k1_remedy_keeps_what_was_meant():
 def test_the_list_of_refused_architectures_is_vllms():
     """verl_precision lists at least what the installed vLLM refuses (read from its source: importing it is slow)."""
     folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    assignments = [node for node in ast.parse((folder / "config/model.py").read_text()).body if hasattr(node, "targets")]
-    values = [node.value for node in assignments if node.targets[0].id == "_FLOAT16_NOT_SUPPORTED_MODELS"]
+    lines = (folder / "config" / "model.py").read_text()
+    values = re.findall(r"^_FLOAT16_NOT_SUPPORTED_MODELS = (\{.*?^\})", lines, re.M | re.S)
     assert values, "vLLM changed: vllm/config/model.py has no _FLOAT16_NOT_SUPPORTED_MODELS"
     assert set(ast.literal_eval(values[0])) <= set(VLLM_REFUSES_FP16)
 

@@ -23,19 +23,12 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One module of the model.
+    """One module of the model."""
 
-    Attributes:
-        name: Path of the module.
-        activation: Largest magnitude of its output.
-        output_gradient: Largest magnitude of the gradient of its output, loss scale 1.
-        weight_gradient: Largest magnitude of the gradient of its own parameters, loss scale 1.
-    """
-
-    name: str
-    activation: float
-    output_gradient: float
-    weight_gradient: float
+    name: str  # path of the module
+    activation: float  # largest magnitude of its output
+    output_gradient: float  # largest magnitude of the gradient of its output, loss scale 1
+    weight_gradient: float  # largest magnitude of the gradient of its own parameters, loss scale 1
 
     @property
     def gradient(self) -> float:
@@ -45,17 +38,11 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """A whole model.
+    """A whole model."""
 
-    Attributes:
-        layers: One for each module that computes, the ones with least headroom first.
-        loss_scale: Factor that gradients are multiplied by.
-        tokens: Number of tokens looked at.
-    """
-
-    layers: list[LayerReport]
-    loss_scale: float
-    tokens: int
+    layers: list[LayerReport]  # one for each module that computes, the ones with least headroom first
+    loss_scale: float  # factor that gradients are multiplied by
+    tokens: int  # number of tokens looked at
 
     def headroom(self, layer: LayerReport) -> tuple[float | None, float | None]:
         """Return 65504 divided by the activation, and by the scaled gradient; below 1 it overflows, None if zero."""

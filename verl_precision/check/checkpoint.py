@@ -29,27 +29,16 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor, cast to FP16.
+    """One tensor, cast to FP16."""
 
-    Attributes:
-        name: Name in the checkpoint.
-        dtype: Dtype in which it is stored.
-        elements: Number of elements.
-        largest: max |w| of the finite ones.
-        overflows: Elements that become infinite.
-        not_finite: Elements that are infinite or NaN already.
-        subnormal: Share of all elements that become FP16 subnormals (and lose bits).
-        flushed: Share of all elements that are not zero and become zero.
-    """
-
-    name: str
-    dtype: str
+    name: str  # name in the checkpoint
+    dtype: str  # dtype in which it is stored
     elements: int
-    largest: float
-    overflows: int
-    not_finite: int
-    subnormal: float
-    flushed: float
+    largest: float  # max |w| of the finite ones
+    overflows: int  # elements that become infinite
+    not_finite: int  # elements that are infinite or NaN already
+    subnormal: float  # share of all elements that become FP16 subnormals (and lose bits)
+    flushed: float  # share of all elements that are not zero and become zero
 
     @property
     def lost(self) -> int:
@@ -59,17 +48,11 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """A whole checkpoint.
+    """A whole checkpoint."""
 
-    Attributes:
-        path: Folder or file.
-        tensors: The floating-point tensors, worst first.
-        skipped: Names of tensors that are not floating-point, or quantised.
-    """
-
-    path: Path
-    tensors: list[TensorReport]
-    skipped: list[str]
+    path: Path  # folder or file
+    tensors: list[TensorReport]  # the floating-point tensors, worst first
+    skipped: list[str]  # names of tensors that are not floating-point, or quantised
 
     @property
     def ok(self) -> bool:

@@ -25,40 +25,25 @@ ANSWER_SECONDS = 300
 
 @dataclass(frozen=True)
 class Node:
-    """What one node said.
+    """What one node said."""
 
-    Attributes:
-        name: Address, as Ray knows it.
-        gpus: What Ray counts there (with trainer.device=cpu a logical number).
-        versions: Installed distributions, and Python's.
-        plugin_loaded: Whether `import verl` loaded this package's plugin in a worker there.
-        folder: Working directory of a worker there.
-        sizes: Bytes of each file asked for; -1 for a folder, None for what is not there.
-        failure: Why the node could not answer; nothing else is known then.
-    """
-
-    name: str
-    gpus: float = 0
-    versions: dict[str, str] = field(default_factory=dict)
-    plugin_loaded: bool = False
-    folder: str = ""
+    name: str  # address, as Ray knows it
+    gpus: float = 0  # what Ray counts there (with trainer.device=cpu a logical number)
+    versions: dict[str, str] = field(default_factory=dict)  # installed distributions, and Python's
+    plugin_loaded: bool = False  # whether `import verl` loaded this package's plugin in a worker there
+    folder: str = ""  # working directory of a worker there
+    # bytes of each file asked for; -1 for a folder, None for what is not there
     sizes: dict[str, int | None] = field(default_factory=dict)
-    failure: str | None = None
+    failure: str | None = None  # why the node could not answer; nothing else is known then
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run asks of a cluster.
+    """What a run asks of a cluster."""
 
-    Attributes:
-        nodes: Number of nodes with GPUs, or None for any.
-        gpus_per_node: GPUs of each of them, or None for any number.
-        paths: Files and folders that must be the same everywhere.
-    """
-
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    paths: tuple[str, ...] = ()
+    nodes: int | None = None  # number of nodes with GPUs, or None for any
+    gpus_per_node: int | None = None  # GPUs of each of them, or None for any number
+    paths: tuple[str, ...] = ()  # files and folders that must be the same everywhere
 
 
 def needs_of(config: DictConfig, paths: Sequence[str]) -> Needs:

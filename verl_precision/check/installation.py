@@ -20,17 +20,11 @@ BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        what: What was looked at.
-        ok: Whether it is as it should be.
-        detail: What was found; for a problem also what to do.
-    """
-
-    what: str
-    ok: bool
-    detail: str
+    what: str  # what was looked at
+    ok: bool  # whether it is as it should be
+    detail: str  # what was found; for a problem also what to do
 
 
 def findings() -> Iterator[Finding]:

@@ -21,31 +21,18 @@ REST = 6 * GIB
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer, as its `config.json` says.
-
-    Attributes:
-        layers: Number of layers.
-        hidden: Hidden size.
-        vocabulary: Size of the vocabulary.
-        heads: Heads of queries.
-        kv_heads: Heads of keys and values.
-        head_dim: Size of a head.
-        intermediate: Inner size of one (expert's) MLP.
-        experts: Number of experts; 1 for a dense model.
-        experts_per_token: Experts that each token uses.
-        tied: Whether the output head is the embedding.
-    """
+    """A transformer, as its `config.json` says."""
 
     layers: int
     hidden: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    experts: int = 1
-    experts_per_token: int = 1
-    tied: bool = False
+    vocabulary: int  # size of the vocabulary
+    heads: int  # heads of queries
+    kv_heads: int  # heads of keys and values
+    head_dim: int  # size of a head
+    intermediate: int  # inner size of one (expert's) MLP
+    experts: int = 1  # number of experts; 1 for a dense model
+    experts_per_token: int = 1  # experts that each token uses
+    tied: bool = False  # whether the output head is the embedding
 
     @property
     def layer_parameters(self) -> int:

@@ -25,15 +25,10 @@ class Row:
 
 @dataclass(frozen=True)
 class RecipeReport:
-    """What a recipe will do.
+    """What a recipe will do."""
 
-    Attributes:
-        rows: What runs in which dtype.
-        faults: Every fault, errors first.
-    """
-
-    rows: list[Row]
-    faults: list[Fault]
+    rows: list[Row]  # what runs in which dtype
+    faults: list[Fault]  # every fault, errors first
 
     @property
     def ok(self) -> bool:

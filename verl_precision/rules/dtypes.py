@@ -30,31 +30,18 @@ def short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """One of verl's training-side engines as configured.
+    """One of verl's training-side engines as configured."""
 
-    Attributes:
-        role: actor, ref or critic.
-        setting: Path of its config node.
-        node: That node.
-        optim: Settings of its optimizer, or None for the reference.
-        strategy: verl's strategy.
-        compute: Dtype of forward and backward.
-        reduce: Dtype of the gradient reduction.
-        master: Dtype of the parameters the optimizer updates.
-        source: The setting `compute` comes from.
-        ours: Whether it is this package's engine, which has its own settings and guards.
-    """
-
-    role: str
-    setting: str
-    node: DictConfig
-    optim: DictConfig | None
-    strategy: str
-    compute: str
-    reduce: str
-    master: str
-    source: str
-    ours: bool
+    role: str  # actor, ref or critic
+    setting: str  # path of its config node
+    node: DictConfig  # that node
+    optim: DictConfig | None  # settings of its optimizer, or None for the reference
+    strategy: str  # verl's strategy
+    compute: str  # dtype of forward and backward
+    reduce: str  # dtype of the gradient reduction
+    master: str  # dtype of the parameters the optimizer updates
+    source: str  # the setting `compute` comes from
+    ours: bool  # whether it is this package's engine, which has its own settings and guards
 
     @property
     def trains(self) -> bool:

