@@ -19,6 +19,7 @@ VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 ADAM_EPS = 1e-8  # torch's default
 # Half of FP16's smallest subnormal, 2**-24: what is not above it rounds to zero.
 FP16_ZERO = 2.0**-25
+TRAVEL_ROUNDED = "weights travel in BF16, so the {} rollout computes with 8 bits of mantissa"
 
 
 @rule("dtype-ignored")
@@ -112,11 +113,11 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
         if not engine.half_master:
             continue
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
-        effect = "and verl casts the LoRA adapters to it" if lora else "and so do RoPE's frequencies"
+        effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
         yield Fault(
             severity="warning" if lora and engine.master == "bf16" else "error",
             setting=f"{engine.setting}.model_dtype",
-            problem=f"master weights and Adam's moments are {engine.master} too: small updates round away, {effect}",
+            problem=f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}",
             allowed="fp32",
         )
 
@@ -131,8 +132,7 @@ def adam_eps_underflow(config: DictConfig, environment: Environment) -> Faults:
             yield Fault(
                 setting=f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps",
                 value=eps,
-                problem="in FP16 it is zero: Adam divides by zero where a gradient vanished, and parameters become "
-                "-inf",
+                problem="it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf",
                 allowed=f"> {FP16_ZERO:.1e}, or FP32 master weights",
                 remedy=f"Set {engine.setting}.model_dtype=fp32.",
             )
@@ -154,34 +154,30 @@ def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
 @rule("merged-lora-rounds")
 def merged_lora_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl's own engine casts merged LoRA weights to BF16."""
-    for setting in _rounded_on_the_way(config):
-        if setting.endswith("merge"):
-            yield Fault(
-                setting=setting,
-                problem=_arrives_rounded(config),
-                allowed="False, or this package's engine, which merges in FP32",
-                remedy=f"Choose precision={rollout_dtype(config)}, or set {setting}=False.",
-            )
+    setting, rollout = _rounded_by(config), rollout_dtype(config)
+    if setting.endswith(".merge"):
+        yield Fault(
+            setting=setting,
+            problem=TRAVEL_ROUNDED.format(rollout),
+            allowed="False, or this package's engine, which merges in FP32",
+            remedy=f"Choose precision={rollout}, or set {setting}=False.",
+        )
 
 
 @rule("transport-rounds")
 def transport_rounds(config: DictConfig, environment: Environment) -> Faults:
     """Weights rounded to BF16 on their way bring BF16's gap back into an FP16 or FP32 rollout."""
-    for setting in _rounded_on_the_way(config):
-        if not setting.endswith("merge"):
-            yield Fault(setting=setting, problem=_arrives_rounded(config), allowed="naive")
+    setting = _rounded_by(config)
+    if setting.endswith(".backend"):
+        yield Fault(setting=setting, problem=TRAVEL_ROUNDED.format(rollout_dtype(config)), allowed="naive")
 
 
-def _rounded_on_the_way(config: DictConfig) -> list[str]:
-    """Return the setting that rounds weights on their way to a more precise rollout, if there is one."""
+def _rounded_by(config: DictConfig) -> str:
+    """Return the setting that rounds weights on their way to a more precise rollout; empty if there is none."""
     dtype, source = transport_dtype(config)
     setting, _, value = source.partition(" ")[0].partition("=")
     # without a value it is BF16 master weights, which are half-master-weights
-    return [setting] if dtype == "bf16" and rollout_dtype(config) in ("fp16", "fp32") and value else []
-
-
-def _arrives_rounded(config: DictConfig) -> str:
-    return f"weights travel in BF16, so the {rollout_dtype(config)} rollout computes with 8 bits of mantissa"
+    return setting if value and dtype == "bf16" and rollout_dtype(config) in ("fp16", "fp32") else ""
 
 
 @rule("megatron-fp16-overflow")

@@ -224,7 +224,7 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
     if correction.get("bypass_mode"):
         yield Fault(
             setting=f"{CORRECTION}.bypass_mode",
-            problem=f"in bypass mode verl makes no weights rollout_is={weights}, without a word",
+            problem=f"in bypass mode verl silently makes no weights for rollout_is={weights}",
             allowed="False",
             remedy="Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward.",
         )
