@@ -96,10 +96,12 @@ def check(
 ) -> None:
     """Say what will run in which dtype, what is wrong, and what to do. Nothing is started.
 
-    With a recipe, its config is composed as verl would compose it, and checked. Without one, the installation is
-    checked: the versions, the plugin, and what it has registered.
-    With --cluster, every node of the Ray cluster is checked: its packages, the plugin, its GPUs, the recipe's files.
-    With --model, the weights of a checkpoint are checked, and with --activations its activations and gradients too.
+    With a recipe: its config, composed as verl would compose it.
+    Without a recipe: the installation, that is versions, plugin, registrations.
+    With --cluster: also every node: packages, plugin, GPUs, files of the recipe.
+    With --model: the weights of a checkpoint.
+    With --activations: also its activations and gradients.
+
     The exit code is 0 when there is no error, and 1 otherwise.
     """
     if (activations and model is None) or (model is not None and config is not None):
