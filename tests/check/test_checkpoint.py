@@ -107,21 +107,16 @@ def test_memory_is_that_of_a_slice(run_python, tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * elements)
-    done = run_python(
-        f"""
-import psutil
+    done = run_python(f"""
+import psutil, torch
 from pathlib import Path
-import torch
 from verl_precision.check.checkpoint import audit_checkpoint
-process = psutil.Process()
-before, peak = process.memory_info().rss, []
-report = audit_checkpoint(
-    Path({str(tmp_path)!r}), lambda done, total: peak.append(process.memory_info().rss)
-)
+process, peak = psutil.Process(), []
+before = process.memory_info().rss
+report = audit_checkpoint(Path({str(tmp_path)!r}), lambda done, total: peak.append(process.memory_info().rss))
 assert report.ok and report.tensors[0].elements == {elements}
 print(max(peak) - before, max(peak))
-"""
-    )
+""")
     assert done.returncode == 0, done.stderr
     grown, resident = (int(part) for part in done.stdout.split()[-2:])
     assert grown < 256 << 20, grown

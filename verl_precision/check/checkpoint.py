@@ -131,7 +131,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
     Raises:
-        ConfigurationError: naming what is missing.
+        ConfigurationError: Naming what is missing.
     """
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
