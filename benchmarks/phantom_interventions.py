@@ -18,7 +18,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from verl_precision.runs.launch import run_verl
-from verl_precision.runs.results import read_metrics
+from verl_precision.runs.read import read_metrics
 
 RECIPE = Path("recipes/quickstart/quickstart.yaml")
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"

@@ -1,9 +1,13 @@
-"""The command line teaches, and refuses by name."""
+"""The command line: what a user types, sees, and finds on disk; what is refused, by name, before anything starts."""
 
 import importlib
+import importlib.util
 import json
 import logging
 import os
+import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -12,15 +16,56 @@ from typer.testing import CliRunner
 from verl_precision import __version__
 from verl_precision.cli import app
 from verl_precision.quiet import only_errors_of_others
+from verl_precision.runs.page import MARK
 
-runner = CliRunner()
+
+@pytest.fixture
+def type_in(root, tmp_path, monkeypatch):
+    """Type a command in the repository's root; OUT stands for a folder that is not there, RUN for a run's metrics."""
+    monkeypatch.chdir(root)
+    (tmp_path / "run.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    meant = {"OUT": str(tmp_path / "out"), "RUN": str(tmp_path / "run.jsonl")}
+
+    def run(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [re.sub("OUT|RUN", lambda match: meant[match.group()], word) for word in words])
+        return done.exit_code, " ".join(done.output.split())
+
+    return run
 
 
-def test_help_names_every_verb_and_version_prints():
-    text = runner.invoke(app, ["--help"]).output
-    for verb in ("check", "compare", "data", "patch", "report", "sanity-set", "tiny-model"):
-        assert verb in text
-    assert runner.invoke(app, ["--version"]).output.strip() == __version__
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("check --activations", 2, "Give --model PATH too"),
+        ("check setup.py --model m", 2, "allowed is one of them"),
+        ("check --cluster auto --json", 2, "not with --model or --json"),
+        ("check --path data", 2, "Give --cluster ADDRESS too"),
+        ("compare nowhere.yaml --output OUT", 1, "nowhere.yaml: there is no such recipe"),
+        ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
+        ("compare setup.py -p fp16 -p fp16 --output OUT", 1, "Allowed: each preset once"),
+        ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
+        ("report RUN --output OUT/report.html", 1, "is not a folder"),
+        ("patch", 2, "give --list, or one of"),
+        ("patch tree", 2, "give --list, or one of"),
+        ("patch --list tree", 2, "give --list, or one of"),
+        ("patch --apply", 2, "give --list, or one of"),
+        ("patch --apply --check tree", 2, "give --list, or one of"),
+        ("patch --check OUT", 1, "unknown tree"),
+        ("tiny-model gpt9 OUT", 1, "Allowed: qwen3"),
+    ],
+)
+def test_refused_by_name_before_anything_starts(type_in, tmp_path, command, code, words):
+    found, output = type_in(*command.split())
+    assert found == code and words in " ".join(output.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_heavy_is_imported_for_help_and_version():
+    command = [sys.executable, "-X", "importtime", "-m", "verl_precision.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == __version__
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in imported and not {"verl", "vllm", "torch", "ray", "numpy", "pydantic", "matplotlib"} & imported
 
 
 def test_check_passes_here_and_speaks_json(run_python):
@@ -53,45 +98,44 @@ def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):
         warnings.warn("heard again", stacklevel=1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-        (["setup.py", "-p", "fp61"], "--precision fp61: no such preset. Allowed: bf16, bf16_train_fp16_rollout"),
-        (["setup.py", "-p", "fp16", "-p", "fp16"], "Allowed: each preset once"),
-    ],
-)
-def test_compare_refuses_before_anything_starts(arguments, words, monkeypatch, root, tmp_path):
-    monkeypatch.chdir(root)
-    result = runner.invoke(app, ["compare", *arguments, "--output", str(tmp_path / "out")])
-    assert result.exit_code == 1
-    assert words in " ".join(result.output.split())
-    assert not (tmp_path / "out").exists()
+def test_a_report_is_written_again_and_nothing_else_is_written_over(type_in, tmp_path):
+    page = tmp_path / "report.html"
+    command = ("report", "RUN", "--output", str(page))
+    assert type_in(*command)[0] == type_in(*command)[0] == 0 and MARK in page.read_text()
+    page.write_text("my thesis")
+    code, output = type_in(*command)
+    assert code == 1 and "not an earlier report" in output and "--force" in output
+    assert page.read_text() == "my thesis"
+    assert type_in(*command, "--force")[0] == 0 and MARK in page.read_text()
 
 
-def test_tiny_model_writes_once_and_never_over(tmp_path):
-    folder = tmp_path / "model"
-    assert runner.invoke(app, ["tiny-model", "qwen3", str(folder)]).exit_code == 0
-    assert (folder / "config.json").is_file()
-    again = runner.invoke(app, ["tiny-model", "qwen3", str(folder)])
-    assert again.exit_code == 1 and "nothing was written" in again.output
-    assert "Allowed: qwen3" in runner.invoke(app, ["tiny-model", "gpt9", str(tmp_path / "x")]).output
+def test_what_a_report_needs_is_named(type_in, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, output = type_in("report", "RUN", "--output", "OUT")
+    assert code == 1 and "needs jinja2 and matplotlib" in output and "pip install" in output
 
 
-def test_errors_and_ctrl_c_are_shown_in_one_place(root):
-    elsewhere = [
-        str(path)
-        for path in (root / "verl_precision").rglob("*.py")
-        if path.name != "cli.py" and "typer.Exit(1" in path.read_text()
-    ]
-    assert elsewhere == []
+def test_patch_says_what_was_done(type_in, tmp_path):
+    (tmp_path / "out" / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "out" / "verl" / "version" / "version").write_text("0.9.1\n")
+    for action in ("--check", "--apply", "--revert"):
+        code, output = type_in("patch", action, "OUT")
+        assert code == 1 and "dirty; neither verl 0.9.1 as released nor with the whole series" in output
+    code, output = type_in("patch", "--list")
+    assert code == 0 and "verl 0.6.1: 8 patches" in output and "verl 0.9.1: 8 patches" in output
 
 
-@pytest.mark.parametrize(("said", "shown"), [("", "interrupted\n"), ("all is in out", "interrupted; all is in out\n")])
-def test_ctrl_c_says_what_the_verb_says_of_it(monkeypatch, said, shown):
+def test_tiny_model_writes_once_and_never_over(type_in, tmp_path):
+    assert type_in("tiny-model", "qwen3", "OUT")[0] == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+    code, output = type_in("tiny-model", "qwen3", "OUT")
+    assert code == 1 and "nothing was written" in output
+
+
+@pytest.mark.parametrize(("said", "shown"), [("", "interrupted"), ("all is in out", "interrupted; all is in out")])
+def test_ctrl_c_says_what_the_verb_says_of_it(type_in, monkeypatch, said, shown):
     def interrupted(*args):
         raise KeyboardInterrupt(said)
 
     monkeypatch.setattr("verl_precision.tiny_model.build_tiny_model", interrupted)
-    done = CliRunner().invoke(app, ["tiny-model", "qwen3", "folder"])
-    assert (done.exit_code, done.stderr) == (130, shown)
+    assert type_in("tiny-model", "qwen3", "OUT") == (130, shown)

@@ -7,21 +7,15 @@ from verl_precision.files import new_file, write_file
 
 
 @pytest.mark.parametrize("content", ["täxt\n", b"\x00bytes"])
-def test_writes_text_and_bytes_and_makes_the_folder(tmp_path, content):
+def test_text_and_bytes_in_a_new_folder_are_replaced_only_when_asked(tmp_path, content):
     path = tmp_path / "new" / "file.txt"
     write_file(path, content)
     assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_replaces_only_when_asked(tmp_path):
-    path = tmp_path / "file"
-    write_file(path, "first")
-    with pytest.raises(ConfigurationError, match=r"file: the file exists.*Nothing was written"):
+    with pytest.raises(ConfigurationError, match=r"file.txt: the file exists.*Nothing was written"):
         write_file(path, "second")
-    assert path.read_text() == "first"
+    assert path.read_bytes() != b"second"
     write_file(path, "second", replace=True)
-    assert path.read_text() == "second"
+    assert path.read_text() == "second" and list(path.parent.iterdir()) == [path]
 
 
 def test_what_appears_while_we_write_is_kept(tmp_path):

@@ -44,14 +44,12 @@ def test_refusals_name_setting_value_allowed_and_remedy(values, words):
         Example(**{"model": "m", **values})
 
 
-def test_a_missing_setting_and_one_given_by_position_are_named():
+def test_missing_given_by_position_and_spelt_otherwise():
     with pytest.raises(ConfigurationError, match="--model: it is missing"):
         Example()
     with pytest.raises(ConfigurationError, match="--dtype fp61: this cannot work"):
         Example("m", ("fp61",))
 
-
-def test_another_spelling():
     @settings("mismatch.alarm.{}".format)
     class Block:
         window: int = Field(default=5, ge=1)

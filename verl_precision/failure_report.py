@@ -67,8 +67,8 @@ def reason(log: Path, returncode: int) -> str:
     """Return why a process failed, as indented lines.
 
     Args:
-        log: what it and its children printed.
-        returncode: as `subprocess` gives it: below zero it is the signal that ended the process.
+        log: Log of everything that it and its children printed.
+        returncode: Exit code as `subprocess` gives it: below zero it is the signal that ended the process.
     """
     lines = log.read_text(errors="replace").splitlines()
     if returncode < 0:
@@ -76,20 +76,19 @@ def reason(log: Path, returncode: int) -> str:
     return "\n".join(f"  {line}" for line in relevant_lines(lines))
 
 
-def relevant_lines(lines: Iterable[str], count: int = LINES) -> list[str]:
+def relevant_lines(lines: Iterable[str]) -> list[str]:
     """Return why a run failed: the cause, its remedy where one is known, and what followed, each once.
 
     Args:
-        lines: the log.
-        count: lines to return at most.
+        lines: Lines of the log.
 
     Returns:
-        The lines; the end of the log where no line of it looks like an error.
+        At most `LINES` lines; the end of the log where no line of it looks like an error.
     """
     clean = [_ANSI.sub("", line).rstrip() for line in lines]
     headlines = _headlines(clean)
     if not headlines:
-        return [line for line in clean if line and "Warning" not in line][-count:]
+        return [line for line in clean if line and "Warning" not in line][-LINES:]
     cause = next((line for line in headlines if _OURS.match(line)), None)
     cause = cause or next((line for line in headlines if not _ECHO.search(line)), next(iter(headlines)))
     report = [cause[:_CAUSE_WIDTH] + (f" (in {headlines[cause]})" if headlines[cause] else "")]
@@ -97,7 +96,7 @@ def relevant_lines(lines: Iterable[str], count: int = LINES) -> list[str]:
     said = _message(cause)
     # What the processes said that heard of the cause, when it is more than a repetition of it.
     followed = [line for line in headlines if line != cause and said not in line and _message(line) not in cause]
-    return report + [f"then: {line[:_ECHO_WIDTH]}" for line in followed[-(count - len(report)) :]]
+    return report + [f"then: {line[:_ECHO_WIDTH]}" for line in followed[-(LINES - len(report)) :]]
 
 
 def _headlines(lines: Iterable[str]) -> dict[str, str]:

@@ -36,16 +36,7 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def write_file(path: Path, content: str | bytes, replace: bool = False) -> None:
-    """Write a file that appears complete or not at all.
-
-    Args:
-        path: The file to write. Its folder is created.
-        content: Text (written as UTF-8) or bytes.
-        replace: Whether a file that exists may be replaced.
-
-    Raises:
-        ConfigurationError: If the file exists and may not be replaced.
-    """
+    """Write text (as UTF-8) or bytes to a file that appears complete or not at all; see `new_file`."""
     with new_file(path, replace) as scratch:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
 

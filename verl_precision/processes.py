@@ -1,5 +1,6 @@
 """The processes of a run: known by a mark in their environment, and ended all of them, whoever started them."""
 
+import contextlib
 import signal
 import subprocess
 
@@ -14,8 +15,8 @@ def end_processes(process: subprocess.Popen, mark: str) -> None:
     """End the driver and every process of its run: asked first, then killed.
 
     Args:
-        process: the driver.
-        mark: value of `RUN_MARK` in the environment of the run's processes.
+        process: The driver.
+        mark: Value of `RUN_MARK` in the environment of the run's processes.
     """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -25,12 +26,11 @@ def end_processes(process: subprocess.Popen, mark: str) -> None:
             process.kill()
             process.wait()
     left = marked_processes(mark)
-    for survivor in left:
-        _signal(survivor, "terminate")
-    _, alive = psutil.wait_procs(left, timeout=5)
-    for survivor in alive:
-        _signal(survivor, "kill")
-    psutil.wait_procs(alive, timeout=5)
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for survivor in left:
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
+                end(survivor)
+        _, left = psutil.wait_procs(left, timeout=5)
 
 
 def marked_processes(mark: str | None = None) -> list[psutil.Process]:
@@ -44,10 +44,3 @@ def marked_processes(mark: str | None = None) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's: not ours
             continue
     return found
-
-
-def _signal(process: psutil.Process, action: str) -> None:
-    try:
-        getattr(process, action)()
-    except psutil.NoSuchProcess:  # ended by itself: what was wanted
-        pass

@@ -58,30 +58,26 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     own = first.get("ctx", {}).get("error")
     if isinstance(own, VerlPrecisionError):  # raised by __post_init__
         return own
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    names = [field.name for field in dataclasses.fields(cls)]
     place = first["loc"][0]
-    name = place if isinstance(place, str) else [*fields][place]  # given by position
-    if name not in fields:
-        known = ", ".join(map(spell, fields))
+    name = place if isinstance(place, str) else names[place]  # given by position
+    if name not in names:
+        known = ", ".join(map(spell, names))
         return ConfigurationError(
-            "there is no such setting",
-            setting=spell(name),
-            value=first["input"],
-            allowed=known,
+            "there is no such setting", setting=spell(name), value=first["input"], allowed=known,
             remedy="Check the spelling.",
-        )
-    described = cls.__pydantic_fields__[name]
-    setting = described.title or spell(name)
-    if described.description:
-        remedy = described.description
-    elif described.is_required():
-        remedy = "Give one of these."
-    else:
-        default = described.get_default(call_default_factory=True)
-        remedy = f"Leave it out for the default, {default}."
+        )  # fmt: skip
+    field = cls.__pydantic_fields__[name]
+    setting = field.title or spell(name)
     if first["type"] in ("missing", "missing_argument"):
-        missing = f"{setting}: it is missing"
-        return ConfigurationError(missing, allowed=str(described.annotation), remedy="Give a value.")
-    allowed = first["msg"].removeprefix("Input should be ")
-    given = first["input"]
-    return ConfigurationError("this cannot work", setting=setting, value=given, allowed=allowed, remedy=remedy)
+        return ConfigurationError(f"{setting}: it is missing", allowed=str(field.annotation), remedy="Give a value.")
+    remedy = "Give one of these."
+    if not field.is_required():
+        remedy = f"Leave it out for the default, {field.get_default(call_default_factory=True)}."
+    return ConfigurationError(
+        "this cannot work",
+        setting=setting,
+        value=first["input"],
+        allowed=first["msg"].removeprefix("Input should be "),
+        remedy=field.description or remedy,
+    )

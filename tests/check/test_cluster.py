@@ -4,10 +4,8 @@ import sys
 
 import cloudpickle
 import pytest
-from typer.testing import CliRunner
 
 from verl_precision.check.cluster import Needs, Node, compare_nodes, look_here, needs_of, send_by_value
-from verl_precision.cli import app
 
 VERSIONS = {"python": "3.11.9", "verl": "0.9.1", "torch": "2.13.0", "verl-precision": "0.1.0"}
 DRIVER = Node("driver", versions=VERSIONS, plugin_loaded=True, sizes={"data/x.parquet": 10, "models/m": -1})
@@ -96,11 +94,3 @@ def test_the_probe_travels_by_value(run_python, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "'plugin_loaded': False" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--path", "x"], ["--cluster", "auto", "--model", "x"], ["--cluster", "auto", "--json"]]
-)
-def test_options_that_make_no_sense_together(arguments):
-    done = CliRunner().invoke(app, ["check", *arguments])
-    assert done.exit_code == 2 and "--cluster" in done.output

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from verl_precision.processes import marked_processes
+from verl_precision.runs import fork_server as workers
 from verl_precision.runs.compare import compare_precisions
-from verl_precision.runs.fork_server import ForkServer
 from verl_precision.runs.launch import run_verl
-from verl_precision.runs.results import read_metrics
+from verl_precision.runs.read import read_metrics
 
 QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 # In the environment of whatever a test file starts; the file beside it has runs of its own.
@@ -54,10 +54,10 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """Where the workers of most runs are forked; test_resume.py and test_cluster_check.py have Ray start its own."""
-    with ForkServer() as server:
-        yield server
+def fork_server() -> Iterator[str]:
+    """What forks the workers of most runs; test_resume.py and test_cluster_check.py have Ray start its own."""
+    with workers.fork_server() as python:
+        yield python
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.runs.results import read_metrics
+from verl_precision.runs.read import read_metrics
 
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
 

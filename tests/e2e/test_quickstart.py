@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from verl_precision.runs.results import read_metrics
+from verl_precision.runs.read import read_metrics
 
 
 def test_both_runs_learn(comparison):

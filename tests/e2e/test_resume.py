@@ -5,7 +5,7 @@ from pathlib import Path
 
 from verl_precision.errors import RunFailedError
 from verl_precision.runs.launch import run_verl
-from verl_precision.runs.results import read_metrics
+from verl_precision.runs.read import read_metrics
 
 RECIPE = Path("recipes/quickstart/quickstart.yaml")
 SCALE = "actor_rollout_ref.actor.fsdp_config.loss_scale"

@@ -1,7 +1,7 @@
 """A package index and PyTorch's own, both in this process: what pip and uv would reach by the network ends here.
 
-It is an HTTP server, and a proxy that ends TLS itself, under any host name. So the real pip and the real uv run with no
-setting of theirs changed but the proxy and its certificate: what they ask for by themselves is seen.
+It is an HTTP server, and a proxy that ends TLS itself, under the host names of both. So the real pip and the real uv
+run with no setting of theirs changed but the proxy and its certificate: what they ask for by themselves is seen.
 """
 
 import datetime
@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 DEFAULT = "/simple"
 PYTORCH = "/whl/cpu"
+HOSTS = ("pypi.org", "download.pytorch.org")
 
 
 def wheel(folder: Path, name: str, version: str, **files: str) -> Path:
@@ -38,18 +39,17 @@ class StandIn:
     """Serves wheels under the paths of the two indexes.
 
     Attributes:
-        asked: (host, path) of every request.
-        held: a file whose download waits for `release`.
-        pytorch_unreachable: whether the proxy refuses every host but the first.
+        asked: Host and path of every request.
+        held: A file whose download waits for `release`.
+        unreachable: hosts that the proxy refuses.
     """
 
     def __init__(self, folder: Path):
         self.wheels: dict[tuple[str, str], list[Path]] = {}
         self.asked: list[tuple[str, str]] = []
         self.held, self.release = "", threading.Event()
-        self.pytorch_unreachable, self.first_host = False, ""
-        self._authority = _Authority(folder)
-        self.certificate = self._authority.certificate
+        self.unreachable: set[str] = set()
+        self.certificate, self.context = _certify(folder)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"index": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -64,10 +64,6 @@ class StandIn:
         self.release.set()
         self._server.shutdown()
         self._server.server_close()
-
-    def context(self, host: str) -> ssl.SSLContext:
-        """Return TLS under a host's name."""
-        return self._authority.context(host)
 
     def answer(self, path: str) -> tuple[int, bytes]:
         """Return status and body for a path."""
@@ -90,14 +86,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_CONNECT(self) -> None:
         host = self.path.rpartition(":")[0]
-        self.index.first_host = self.index.first_host or host
-        if self.index.pytorch_unreachable and host != self.index.first_host:
+        if host in self.index.unreachable:
             self.index.asked.append((host, ""))
             self.send_error(502)
             return
         self.send_response(200)
         self.end_headers()
-        self.connection = self.index.context(host).wrap_socket(self.connection, server_side=True)
+        self.connection = self.index.context.wrap_socket(self.connection, server_side=True)
         self.rfile, self.wfile = self.connection.makefile("rb"), self.connection.makefile("wb", 0)
         self.host, self.close_connection = host, False
 
@@ -124,44 +119,29 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the client was killed, or has what it wanted
 
 
-class _Authority:
-    """A certificate authority of one test."""
+def _certify(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """Return the certificate of an authority made for one test, and TLS under the names of the two indexes."""
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    authority, leaf = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("stand-in", "leaf"))
+    path, chain = folder / "authority.pem", folder / "leaf.pem"
+    path.write_bytes(_sign(authority, keys[0], x509.BasicConstraints(True, 0), ["stand-in"], authority, keys[0]))
+    signed = _sign(leaf, keys[1], x509.BasicConstraints(False, None), HOSTS, authority, keys[0])
+    unencrypted = serialization.NoEncryption()
+    chain.write_bytes(
+        keys[1].private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted) + signed
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(chain)
+    return path, context
 
-    def __init__(self, folder: Path):
-        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
-        self._issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "stand-in")])
-        constraints = x509.BasicConstraints(ca=True, path_length=0)
-        self._contexts: dict[str, ssl.SSLContext] = {}
-        self._lock = threading.Lock()
-        self.certificate = folder / "authority.pem"
-        self.certificate.write_bytes(self._sign(self._issuer, self._key, constraints, "stand-in"))
 
-    def _sign(self, subject: x509.Name, key, constraints: x509.BasicConstraints, host: str) -> bytes:
-        now = datetime.datetime.now(datetime.timezone.utc)
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._issuer)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(constraints, critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-        return certificate.public_bytes(serialization.Encoding.PEM)
-
-    def context(self, host: str) -> ssl.SSLContext:
-        with self._lock:
-            if host not in self._contexts:
-                key = ec.generate_private_key(ec.SECP256R1())
-                subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "leaf")])
-                chain = self._folder / f"{len(self._contexts)}.pem"
-                private = key.private_bytes(
-                    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-                )
-                chain.write_bytes(private + self._sign(subject, key, x509.BasicConstraints(False, None), host))
-                self._contexts[host] = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                self._contexts[host].load_cert_chain(chain)
-            return self._contexts[host]
+def _sign(subject: x509.Name, key, constraints: x509.BasicConstraints, names, issuer: x509.Name, issuer_key) -> bytes:
+    now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+    alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+    certificate = (
+        x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number(), now - day, now + day)
+        .add_extension(constraints, critical=True)
+        .add_extension(alternatives, critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return certificate.public_bytes(serialization.Encoding.PEM)

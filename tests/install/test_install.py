@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uv
-from stand_in_index import DEFAULT, PYTORCH, StandIn, wheel
+from stand_in_index import DEFAULT, HOSTS, PYTORCH, StandIn, wheel
 
 LOCK = "# made for a test\nalpha==1.0\nbeta==2.0\ntorch==9.9+cpu\n"
 # A build back end in the project: the last step installs the project, editable, and needs nothing from an index.
@@ -94,13 +94,6 @@ class Machine:
         return {page.removeprefix(f"{index}/") for page in pages if page.startswith(f"{index}/")}
 
 
-@pytest.fixture
-def machine(root, tmp_path):
-    machine = Machine(root, tmp_path)
-    yield machine
-    machine.index.close()
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory) -> Path:
     """An environment with pip only: made once, copied by tests that are not about making it."""
@@ -109,8 +102,21 @@ def bare(tmp_path_factory) -> Path:
     return path
 
 
-def test_a_pip_that_sees_the_pinned_torch_installs_everything(machine, bare):
-    shutil.copytree(bare, machine.venv, symlinks=True)
+@pytest.fixture
+def new_machine(root, tmp_path):
+    machine = Machine(root, tmp_path)
+    yield machine
+    machine.index.close()
+
+
+@pytest.fixture
+def machine(new_machine, bare):
+    """A machine that has an environment already."""
+    shutil.copytree(bare, new_machine.venv, symlinks=True)
+    return new_machine
+
+
+def test_a_pip_that_sees_the_pinned_torch_installs_everything(machine):
     machine.has_own_source()
     status, output = machine.install()
     assert status == 0, output
@@ -119,9 +125,8 @@ def test_a_pip_that_sees_the_pinned_torch_installs_everything(machine, bare):
     assert not machine.asked(DEFAULT) | machine.asked(PYTORCH)
 
 
-def test_without_any_configuration_uv_finds_torch_in_pytorchs_index(machine, bare):
+def test_without_any_configuration_uv_finds_torch_in_pytorchs_index(machine):
     """Nothing tells pip or uv of an index; the proxy sees which they ask by themselves."""
-    shutil.copytree(bare, machine.venv, symlinks=True)
     status, output = machine.install()
     assert status == 0, output
     assert "pip sees no torch==9.9+cpu" in output and "with uv" in output
@@ -129,12 +134,11 @@ def test_without_any_configuration_uv_finds_torch_in_pytorchs_index(machine, bar
     assert machine.asked(PYTORCH) == {"torch"}
     assert {"uv", "alpha", "beta"} <= machine.asked(DEFAULT)
     hosts = {path.split("/torch")[0]: host for host, path in machine.index.asked if "/torch/" in path}
-    assert hosts[PYTORCH] != hosts[DEFAULT]
+    assert (hosts[DEFAULT], hosts[PYTORCH]) == HOSTS
 
 
-def test_pips_mirror_of_the_package_index_and_its_certificate_are_passed_on_to_uv(machine, bare):
+def test_pips_mirror_of_the_package_index_and_its_certificate_are_passed_on_to_uv(machine):
     """uv itself does not read pip's settings, and would ask the default index, which a company's network forbids."""
-    shutil.copytree(bare, machine.venv, symlinks=True)
     certificate = machine.environment.pop("SSL_CERT_FILE")
     machine.environment |= {"PIP_INDEX_URL": f"{machine.index.url}{DEFAULT}/", "PIP_CERT": certificate}
     status, output = machine.install()
@@ -143,9 +147,8 @@ def test_pips_mirror_of_the_package_index_and_its_certificate_are_passed_on_to_u
     assert machine.asked(PYTORCH) == {"torch"} and not machine.asked(DEFAULT)
 
 
-def test_killed_in_the_middle_and_repaired_by_the_next_call(machine, bare):
+def test_killed_in_the_middle_and_repaired_by_the_next_call(machine):
     """The kill leaves a package that looks installed and is not; pip alone would pass over it."""
-    shutil.copytree(bare, machine.venv, symlinks=True)
     machine.has_own_source()
     machine.index.held = "beta-2.0-py3-none-any.whl"
     started = machine.start("make", "venv")
@@ -166,8 +169,7 @@ def test_killed_in_the_middle_and_repaired_by_the_next_call(machine, bare):
     assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
 
 
-def test_a_second_installation_waits_for_the_first(machine, bare):
-    shutil.copytree(bare, machine.venv, symlinks=True)
+def test_a_second_installation_waits_for_the_first(machine):
     machine.has_own_source()
     machine.index.held = "beta-2.0-py3-none-any.whl"
     first = machine.start()
@@ -182,9 +184,8 @@ def test_a_second_installation_waits_for_the_first(machine, bare):
 
 
 @pytest.mark.parametrize("broken", ["bin/python", "lib/python*/site-packages/pip/_internal/commands"])
-def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, bare, broken):
+def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, broken):
     """As after the removal of the Python it was made with. Its stamp is there, and newer than the lock."""
-    shutil.copytree(bare, machine.venv, symlinks=True)
     machine.has_own_source()
     (machine.venv / "leftover").touch()
     (victim,) = machine.venv.glob(broken)
@@ -200,34 +201,35 @@ def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, ba
     assert not (machine.venv / "leftover").exists()
 
 
-def test_pip_fails_with_cause_and_remedy(machine, bare):
-    shutil.copytree(bare, machine.venv, symlinks=True)
+def pip_lacks_a_package(machine):
     machine.has_own_source()
     machine.lock.write_text(LOCK.replace("beta==2.0", "beta==2.1"))
+
+
+def pytorchs_index_is_out_of_reach(machine):
+    machine.index.unreachable.add(HOSTS[1])
+
+
+def no_index_is_reached(machine):
+    machine.index.close()
+
+
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [
+        (pip_lacks_a_package, ["pip could not install requirements/cpu.lock", "No matching distribution", "beta==2.1"]),
+        (pytorchs_index_is_out_of_reach, ["uv could not install", "PyTorch's index", "find-links", "torch==9.9+cpu"]),
+        (no_index_is_reached, ["pip sees neither torch==9.9+cpu nor uv==", "HTTPS_PROXY"]),
+    ],
+)
+def test_what_fails_is_named_with_cause_and_remedy(machine, happens, said):
+    happens(machine)
     status, output = machine.install("make", "venv")
     assert status != 0 and not (machine.venv / ".installed").exists()
-    report = _report(output)
-    assert "No matching distribution found for beta==2.1" in report
-    assert "pip could not install requirements/cpu.lock" in report and "run the same command again" in report
-
-
-def test_pytorchs_index_out_of_reach_is_named_with_two_remedies(machine, bare):
-    shutil.copytree(bare, machine.venv, symlinks=True)
-    machine.index.pytorch_unreachable = True
-    status, output = machine.install()
-    assert status != 0
-    report = _report(output)
-    assert "uv could not install requirements/cpu.lock" in report and "PyTorch's index" in report
-    assert "pip config set global.find-links" in report and "torch==9.9+cpu" in report
-
-
-def test_no_index_at_all_is_named(machine, bare):
-    shutil.copytree(bare, machine.venv, symlinks=True)
-    machine.index.close()
-    status, output = machine.install()
-    assert status != 0
-    assert "pip sees neither torch==9.9+cpu nor uv==" in _report(output)
-    assert "HTTPS_PROXY" in output
+    report = [line for line in output.splitlines() if not re.match(r"make\b.*Error|  \d+ s: ", line)]
+    assert len(report) <= 11, "ten lines at most, after those of progress, and one that names the log"
+    for words in (*said, "run the same command again"):
+        assert words in "\n".join(report)
 
 
 def _read_until(process: subprocess.Popen, said: str) -> None:
@@ -239,14 +241,8 @@ def _read_until(process: subprocess.Popen, said: str) -> None:
     pytest.fail(f"never said: {said}\n" + "".join(lines))
 
 
-def _report(output: str) -> str:
-    """Return what follows the lines of progress: ten lines at most, and make's own."""
-    lines = [line for line in output.splitlines() if not re.match(r"make\b.*Error|  \d+ s: ", line)]
-    assert len(lines) <= 11, output
-    return "\n".join(lines)
-
-
-def test_a_folder_that_is_no_environment_is_left_alone(machine):
+def test_a_folder_that_is_no_environment_is_left_alone(new_machine):
+    machine = new_machine
     machine.venv.mkdir()
     (machine.venv / "thesis.tex").write_text("years of work")
     status, output = machine.install()

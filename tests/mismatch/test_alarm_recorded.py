@@ -6,7 +6,8 @@ import pytest
 
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.runs.results import REWARD, read_metrics
+from verl_precision.runs.read import read_metrics
+from verl_precision.runs.results import REWARD
 
 RECORDED = Path(__file__).parent / "recorded"
 

@@ -1,15 +1,24 @@
 """A job of two prompts, three responses each; nothing sampled yet."""
 
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
-from made import PROMPTS, job_of
 
+from verl_precision.offline_mismatch.settings import MismatchJob
 from verl_precision.offline_mismatch.store import Store
 from verl_precision.sampling.journal import open_journal
 
+PROMPTS = [(5, 6), (7,)]
+
 
 @pytest.fixture
-def store(tmp_path):
+def job_of() -> Callable[..., MismatchJob]:
+    values = {"model": "tiny:qwen3", "prompts": "built-in", "responses": 3, "max_response_tokens": 40}
+    return lambda **changes: MismatchJob(**{**values, **changes})
+
+
+@pytest.fixture
+def store(tmp_path, job_of):
     with closing(open_journal(tmp_path / "job", {})) as journal:
         yield Store(journal, job_of(), PROMPTS)

@@ -7,16 +7,21 @@ both. Oracles are written plainly, in float64, from the equations.
 import hashlib
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_module
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_weights,
+)
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
@@ -35,29 +40,14 @@ def one_process(tmp_path_factory):
 
 
 def actor_config(**settings):
-    return FSDPActorConfig(
-        **{
-            "strategy": "fsdp",
-            "rollout_n": 1,
-            "ppo_mini_batch_size": ROWS,
-            "ppo_micro_batch_size_per_gpu": 2,
-            "use_torch_compile": False,
-            **settings,
-        }
-    )
+    needed = {"strategy": "fsdp", "rollout_n": 1, "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 2}
+    return FSDPActorConfig(**{**needed, "use_torch_compile": False, **settings})
 
 
 def make_actor(**settings):
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = Qwen2ForCausalLM(config)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=2, num_key_value_heads=2))
     return DataParallelPPOActor(actor_config(**settings), model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -194,14 +184,9 @@ def test_settings_come_from_the_command_line():
 # 0005
 
 
-def manager(actor):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+def manager(actor, **more):
     model = fully_shard(actor.actor_module, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    return FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler, grad_scaler=actor.scaler)
+    return FSDPCheckpointManager(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **more)
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -212,25 +197,19 @@ def test_a_resumed_run_goes_on_with_its_scale_and_counter(tmp_path, used):
     actor.scaler.update(new_scale=1024.0)  # a scale that does not overflow
     for _ in range(2):
         actor.update_policy(make_data())
-    manager(actor).save_checkpoint(str(tmp_path))
+    manager(actor, grad_scaler=actor.scaler).save_checkpoint(str(tmp_path))
 
     resumed = half_actor(init_scale=8.0, backoff_factor=0.25)
     if used:
         resumed.update_policy(make_data())
-    manager(resumed).load_checkpoint(str(tmp_path))
+    manager(resumed, grad_scaler=resumed.scaler).load_checkpoint(str(tmp_path))
     assert resumed.scaler.get_scale() == actor.scaler.get_scale() == 1024.0
     assert resumed.scaler.state_dict()["_growth_tracker"] == actor.scaler.state_dict()["_growth_tracker"] > 0
     assert resumed.scaler.get_backoff_factor() == 0.25  # of the configuration
 
 
 def test_default_checkpoint_has_the_keys_it_had(tmp_path):
-    actor = make_actor()
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(actor.actor_module, mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    FSDPCheckpointManager(model=model, optimizer=optimizer).save_checkpoint(str(tmp_path))
+    manager(make_actor()).save_checkpoint(str(tmp_path))
     extra = torch.load(tmp_path / "extra_state_world_size_1_rank_0.pt", weights_only=False)
     assert set(extra) == {"lr_scheduler", "rng"}
 
@@ -320,8 +299,6 @@ def test_the_actor_weighs_on_policy_too():
 
 
 def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denominator():
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-
     log_ratios = [r for r in SEQUENCE_LOG_RATIOS if r > -19]  # the release holds log-ratios at -20
     rows = len(log_ratios)
     mask = torch.ones(rows, 2)
@@ -346,15 +323,11 @@ def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denomin
 
 
 def test_an_unknown_mode_is_refused_by_name():
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
     with pytest.raises(ValueError, match="rollout_is_mode: cut"):
         compute_rollout_correction_weights(torch.zeros(1, 1), torch.ones(1, 1), rollout_is_mode="cut")
 
 
 def test_default_weights_are_truncated():
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
     weights, _ = compute_rollout_correction_weights(torch.tensor([[2.0], [0.5]]), torch.ones(2, 1))
     assert weights.flatten().tolist() == pytest.approx([2.0, math.exp(0.5)])
 
@@ -365,7 +338,7 @@ def test_default_weights_are_truncated():
 def test_mismatch_metrics_are_their_formulas():
     from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
 
-    nan = float("nan")
+    nan = math.nan
     trainer = torch.tensor([[-1.0, -2.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
     rollout = torch.tensor([[-1.5, -1.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
@@ -426,4 +399,4 @@ def test_default_update_is_written_down():
     data = make_data(torch.full((ROWS, WIDTH), -4.0), advantages=torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH))
     metrics = [actor.update_policy(data) for _ in range(2)]
     digest = hashlib.sha256(parameters(actor).numpy().tobytes()).hexdigest()
-    Path(os.environ["DEFAULT_UPDATE"]).write_text(json.dumps({"parameters": digest, "metrics": metrics}))
+    Path("default_update.json").write_text(json.dumps({"parameters": digest, "metrics": metrics}))

@@ -3,19 +3,29 @@
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from verl_precision.patching.command import State, change_tree
+from verl_precision.patching.change import change_tree
+from verl_precision.patching.series import State
+from verl_precision.runs.fork_server import fork_server
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "verl-precision" / "releases"
 # pip's own words when no index answers, as opposed to an index that lacks the release
 UNREACHABLE = re.compile(r"from versions: none\)|Connection to .* failed|Temporary failure in name resolution")
+# What every verl imports, and takes ten seconds of a core.
+PRELOADED = (
+    *("torch.distributed.fsdp", "transformers.models.qwen2.modeling_qwen2", "ray", "accelerate", "datasets", "peft"),
+    *("tensordict", "pandas", "hydra", "pytest"),
+)
+# Without our plugin, which is for 0.9 alone.
+SETTINGS = {"VERL_USE_EXTERNAL_PLUGINS": "none", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"}
 
 
 def _fetch(version: str) -> Path:
@@ -23,13 +33,10 @@ def _fetch(version: str) -> Path:
     if not wheel.is_file():
         CACHE.mkdir(parents=True, exist_ok=True)
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1"]
-        done = subprocess.run(
-            [*pip, "--timeout", "15", "-d", str(CACHE), f"verl=={version}"], capture_output=True, text=True, timeout=180
-        )
+        pip += ["--timeout", "15", "-d", str(CACHE), f"verl=={version}"]
+        done = subprocess.run(pip, capture_output=True, text=True, timeout=180)
         if done.returncode and UNREACHABLE.search(done.stderr):
-            pytest.skip(
-                f"verl {version} cannot be fetched, no package index is reachable: {done.stderr.strip()[-200:]}"
-            )
+            pytest.skip(f"verl {version} cannot be fetched, no package index is reachable: {done.stderr[-200:]}")
         assert done.returncode == 0, done.stderr
     return wheel
 
@@ -67,35 +74,22 @@ def patched(unpack: Callable[[str], Path]) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def run_in() -> Callable[..., subprocess.CompletedProcess]:
-    """Run Python with a tree's verl, and without our plugin, which is for 0.9 alone."""
+def outcomes() -> Iterator[Callable[..., dict[str, str]]]:
+    """Run pytest with a tree's verl, in the tree; return passed, failed or error by the name of each test.
 
-    def run(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        paths = os.pathsep.join([str(tree), str(Path(__file__).parent)])
-        settings = {"PYTHONPATH": paths, "VERL_USE_EXTERNAL_PLUGINS": "none", "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tree,
-            env={**os.environ, **settings, "OMP_NUM_THREADS": "2", **environment},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+    Each run is a fork of one process that has imported everything but verl.
+    """
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(Path(__file__).parent)}
+    options = ["-q", "-rA", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
 
-    return run
+    with fork_server(PRELOADED) as python:
 
+        def run(tree: Path, *arguments: str) -> dict[str, str]:
+            command = [*shlex.split(python), "-m", "pytest", *options, "--continue-on-collection-errors"]
+            command += ["--rootdir", str(tree), *arguments]
+            done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=280)
+            found = re.findall(r"^(PASSED|FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
+            assert found, done.stdout[-3000:] + done.stderr[-3000:]
+            return {name.split("/")[-1].removeprefix("::"): outcome.lower() for outcome, name in found}
 
-@pytest.fixture(scope="session")
-def outcomes(run_in) -> Callable[..., dict[str, str]]:
-    """Run pytest with a tree's verl; return passed, failed or error by the name of each test."""
-
-    def run(tree: Path, *arguments: str, **environment: str) -> dict[str, str]:
-        options = ["-q", "-rA", "--noconftest", "--rootdir", str(tree), "-p", "no:cacheprovider", "-W", "ignore"]
-        done = run_in(
-            tree, "-m", "pytest", *options, "--tb=no", "--continue-on-collection-errors", *arguments, **environment
-        )
-        found = re.findall(r"^(PASSED|FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
-        assert found, done.stdout[-3000:] + done.stderr[-3000:]
-        return {name.split("/")[-1].removeprefix("::"): outcome.lower() for outcome, name in found}
-
-    return run
+        yield run

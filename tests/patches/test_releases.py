@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.patching.command import State, change_tree, check_tree
-from verl_precision.patching.series import available, sha256
+from verl_precision.patching.change import change_tree, check_tree
+from verl_precision.patching.series import State, available, sha256
 from verl_precision.patching.tree import open_tree
 
 VERSIONS = sorted(available())
@@ -29,7 +29,9 @@ def everything(tree):
 
 
 def new_tests(version):
-    return sorted(p for p, hashes in available()[version].files.items() if hashes.pristine is None and "/test_" in p)
+    return sorted(
+        p for p, hashes in available()[version].files.items() if hashes[State.PRISTINE] is None and "/test_" in p
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -55,7 +57,7 @@ def _copy_of_touched_files(tree, version, folder):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_git_am_and_patch_take_it_too(pristine, version, tmp_path):
     series = available()[version]
-    wanted = {path: hashes.patched for path, hashes in series.files.items()}
+    wanted = {path: hashes[State.APPLIED] for path, hashes in series.files.items()}
     identity = ["-c", "user.name=n", "-c", "user.email=e@x.invalid", "-c", "commit.gpgsign=false"]
     by_git, by_patch = tmp_path / "git", tmp_path / "patch"
     for folder in (by_git, by_patch):
@@ -81,7 +83,7 @@ def test_each_patch_says_why_how_it_was_tested_and_what_changes_by_default(versi
             assert part.split()[0] in text and " ".join(part.split()) in " ".join(text.split()), (patch.path.name, part)
 
 
-def test_0_6_1(pristine, patched, outcomes, tmp_path):
+def test_0_6_1(pristine, patched, outcomes):
     """Each promise fails in the release and holds with the series; the defaults and upstream's own tests hold in both.
 
     Aggregation oracle, estimator gradients, scaler save and restore, dtypes, metrics: `checks_verl_0_6_1.py`.
@@ -89,9 +91,8 @@ def test_0_6_1(pristine, patched, outcomes, tmp_path):
     checks, found = str(HERE / "checks_verl_0_6_1.py"), {}
     upstream = ("tests/trainer", "tests/test_base_config_on_cpu.py")  # what touches patched modules and needs no GPU
     for tree, more in ((pristine, ()), (patched, upstream)):
-        written = tmp_path / f"{tree('0.6.1').name}.json"
-        found[tree] = outcomes(tree("0.6.1"), *ALIAS, checks, *more, DEFAULT_UPDATE=str(written))
-        found[tree, "default update"] = json.loads(written.read_text())
+        found[tree] = outcomes(tree("0.6.1"), *ALIAS, checks, *more)
+        found[tree, "default update"] = json.loads((tree("0.6.1") / "default_update.json").read_text())
     before, after = found[pristine], found[patched]
     assert len(before) >= 38
     assert {name for name, outcome in before.items() if outcome == "passed"} == {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
-from verl_precision.patching import command
+from verl_precision.patching import change
 from verl_precision.patching.series import available, load_series, read_patches, sha256
 
 
@@ -72,7 +72,7 @@ def patches(made: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def series(patches, monkeypatch):
     """The series, and the only one that the command knows."""
-    monkeypatch.setattr(command, "available", lambda: available(patches))
+    monkeypatch.setattr(change, "available", lambda: available(patches))
     return load_series(patches / "verl-1.2.3")
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 
+import numpy
 import pytest
 
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
@@ -32,6 +33,14 @@ def test_file_logger(tmp_path):
     assert run.rows == ROWS and run.name == "mine.jsonl" and run.notes == ()
 
 
+def test_null_is_nan_words_are_left_out_and_a_step_logged_again_wins(tmp_path):
+    rows = [*ROWS, {"step": 2, "mismatch/k3_kl": None, "model": "words"}]
+    (run,) = read_runs([jsonl(tmp_path / "a.jsonl", rows)])
+    assert len(run.rows) == 2 and run.rows[1]["critic/score/mean"] == -37.0
+    assert math.isnan(run.rows[1]["mismatch/k3_kl"]) and "model" not in run.rows[1]
+    assert run.notes == ("1 step(s) were logged more than once (a resumed run): the last counts",)
+
+
 def test_console_log_with_ray_prefix_colour_and_noise(tmp_path):
     prefix = "\x1b[36m(TaskRunnerV1 pid=11694)\x1b[0m "
     text = "start\nstep: nothing\n" + "".join(console_line(row, prefix) + "noise - a:1\n" for row in ROWS)
@@ -42,15 +51,21 @@ def test_console_log_with_ray_prefix_colour_and_noise(tmp_path):
 
 def test_verls_own_console_line_is_read(tmp_path):
     """What verl's LocalLogger prints, numpy numbers, NaN and booleans included."""
-    import numpy
     from verl.utils.logger.aggregate_logger import concat_dict_to_str
 
-    data = {"a/x": numpy.float32(0.25), "b:c": numpy.int64(3), "nan": float("nan"), "flag": True, "tiny": -1.5e-30}
+    data = {
+        "a/x": numpy.float32(0.25),
+        "b:c": numpy.int64(3),
+        "nan": math.nan,
+        "on": True,
+        "off": False,
+        "tiny": -1e-30,
+    }
     (tmp_path / "out.txt").write_text(concat_dict_to_str(data, step=7) + "\n")
     (run,) = read_runs([tmp_path / "out.txt"])
     (row,) = run.rows
     assert math.isnan(row.pop("nan")) and run.notes == ()
-    assert row == {"step": 7, "a/x": 0.25, "b:c": 3.0, "flag": 1.0, "tiny": -1.5e-30}
+    assert row == {"step": 7, "a/x": 0.25, "b:c": 3.0, "on": 1.0, "off": 0.0, "tiny": -1e-30}
 
 
 def test_unreadable_values_of_a_log_are_counted(tmp_path):
@@ -59,63 +74,51 @@ def test_unreadable_values_of_a_log_are_counted(tmp_path):
     assert run.rows == [{"step": 1, "a": 1.0}] and "2 value(s)" in run.notes[0]
 
 
-def test_tensorboard_events(tmp_path):
+def test_tensorboard_events(tmp_path, monkeypatch):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path / "tb")) as writer:
         for row in ROWS:
-            for key, value in row.items():
-                if key != "step":
-                    writer.add_scalar(key, value, row["step"])
+            for key in row.keys() - {"step"}:
+                writer.add_scalar(key, row[key], row["step"])
     (run,) = read_runs([tmp_path / "tb"])
-    assert [row["step"] for row in run.rows] == [1, 2] and run.name == "tb"
-    assert [row["mismatch/k3_kl"] for row in run.rows] == pytest.approx([1.25e-8, 0.0])
+    assert run.name == "tb" and run.rows == [pytest.approx(row) for row in ROWS]
     (single,) = read_runs([next((tmp_path / "tb").iterdir())])
     assert single.rows == run.rows
-
-
-def test_tensorboard_that_is_not_installed_is_named(tmp_path, monkeypatch):
-    (tmp_path / "events.out.tfevents.1").write_bytes(b"")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMismatchError, match="pip install tensorboard"):
-        read_runs([tmp_path])
+    with pytest.raises(EnvironmentMismatchError, match="tb'.*pip install tensorboard"):
+        read_runs([tmp_path / "tb"])
 
 
 def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):
-    jsonl(tmp_path / "q" / "bf16" / "metrics.jsonl")
-    jsonl(tmp_path / "q" / "fp16" / "metrics.jsonl")
+    for path in ("q/bf16", "q/fp16", "p/bf16"):
+        jsonl(tmp_path / path / "metrics.jsonl")
     (tmp_path / "q" / "bf16" / "train.log").write_text(console_line(ROWS[0]))
     assert [run.name for run in read_runs([tmp_path / "q" / "bf16"])] == ["bf16"]
     runs = read_runs([tmp_path / "q"])
     assert [run.name for run in runs] == ["bf16", "fp16"] and all(run.rows == ROWS for run in runs)
-    jsonl(tmp_path / "p" / "bf16" / "metrics.jsonl")
     names = [run.name for run in read_runs([tmp_path / "p" / "bf16", tmp_path / "q" / "bf16"])]
     assert names == ["p/bf16", "q/bf16"]
 
 
-def test_null_is_nan_words_are_left_out_and_a_step_logged_again_wins(tmp_path):
-    rows = [*ROWS, {"step": 2, "mismatch/k3_kl": None, "model": "words"}]
-    (run,) = read_runs([jsonl(tmp_path / "a.jsonl", rows)])
-    assert len(run.rows) == 2 and run.rows[1]["critic/score/mean"] == -37.0
-    assert math.isnan(run.rows[1]["mismatch/k3_kl"]) and "model" not in run.rows[1]
-    assert run.notes == ("1 step(s) were logged more than once (a resumed run): the last counts",)
-
-
-def test_what_cannot_be_read_is_refused(tmp_path):
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"step":1,"data":{"a":1}}\n{"step":2,"da')
-    empty, log = tmp_path / "empty.jsonl", tmp_path / "words.log"
-    empty.write_text(""), log.write_text("no steps here\n")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "nowhere': there is no such file or folder. Allowed: verl's metrics file .* Check the path"),
+        ("broken.jsonl", "not a metrics file"),
+        ("list.jsonl", "not a metrics file"),
+        ("empty.jsonl", "no training step"),
+        ("words.log", "no training step"),
+        ("none", "no metrics in it"),
+        (".", "several files could be meant: broken.jsonl, empty.jsonl, list.jsonl. Allowed: one of them"),
+        ("twice", "it is given twice"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, name, words):
+    texts = {"broken.jsonl": '{"step":1,"data":{"a":1}}\n{"step":2,"da', "list.jsonl": "[]\n", "empty.jsonl": ""}
+    for file, text in (texts | {"words.log": "no steps here\n"}).items():
+        (tmp_path / file).write_text(text)
     (tmp_path / "none").mkdir()
-    for path, words in (
-        (tmp_path / "nowhere", "nowhere: no such file or folder"),
-        (broken, "not a metrics file"),
-        (empty, "no training step"),
-        (log, "no training step"),
-        (tmp_path / "none", "no metrics in it"),
-        (tmp_path, "several files could be meant: broken.jsonl, empty.jsonl"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            read_runs([path])
-    with pytest.raises(ConfigurationError, match="given twice"):
-        read_runs([jsonl(tmp_path / "x.jsonl")] * 2)
+    paths = [jsonl(tmp_path / "none" / "x.jsonl")] * 2 if name == "twice" else [tmp_path / name]
+    with pytest.raises(ConfigurationError, match=words):
+        read_runs(paths)

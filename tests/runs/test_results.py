@@ -1,70 +1,53 @@
-"""From verl's metrics file to summary, table and JSON."""
+"""From the metrics of each step to summary, pass bar, table and JSON, with numbers by hand."""
 
 import io
 import json
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.runs.results import ratios, read_metrics, summarise, table, write_summary
+from verl_precision.runs.results import REWARD, PassBar, ratios, summarise, table, write_summary
 
 
-def _rows(scale: float) -> list[dict[str, float]]:
+def measured(scale: float, rewards=(-30.0, -20.0, -10.0)) -> list[dict[str, float]]:
     return [
         {
             "step": step,
-            "critic/score/mean": -40.0 + 10 * step,
+            REWARD: reward,
             "response_length/mean": 41.0 - 10 * step,
             "mismatch/log_prob_gap_abs_mean": 0.01 * scale * step,
             "mismatch/k3_kl": 1e-5 * scale**2,
             "mismatch/probs_pearson": 0.999,
             "timing_s/step": {1: 30.0, 2: 5.0, 3: 7.0}[step],
         }
-        for step in (1, 2, 3)
+        for step, reward in enumerate(rewards, start=1)
     ]
 
 
-def test_read_metrics_as_verl_writes_them(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "data": {"a": 0.5}}\n{"step": 2, "data": {"a": 1}}\n')
-    assert read_metrics(path) == [{"step": 1, "a": 0.5}, {"step": 2, "a": 1}]
-
-
 def test_summary_hand_computed():
-    s = summarise("bf16", _rows(1), seconds_total=60)
+    s = summarise("bf16", measured(1), seconds_total=60)
     assert (s.steps, s.reward_first, s.reward_last, s.length_first, s.length_last) == (3, -30, -10, 31, 11)
     assert s.log_prob_gap == pytest.approx(0.02)
     assert s.k3_kl == pytest.approx(1e-5)
     assert s.seconds_per_step == 7, "the median: the first step carries warm-up"
 
 
-def test_ratio_is_the_first_run_over_the_others():
-    summaries = [summarise("bf16", _rows(10), 1), summarise("fp16", _rows(1), 1)]
-    assert ratios(summaries) == {"bf16/fp16": {"log_prob_gap": pytest.approx(10), "k3_kl": pytest.approx(100)}}
-
-
 def test_a_run_that_measured_no_mismatch_is_named():
-    rows = [{key: value for key, value in row.items() if "mismatch" not in key} for row in _rows(1)]
+    rows = [{key: value for key, value in row.items() if "mismatch" not in key} for row in measured(1)]
     with pytest.raises(ConfigurationError, match="mismatch/k3_kl.*mismatch.enabled=True"):
         summarise("bf16", rows, 1)
 
 
-def test_rewards_between_0_and_1_keep_three_digits():
-    rows = _rows(1)
-    for row, reward in zip(rows, (0.5234, 0.7, 0.9827), strict=True):
-        row["critic/score/mean"] = reward
-    text = io.StringIO()
-    Console(file=text, width=100).print(table([summarise("fp16", rows, 1)]))
-    assert "0.523 -> 0.983" in text.getvalue()
-
-
-def test_table_and_json(tmp_path):
-    runs = {"bf16": _rows(10), "fp16": _rows(1)}
-    summaries = [summarise(name, rows, 1) for name, rows in runs.items()]
+def test_table_and_json_have_the_ratio_of_the_first_run_to_the_others(tmp_path):
+    summaries = [summarise("bf16", measured(10), 1), summarise("fp16", measured(1, (0.5234, 0.7, 0.9827)), 1)]
+    assert ratios(summaries) == {"bf16/fp16": {"log_prob_gap": pytest.approx(10), "k3_kl": pytest.approx(100)}}
     text = io.StringIO()
     Console(file=text, width=100).print(table(summaries))
-    for word in ("bf16", "fp16", "-30 -> -10", "100.0x", "ratio bf16/fp16", "s/step"):
+    for word in ("bf16", "fp16", "-30 -> -10", "0.523 -> 0.983", "100.0x", "ratio bf16/fp16", "s/step"):
         assert word in text.getvalue()
     verdicts = {"fp16": {"reward": 0.98, "passed": True, "since": 2}}
     write_summary(tmp_path / "s.json", summaries, ["verl-precision", "compare"], {"verl": "0.9.1"}, verdicts)
@@ -72,3 +55,62 @@ def test_table_and_json(tmp_path):
     assert content["ratios"]["bf16/fp16"]["k3_kl"] == pytest.approx(100)
     assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
     assert content["pass_bar"] == verdicts
+
+
+def rewarded(*rewards: float) -> list[dict[str, float]]:
+    return [{"step": step, REWARD: reward} for step, reward in enumerate(rewards, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("above", "steps", "rewards", "reward", "since"),
+    [
+        # Windows of two: means 0, 1/2, 3/4, 3/4, 1.
+        (0.7, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 3),
+        (0.75, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 5),  # on the bar is not above it
+        (1.0, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, None),
+        (0.9, 2, (1.0, 1.0, 1.0, 0.0), 0.5, None),  # fallen back below
+        (0.9, 2, (1.0, 1.0, 1.0, 0.0, 1.0, 1.0), 1.0, 6),  # only the last rise counts
+        (0.85, 4, (0.8, 1.0), 0.9, 2),  # shorter than the window: means 0.8, 0.9
+        (-11.0, 1, (-40.0, -10.0), -10.0, 2),
+        (0.5, 1, (1.0, math.nan), math.nan, None),  # NaN is not above
+        (0.5, 1, (math.nan, 1.0), 1.0, 2),
+    ],
+)
+def test_verdict_by_hand(above, steps, rewards, reward, since):
+    found = PassBar(above, steps).verdict(rewarded(*rewards))
+    assert found == {"reward": pytest.approx(reward, nan_ok=True), "passed": since is not None, "since": since}
+
+
+def test_steps_are_verls_not_counted():
+    """A resumed run's first row is not step 1."""
+    rows = [{**row, "step": row["step"] + 10} for row in rewarded(0.0, 1.0, 1.0)]
+    assert PassBar(0.9, 1).verdict(rows)["since"] == 12
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 8), st.floats(-1e3, 1e3))
+def test_since_is_the_first_step_of_the_last_stretch_above(rewards, steps, above):
+    found = PassBar(above, steps).verdict(rewarded(*rewards))
+    window = rewards[-steps:]
+    assert found["reward"] == pytest.approx(math.fsum(window) / len(window), abs=1e-9)
+    assert found["passed"] == (found["reward"] > above) == (found["since"] is not None)
+    if found["passed"]:
+        lengths = range(1, len(rewards) + 1)
+        ends = [PassBar(above, steps).verdict(rewarded(*rewards[:end]))["passed"] for end in lengths]
+        assert all(ends[found["since"] - 1 :]) and (found["since"] == 1 or not ends[found["since"] - 2])
+
+
+@pytest.mark.parametrize(
+    ("above", "steps", "words"),
+    [(math.nan, 4, "--pass-bar nan.*0.95"), (math.inf, 4, "--pass-bar inf"), (0.9, 0, "--pass-steps 0.*1 or more")],
+)
+def test_a_bar_that_means_nothing_is_refused(above, steps, words):
+    with pytest.raises(ConfigurationError, match=words):
+        PassBar(above, steps)
+
+
+def test_sentence():
+    assert PassBar(0.95, 2).sentence("fp16", rewarded(0.5, 0.96, 1.0)) == (
+        "fp16: critic/score/mean 0.980 over the last 2 steps, bar 0.95: passed, above since step 3"
+    )
+    shorter = PassBar(0.95, 4).sentence("bf16", rewarded(0.5, 0.5))
+    assert shorter == "bf16: critic/score/mean 0.500 over the last 2 steps, bar 0.95: not passed"

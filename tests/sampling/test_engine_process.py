@@ -14,9 +14,11 @@ from verl_precision.errors import RunFailedError
 from verl_precision.sampling.engine import Request, Response
 from verl_precision.sampling.engine_process import EngineProcess
 
+DIE, SLEEP = -1, -2  # prompts
+
 
 class Echo:
-    """Answers each request with this process's number; a prompt of -1 makes it fail, the first of -2 sleep."""
+    """Answers each request with this process's number, or does what the prompt says."""
 
     engines = 1
 
@@ -30,14 +32,11 @@ class Echo:
 
     def poll(self):
         request = self.asked.pop(0)
-        if request.prompt_token_ids == (-1,):
+        if request.prompt_token_ids == (DIE,):
             os.kill(os.getpid(), signal.SIGKILL)
-        if request.prompt_token_ids == (-2,):
+        if request.prompt_token_ids == (SLEEP,):
             time.sleep(600)
         return [Response(request.problem, request.response, os.getpid())]
-
-    def close(self):
-        """Nothing is held."""
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def request(response, token=0):
     return Request("a", response, (token,))
 
 
-def test_answers_come_from_another_process_that_ends_when_closed(start, tmp_path):
+def test_answers_come_from_another_process_that_ends_when_closed(start):
     engine = start()
     assert engine.poll() == [], "nothing was asked"
     engine.submit([request(0), request(1)])
@@ -73,41 +72,31 @@ def test_answers_come_from_another_process_that_ends_when_closed(start, tmp_path
     assert not psutil.pid_exists(number)
 
 
-def test_a_failure_is_named_with_its_log_which_is_kept(start, tmp_path):
-    words = r"(?s)the process score-fp16 ended with exit code 1; .*MemoryError.*Log: .*score-fp16-{}.log"
-    for number in range(2):
-        with pytest.raises(RunFailedError, match=words.format(number)):
-            engine = start(fail=True)
-            engine.submit([request(0)])
-            engine.poll()
+def test_failures_are_named_with_their_logs_which_are_kept(start, tmp_path):
+    with pytest.raises(RunFailedError, match=r"(?s)score-fp16 ended with exit code 1; .*MemoryError.*score-fp16-0.log"):
+        engine = start(fail=True)
+        engine.submit([request(0)])
+        engine.poll()
+    engine = start()
+    engine.submit([request(0, DIE)])
+    with pytest.raises(RunFailedError, match=r"(?s)exit code -9.*SIGKILL.*score-fp16-1.log"):
+        engine.poll()
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["score-fp16-0.log", "score-fp16-1.log"]
 
 
-def test_a_process_that_is_killed_is_named(start):
-    engine = start()
-    engine.submit([request(0, -1)])
-    with pytest.raises(RunFailedError, match=r"(?s)exit code -9.*SIGKILL"):
-        engine.poll()
-
-
-def test_ends_with_its_parent_even_at_work(tmp_path):
+def test_ends_with_its_parent_even_at_work(tmp_path, monkeypatch):
     script = f"""
-import sys, time
-sys.path.insert(0, {os.path.dirname(__file__)!r})
+import time
 from functools import partial
 from pathlib import Path
-from test_engine_process import Echo, EngineProcess, request
+from test_engine_process import SLEEP, Echo, EngineProcess, request
 engine = EngineProcess(partial(Echo), "score", Path({str(tmp_path)!r}))
-engine.submit([request(0), request(1, -2)])
+engine.submit([request(0), request(1, SLEEP)])
 print(engine.poll()[0].tokens, flush=True)
 time.sleep(600)
 """
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
-    engine = psutil.Process(int(parent.stdout.readline()))
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), *sys.path]))
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        engine = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
     assert psutil.wait_procs([engine], timeout=30)[1] == []

@@ -35,14 +35,8 @@ def replay(tmp_path, row, write_rows, record) -> Callable:
         if not data.exists():
             write_rows(data, [row(number) for number in range(len(verdicts))])
         recorded = record(tmp_path / "recorded.jsonl", data, verdicts)
-        chosen = Options(
-            data=data,
-            model="recorded",
-            output=tmp_path / folder,
-            window=window or Window(len(verdicts[0])),
-            recorded=recorded,
-            **options,
-        )
+        values = {"data": data, "model": "recorded", "output": tmp_path / folder, "recorded": recorded, **options}
+        chosen = Options(window=window or Window(len(verdicts[0])), **values)
         return build_sanity_set(chosen, Console(quiet=True)), tmp_path / folder
 
     return run

@@ -2,23 +2,34 @@
 
 import json
 import random
+from contextlib import nullcontext
+from fractions import Fraction
 
 import pytest
 from pyarrow import parquet
 from rich.console import Console
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.sampling.problems import read_data_set
+from verl_precision.sanity_set import session
+from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.session import Options, build_sanity_set
 from verl_precision.sanity_set.verdict import Window
 
 EASY, HARD, FLIP = [True] * 40, [False] * 40, [index % 2 == 0 for index in range(40)]
 
 
+@pytest.fixture
+def no_engine(monkeypatch):
+    """Return a function after whose call a test fails when an engine starts."""
+    return lambda: monkeypatch.setattr(session, "_engine", lambda options: pytest.fail("engine started"))
+
+
 def kept_rows(folder):
     return [row["extra_info"]["index"] for row in parquet.read_table(folder / "kept.parquet").to_pylist()]
 
 
-def test_summary_by_hand(replay):
+def test_summary_by_hand_and_no_engine_for_a_finished_run(replay, no_engine):
     """In flight 1: 33 + 33 + 16 responses of 120; 10 tokens each."""
     summary, folder = replay([EASY, HARD, FLIP], in_flight=1)
     assert kept_rows(folder) == [2]
@@ -31,41 +42,65 @@ def test_summary_by_hand(replay):
     assert [p["verdict"] for p in content["problems"].values()] == ["dropped", "dropped", "kept"]
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
-
-@pytest.mark.parametrize("in_flight", [1, 7, 64, 10_000])
-def test_same_kept_set_with_and_without_early_stopping(replay, in_flight):
-    generator = random.Random(3)
-    accuracies = [generator.random() for _ in range(30)]
-    verdicts = [[generator.random() < accuracy for _ in range(40)] for accuracy in accuracies]
-    early, first = replay(verdicts, "early", in_flight=in_flight)
-    full, second = replay(verdicts, "full", in_flight=in_flight, early_stopping=False)
-    expected = [index for index, row in enumerate(verdicts) if 8 <= sum(row) <= 32]
-    assert kept_rows(first) == kept_rows(second) == expected
-    assert full.responses_drawn == 1200 == early.responses_drawn + early.responses_saved
-    assert early.responses_drawn < 900 or in_flight > 900
-
-
-def test_a_finished_run_starts_no_engine_again(replay, monkeypatch):
-    summary, folder = replay([EASY, FLIP], in_flight=1)
     before = (folder / "journal.jsonl").read_bytes()
-    monkeypatch.setattr("verl_precision.sanity_set.session._engine", lambda options: pytest.fail("engine started"))
-    again, _ = replay([EASY, FLIP], in_flight=64)  # how many are in flight is no part of the experiment
+    no_engine()
+    again, _ = replay([EASY, HARD, FLIP], in_flight=64)  # how many are in flight is no part of the experiment
     assert again == summary
     assert (folder / "journal.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_interrupted_twice_and_resumed_nothing_is_lost_or_drawn_twice(replay, tmp_path, monkeypatch, torn):
+    """Eight problems of all difficulties; tests/e2e/test_sanity_set.py does the same with vLLM and kill -9."""
+    generator = random.Random(1)
+    verdicts = [[generator.random() < number / 7 for _ in range(40)] for number in range(8)]
+    journal, counted, submitted = tmp_path / "out" / "journal.jsonl", [], []
+
+    class Mortal(RecordedEngine):
+        def submit(self, requests):
+            submitted.extend((request.problem, request.response) for request in requests)
+            super().submit(requests)
+
+        def poll(self):
+            if not self.batches:
+                raise KeyboardInterrupt
+            self.batches -= 1
+            return [self._waiting.popleft() for _ in range(min(5, len(self._waiting)))]
+
+    monkeypatch.setattr(session, "RecordedEngine", Mortal)
+    for batches in (9, 7, 1000):
+        submitted.clear()
+        Mortal.batches = batches
+        with pytest.raises(KeyboardInterrupt) if batches < 1000 else nullcontext():
+            _, folder = replay(verdicts, in_flight=12)
+        assert not set(submitted) & set(counted), "drawn twice"
+        if torn and batches < 1000:
+            journal.write_bytes(journal.read_bytes()[:-9])
+        lines = [json.loads(line) for line in journal.read_bytes().split(b"\n")[1:] if line.endswith(b"}")]
+        on_disk = [(line["problem"], line["response"]) for line in lines]
+        assert on_disk[: len(counted)] == counted, "lost"
+        assert batches == 1000 or len(on_disk) == len(counted) + 5 * batches - torn
+        counted = on_disk
+    assert len(set(counted)) == len(counted)
+    assert kept_rows(folder) == [index for index, row in enumerate(verdicts) if 8 <= sum(row) <= 32]
+
+
+def test_a_window_that_keeps_everything_draws_nothing(replay):
+    summary, folder = replay([EASY, HARD], window=Window(40, Fraction(0), Fraction(1)))
+    assert (summary.kept, summary.responses_drawn, summary.responses_saved) == (2, 0, 80)
+    assert kept_rows(folder) == [0, 1] and sum(summary.histogram) == 0
+
+
 def test_a_job_of_the_former_version_continues(replay, tmp_path):
-    """Its journal, line for line; the rest is drawn."""
+    """Its journal, line for line; the rest is drawn, unless a setting is another one."""
     replay([EASY, FLIP], "whole", in_flight=1)
     settings, *lines = (tmp_path / "whole" / "journal.jsonl").read_text().splitlines(keepends=True)
+    now, problem = json.loads(settings)["settings"], json.loads(lines[0])["problem"]
     recorded = {
-        **{"data": "D", "model": "recorded", "responses_from": "R", "dtype": "fp16", "responses_per_problem": 40},
-        **{"low": "1/5", "high": "4/5", "reward": "verl", "correct_at": 1.0, "max_prompt_length": 1024},
-        **{"max_response_length": 6976, "temperature": 1.0, "top_p": 1.0, "seed": 0},
+        **{"data": now["data"], "model": "recorded", "responses_from": now["responses_from"], "dtype": "fp16"},
+        **{"responses_per_problem": 40, "low": "1/5", "high": "4/5", "reward": "verl", "correct_at": 1.0},
+        **{"max_prompt_length": 1024, "max_response_length": 6976, "temperature": 1.0, "top_p": 1.0, "seed": 0},
     }
-    now = json.loads(settings)["settings"]
-    recorded |= {name: now[name] for name in ("data", "responses_from")}
-    problem = json.loads(lines[0])["problem"]
     former = json.dumps({"settings": recorded}) + "\n"
     former += f'{{"problem": "{problem}", "response": 0, "correct": true, "tokens": 10}}\n'
     (tmp_path / "former").mkdir()
@@ -73,38 +108,43 @@ def test_a_job_of_the_former_version_continues(replay, tmp_path):
     summary, folder = replay([EASY, FLIP], "former", in_flight=1)
     assert summary.kept == 1 and (folder / "journal.jsonl").read_text().startswith(former)
     assert summary.responses_drawn == len(lines)
+    with pytest.raises(ConfigurationError, match="low: '1/5' there, '0' now"):
+        replay([EASY, FLIP], "former", Window(40, Fraction(0), Fraction(4, 5)))
 
 
 def test_a_result_that_somebody_else_made_is_left_alone(replay, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "summary.json").write_text("mine")
-    with pytest.raises(ConfigurationError, match=r"it has summary.json and no journal.jsonl.*Nothing was written"):
+    (tmp_path / "out" / "kept.parquet").write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"it has kept.parquet and no journal.jsonl"):
         replay([EASY, FLIP])
-    assert (tmp_path / "out" / "summary.json").read_text() == "mine"
+    assert (tmp_path / "out" / "kept.parquet").read_text() == "mine"
+
+
+def test_a_window_that_keeps_nothing_shows_the_histogram(replay, tmp_path):
+    with pytest.raises(ConfigurationError, match="keeps none of 3 problems") as caught:
+        replay([EASY, EASY, HARD])
+    assert "  0- 10%       1  ####################\n" in str(caught.value)
+    assert f" 90-100%       2  {'#' * 40}\n" in str(caught.value)
+    assert (tmp_path / "out" / "summary.json").is_file()
+    assert not (tmp_path / "out" / "kept.parquet").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 1}, "seed: 0 there, 1 now"),
-        ({"window": Window(40, 0, Window().high)}, "low: '1/5' there, '0' now"),
-        ({"dtype": "bf16"}, "dtype: 'fp16' there, 'bf16' now"),
+        ({"max_prompt_length": 8}, "--max-prompt-length 8: every prompt is longer. Allowed: .* or more"),
+        ({"recorded": "nowhere.jsonl"}, "--responses nowhere.jsonl: no such file"),
+        ({"engines": 2}, "--engines 2 needs --ray-address"),
+        ({"ray_address": "local", "recorded": "x"}, "needs no --ray-address"),
     ],
 )
-def test_resuming_with_other_settings_is_refused(replay, changes, words):
-    replay([EASY, FLIP])
+def test_what_cannot_work_is_refused_before_vllm_loads(tmp_path, row, write_rows, no_engine, changes, words):
+    data = write_rows(tmp_path / "data.jsonl", [row(n, data_source="math_dapo") for n in range(2)])
+    values = {"data": data, "model": "tiny:qwen3", "output": tmp_path / "out", "window": Window(), **changes}
+    no_engine()
     with pytest.raises(ConfigurationError, match=words):
-        replay([EASY, FLIP], **changes)
-
-
-def test_a_window_that_keeps_nothing_shows_the_histogram(replay, tmp_path):
-    with pytest.raises(ConfigurationError) as caught:
-        replay([EASY, EASY, HARD])
-    assert "keeps none of 3 problems" in str(caught.value)
-    assert "  0- 10%       1  ####################\n" in str(caught.value)
-    assert f" 90-100%       2  {'#' * 40}\n" in str(caught.value)
-    assert (tmp_path / "out" / "summary.json").is_file()
-    assert not (tmp_path / "out" / "kept.parquet").exists()
+        build_sanity_set(Options(**values), Console(quiet=True))
+    assert not (tmp_path / "out").exists()
 
 
 def test_recorded_responses_that_run_out_are_named(replay):
@@ -112,35 +152,20 @@ def test_recorded_responses_that_run_out_are_named(replay):
         replay([FLIP[:10]], window=Window(40))
 
 
-def options(tmp_path, row, write_rows, **changes):
-    data = write_rows(tmp_path / "data.jsonl", [row(n, data_source="math_dapo") for n in range(2)])
-    return Options(**{"data": data, "model": "m", "output": tmp_path / "out", "window": Window(), **changes})
+@pytest.mark.parametrize("line", [{"problem": "a"}, {"problem": "a", "response": 0, "tokens": 3, "correct": "yes"}])
+def test_recorded_lines_that_are_not_responses_are_named(tmp_path, write_rows, line):
+    with pytest.raises(ConfigurationError, match="line 1"):
+        RecordedEngine(write_rows(tmp_path / "r.jsonl", [line]))
 
 
-def test_a_model_that_is_not_there_is_refused_before_vllm_loads(tmp_path, row, write_rows, monkeypatch):
-    monkeypatch.setattr("verl_precision.sanity_set.session._engine", lambda options: pytest.fail("engine started"))
-    with pytest.raises(ConfigurationError, match="no such folder, and not a hub name"):
-        build_sanity_set(options(tmp_path, row, write_rows, model="no/such/folder"), Console(quiet=True))
-    assert not (tmp_path / "out").exists()
-
-
-def test_prompts_that_are_too_long(tmp_path, row, write_rows, monkeypatch):
-    from verl_precision.tiny_model import cached_tiny_model
-
-    model = str(cached_tiny_model("qwen3"))
-    monkeypatch.setattr("verl_precision.sanity_set.session._engine", lambda options: pytest.fail("engine started"))
-    with pytest.raises(ConfigurationError, match="--max-prompt-length 8: every prompt is longer. Allowed: .* or more"):
-        build_sanity_set(options(tmp_path, row, write_rows, model=model, max_prompt_length=8), Console(quiet=True))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dtype": "float16"}, "--dtype float16: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
-        ({"engines": 2}, "--engines 2 needs --ray-address"),
-        ({"ray_address": "local", "recorded": "x"}, "needs no --ray-address"),
-    ],
-)
-def test_options_that_contradict_each_other(tmp_path, row, write_rows, changes, words):
-    with pytest.raises(ConfigurationError, match=words):
-        options(tmp_path, row, write_rows, **changes)
+def test_recorded_text_is_judged_by_the_reward_and_kept_if_asked(tmp_path, row, write_rows):
+    data = write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
+    name, texts = read_data_set(data).problems[0].identifier, [f"It is \\boxed{{{number}}}." for number in range(4)]
+    lines = [{"problem": name, "response": index, "tokens": 3, "text": text} for index, text in enumerate(texts)]
+    values = {"data": data, "model": "recorded", "recorded": write_rows(tmp_path / "r.jsonl", lines)}
+    options = Options(**values, output=tmp_path / "out", window=Window(4), keep_text=True, early_stopping=False)
+    assert build_sanity_set(options, Console(quiet=True)).kept == 1
+    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()[1:]]
+    assert [(line["text"], line["correct"]) for line in journal] == [
+        *zip(texts, [False, False, True, False], strict=True)
+    ]

@@ -6,7 +6,7 @@ What a verl run does between two updates, without Ray: send the weights, score t
 import asyncio
 import threading
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -23,68 +23,82 @@ from verl_precision.weight_sync.report import ReportBox, SyncReport
 EXTENSION = "verl_precision.integration.weight_sync_worker.VerifiedWeightSyncExtension"
 
 
+def full_weights(model) -> list[tuple[str, Tensor]]:
+    """Return what verl's engine sends: one tensor an expert, and a tied head once."""
+    from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
+
+    tied = model.config.tie_word_embeddings
+    stream = ((n, t) for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight"))
+    return list(unfuse_moe_params(stream, model.config.model_type))
+
+
+def move(model, size: float = 0.02) -> None:
+    """Change the trainer's weights, as an optimizer step does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * size)
+
+
+def send(stream: Iterable[tuple[str, Tensor]], handle: str, receive: Callable[[], object]) -> None:
+    """Send with verl's sender from a thread, receive in this one. Buckets of 1 MB: several of them."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
+    thread = threading.Thread(target=lambda: asyncio.run(sender.async_send_weights(iter(stream))), daemon=True)
+    thread.start()
+    try:
+        receive()
+    finally:
+        thread.join(timeout=30)
+        assert not thread.is_alive(), "the sender was left waiting"
+
+
 class EnginePair:
     """One trainer and one or more rollout replicas of a tiny model."""
 
     def __init__(self, architecture: str, dtype: str, replicas: int = 1, lora: bool = False) -> None:
-        patch = pytest.MonkeyPatch()
-        for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
-            patch.setenv(name, value)
         from vllm import LLM
 
         self.dtype = getattr(torch, dtype)
-        self.path = str(cached_tiny_model(architecture))
-        self.job = uuid.uuid4().hex
-        self.engines = [
-            LLM(
-                model=self.path,
-                dtype=dtype,
-                load_format="dummy",
-                enforce_eager=True,
-                max_model_len=128,
-                gpu_memory_utilization=0.1,
-                worker_extension_cls=EXTENSION,
-                distributed_executor_backend="uni",
-                logprobs_mode="processed_logprobs",  # verl's
-                enable_lora=lora,
-                max_lora_rank=8 if lora else 16,
-                seed=rank,  # another dummy model a replica
-            )
-            for rank in range(replicas)
-        ]
-        patch.undo()
-        self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-        self.vocabulary = self.model.config.vocab_size
-        self.tokens = canary_tokens(self.vocabulary, (0, 1, 2), sequences=2, tokens=32)
+        path = str(cached_tiny_model(architecture))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+                patch.setenv(name, value)
+            self.engines = [
+                LLM(
+                    model=path,
+                    dtype=dtype,
+                    load_format="dummy",
+                    enforce_eager=True,
+                    max_model_len=128,
+                    gpu_memory_utilization=0.1,
+                    num_gpu_blocks_override=64,  # megabytes instead of the 1 GB
+                    worker_extension_cls=EXTENSION,
+                    distributed_executor_backend="uni",
+                    logprobs_mode="processed_logprobs",  # verl's
+                    enable_lora=lora,
+                    max_lora_rank=8 if lora else 16,
+                    seed=rank,  # another dummy model a replica
+                )
+                for rank in range(replicas)
+            ]
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.tokens = canary_tokens(self.model.config.vocab_size, (0, 1, 2), sequences=2, tokens=32)
         self.judge = CanaryJudge(self.dtype, self.dtype)
-        self.lora: LoraConfig | None = None
+        self.lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None
+        self._job = uuid.uuid4().hex
         self._base_sent: set[int] = set()
-        if lora:
-            self.lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+        if self.lora:
             self.model = get_peft_model(self.model, self.lora)
-
-    def update(self, size: float = 0.02) -> None:
-        """Move the trainer's weights, as an optimizer step does."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * size)
 
     def sync(self, only: Iterable[int] | None = None, damage=lambda stream: stream) -> list[SyncReport]:
         """Send the weights to the replicas; return what each could verify."""
         reports = []
         for rank in range(len(self.engines)) if only is None else only:
             box = ReportBox()
-            if self.lora is None:
-                self._send(rank, send_with_manifest(_full_weights(self.model), box.new_address()), {}, damage)
-            else:
-                kwargs = {"peft_config": {**self.lora.to_dict(), "task_type": "CAUSAL_LM", "peft_type": "LORA"}}
-                if rank not in self._base_sent:
-                    base = send_with_manifest(_base_weights(self.model), box.new_address())
-                    self._send(rank, base, {**kwargs, "base_sync_done": False}, damage)
-                    self._base_sent.add(rank)
-                adapter = send_with_manifest(get_peft_model_state_dict(self.model).items(), box.new_address())
-                self._send(rank, adapter, {**kwargs, "base_sync_done": True}, damage)
+            for weights, settings in self._streams(rank):
+                self._send(rank, damage(send_with_manifest(weights, box.new_address())), settings)
             report = box.take()
             assert report is not None, "the receiver did not answer"
             reports.append(report)
@@ -95,6 +109,29 @@ class EnginePair:
         answers = {rank: self._ask(engine) for rank, engine in enumerate(self.engines)}
         trainer = {rank: self._score(tokens)[:, -log_probs.shape[1] :] for rank, (tokens, log_probs) in answers.items()}
         return self.judge.judge(trainer, {rank: log_probs for rank, (_, log_probs) in answers.items()})
+
+    def _streams(self, rank: int) -> Iterable[tuple[Iterable[tuple[str, Tensor]], dict]]:
+        """Yield verl's weight streams of one sync; with LoRA the base weights at the first one, then the adapter."""
+        if not self.lora:
+            yield full_weights(self.model), {}
+            return
+        from verl.utils.fsdp_utils import normalize_peft_param_name
+
+        settings = {"peft_config": {**self.lora.to_dict(), "task_type": "CAUSAL_LM", "peft_type": "LORA"}}
+        if rank not in self._base_sent:
+            base = {name: tensor for name, tensor in self.model.state_dict().items() if "lora_" not in name}
+            yield normalize_peft_param_name(base).items(), {**settings, "base_sync_done": False}
+            self._base_sent.add(rank)
+        yield get_peft_model_state_dict(self.model).items(), {**settings, "base_sync_done": True}
+
+    def _send(self, rank: int, stream, settings: dict) -> None:
+        engine, arguments = self.engines[rank], {"use_shm": True, **settings}
+        handle = f"ipc:///tmp/rl-colocate-zmq-{self._job}-replica-{rank}-rank-0.sock"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_RAY_JOB_ID", self._job)
+            patch.setenv("VERL_REPLICA_RANK", str(rank))
+            send(stream, handle, lambda: engine.collective_rpc("update_weights_from_ipc", kwargs=arguments))
+        engine.reset_prefix_cache()
 
     def _score(self, tokens: Tensor) -> Tensor:
         """Score as verl's FSDP engine does: FP32 weights, autocast, FP32 log-probs."""
@@ -109,55 +146,18 @@ class EnginePair:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        if self.lora is None:
-            ask, given, adapter = SamplingParams(prompt_logprobs=0, max_tokens=1), self.tokens, None
-        else:
+        ask, given, adapter = SamplingParams(prompt_logprobs=0, max_tokens=1), self.tokens, None
+        if self.lora:
             ask = SamplingParams(logprobs=0, max_tokens=16, temperature=0.0, ignore_eos=True)
-            given, adapter = self.tokens[:, :16], None
+            given = self.tokens[:, :16]
             if VLLM_LORA_INT_ID in engine.llm_engine.list_loras():  # verl's server asks likewise
                 adapter = LoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH)
         prompts = [{"prompt_token_ids": row} for row in given.tolist()]
         outputs = engine.generate(prompts, ask, use_tqdm=False, lora_request=adapter)
-        if self.lora is None:
+        if not self.lora:
             entries = [output.prompt_logprobs[1:] for output in outputs]
             return given, torch.tensor([[next(iter(e.values())).logprob for e in row] for row in entries])
         completions = [output.outputs[0] for output in outputs]
         tokens = torch.cat([given, torch.tensor([list(c.token_ids) for c in completions])], dim=1)
         rows = [[e[t].logprob for e, t in zip(c.logprobs, c.token_ids, strict=True)] for c in completions]
         return tokens, torch.tensor(rows)
-
-    def _send(self, rank: int, stream, kwargs: dict, damage) -> None:
-        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VERL_RAY_JOB_ID", self.job)
-            patch.setenv("VERL_REPLICA_RANK", str(rank))
-            handle = f"ipc:///tmp/rl-colocate-zmq-{self.job}-replica-{rank}-rank-0.sock"
-            sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
-            thread = threading.Thread(
-                target=lambda: asyncio.run(sender.async_send_weights(iter(damage(stream)))), daemon=True
-            )
-            thread.start()
-            try:
-                self.engines[rank].collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, **kwargs})
-            finally:
-                thread.join(timeout=30)
-                assert not thread.is_alive(), "the sender was left waiting"
-        self.engines[rank].reset_prefix_cache()
-
-
-def _full_weights(model) -> list[tuple[str, Tensor]]:
-    """Return what verl's engine sends: one tensor an expert, and a tied head once."""
-    from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
-
-    tied = model.config.tie_word_embeddings
-    stream = ((n, t) for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight"))
-    return list(unfuse_moe_params(stream, model.config.model_type))
-
-
-def _base_weights(model) -> list[tuple[str, Tensor]]:
-    """Return the base weights below an adapter, named as verl's engine names them."""
-    from verl.utils.fsdp_utils import normalize_peft_param_name
-
-    state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" not in name}
-    return list(normalize_peft_param_name(state).items())

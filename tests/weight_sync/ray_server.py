@@ -11,18 +11,22 @@ LOG_PROB = -5.0
 
 @ray.remote
 class Server:
-    """Answers -5 for every token, or misbehaves."""
+    """Answers -5 for every token of a prompt, or of its continuation; or misbehaves."""
 
     def __init__(self, behaviour: str) -> None:
         self.behaviour = behaviour
 
     async def generate(self, prompt_ids, sampling_params, request_id):
-        assert sampling_params == {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         if self.behaviour == "hangs":
             await asyncio.Event().wait()
         if self.behaviour == "dies":
             os._exit(1)
         if self.behaviour == "raises":
             raise RuntimeError("engine core is dead")
+        if self.behaviour == "continues":
+            written = sampling_params.pop("max_tokens")
+            assert sampling_params == {"logprobs": True, "temperature": 0.0, "ignore_eos": True}
+            return SimpleNamespace(token_ids=[7] * written, log_probs=[LOG_PROB] * written, extra_fields={})
+        assert sampling_params == {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         extra = {} if self.behaviour == "has none" else {"prompt_logprobs": [[LOG_PROB]] * len(prompt_ids)}
         return SimpleNamespace(token_ids=[1], log_probs=None, extra_fields=extra)

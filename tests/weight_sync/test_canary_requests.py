@@ -1,10 +1,12 @@
-"""The canary's rim over real Ray actors: replicas that answer, hang, die, or have no log-probs to give.
+"""The canary's requests to real Ray actors: replicas that answer, hang, die, or have no log-probs to give.
 
 The actors stand in for verl's servers, whose contract is `generate`; the real ones are asked in tests/e2e.
 """
 
+import copy
 import logging
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +18,11 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.errors import WeightSyncError
 from verl_precision.integration.canary_requests import TrainerCanary
+from verl_precision.integration.recipe_config import compose_recipe
 from verl_precision.tiny_model import cached_tiny_model
-from verl_precision.weight_sync.settings import CanarySettings
+from verl_precision.weight_sync.settings import CanarySettings, canary_settings
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/quickstart.yaml"
 
 
 class Workers:
@@ -37,6 +42,13 @@ class Workers:
         )
 
 
+class Broken(Workers):
+    """A trainer that cannot score."""
+
+    def compute_log_prob(self, data):
+        raise RuntimeError("no such engine")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def private_ray():
     with tempfile.TemporaryDirectory(prefix="vp-ray-", ignore_cleanup_errors=True) as folder:
@@ -50,25 +62,20 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(cached_tiny_model("qwen3"))
 
 
+@pytest.fixture(scope="module")
+def config():
+    return compose_recipe(QUICKSTART, ["precision=fp16"])
+
+
 @pytest.fixture
-def canary(compose_recipe):
-    config = compose_recipe("recipes/quickstart/quickstart.yaml", "precision=fp16")
-
-    def build(**settings) -> TrainerCanary:
-        return TrainerCanary(config, CanarySettings(**{"timeout_seconds": 120, **settings}))
-
-    return build
+def canary(config):
+    return lambda **settings: TrainerCanary(config, CanarySettings(**settings))
 
 
 @pytest.fixture(scope="module")
-def servers():
-    """Servers that survive a test, so that each starts once."""
-    return [Server.remote("answers") for _ in range(2)]
-
-
-@pytest.fixture
-def healthy(servers) -> list[SimpleNamespace]:
-    return [SimpleNamespace(replica_rank=rank, server_handle=server) for rank, server in enumerate(servers)]
+def healthy() -> list[SimpleNamespace]:
+    """Two replicas that survive a test, so that each starts once."""
+    return [_replica(rank, "answers") for rank in range(2)]
 
 
 def _replica(rank: int, behaviour: str) -> SimpleNamespace:
@@ -81,19 +88,27 @@ def _one_sync(canary, replicas, tokenizer, workers=None) -> dict[str, float]:
     return canary.judge(workers or Workers())
 
 
-def test_healthy_replicas(canary, tokenizer, healthy):
-    workers = Workers()
-    metrics = _one_sync(canary(sequences=2), healthy, tokenizer, workers)
+@pytest.mark.parametrize(("sequences", "ranks", "rows"), [(2, 1, 2), (2, 2, 2), (2, 3, 3), (4, 3, 6), (1, 4, 4)])
+def test_healthy_replicas_and_each_rank_scores_its_rows_in_one_forward(
+    canary, tokenizer, healthy, sequences, ranks, rows
+):
+    workers = Workers(world_size=ranks)
+    metrics = _one_sync(canary(sequences=sequences), healthy, tokenizer, workers)
     assert metrics["weight_sync/canary_gap"] == 0.0 < metrics["weight_sync/canary_bound"]
     assert metrics["weight_sync/seconds"] > 0
-    assert workers.rows == 3, "two sequences, repeated until each of three ranks has one"
+    assert workers.rows == rows, "sequences are repeated until each rank has as many"
 
 
-@pytest.mark.parametrize(("sequences", "ranks", "rows"), [(2, 1, 2), (2, 2, 2), (4, 3, 6), (1, 4, 4)])
-def test_each_rank_scores_its_rows_in_one_forward(canary, tokenizer, healthy, sequences, ranks, rows):
-    workers = Workers(world_size=ranks)
-    assert _one_sync(canary(sequences=sequences), healthy[:1], tokenizer, workers)["weight_sync/canary_gap"] == 0.0
-    assert workers.rows == rows
+@pytest.mark.parametrize("off_by", [0.0, 2.0])
+def test_replicas_that_serve_an_adapter_continue_the_first_half(config, tokenizer, off_by):
+    """Each of two replicas continues two sequences, and the trainer scores all four."""
+    adapted = copy.deepcopy(config)
+    adapted.actor_rollout_ref.model.lora_rank = 8
+    adapted.weight_sync.canary.action = "log"
+    canary, workers = TrainerCanary(adapted, canary_settings(adapted)), Workers(LOG_PROB + off_by, world_size=1)
+    replicas = [_replica(rank, "continues") for rank in range(2)]
+    assert _one_sync(canary, replicas, tokenizer, workers)["weight_sync/canary_gap"] == off_by
+    assert workers.rows == 4
 
 
 def test_only_every_nth_sync_is_asked(canary, tokenizer, healthy):
@@ -103,12 +118,11 @@ def test_only_every_nth_sync_is_asked(canary, tokenizer, healthy):
     assert _one_sync(canary(every_n_syncs=0), healthy, tokenizer) == {}
 
 
-def test_a_replica_with_other_log_probs_ends_the_run(canary, tokenizer, healthy):
+def test_a_replica_with_other_log_probs_ends_the_run_or_with_action_log_only_says_so(
+    canary, tokenizer, healthy, caplog
+):
     with pytest.raises(WeightSyncError, match=r"Canary of weight sync 0: replica 0: .* differ .* by 2 nats"):
         _one_sync(canary(), healthy[:1], tokenizer, Workers(LOG_PROB + 2))
-
-
-def test_action_log_only_says_so(canary, tokenizer, healthy, caplog):
     with caplog.at_level(logging.ERROR, logger="verl_precision.weight_sync"):
         metrics = _one_sync(canary(action="log"), healthy[:1], tokenizer, Workers(LOG_PROB + 2))
     assert metrics["weight_sync/canary_gap"] == 2.0
@@ -126,24 +140,22 @@ def test_action_log_only_says_so(canary, tokenizer, healthy, caplog):
 def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, tokenizer, healthy, behaviour, message):
     replicas = [healthy[0], _replica(1, behaviour)]
     ray.get([replica.server_handle.__ray_ready__.remote() for replica in replicas])
-    patience = 0.5 if behaviour == "hangs" else 120
+    patience = 0.5 if behaviour == "hangs" else 120.0
     with pytest.raises(WeightSyncError, match=message):
         _one_sync(canary(timeout_seconds=patience), replicas, tokenizer)
 
 
-def test_an_engine_without_prompt_log_probs_has_no_canary_and_says_so_once(canary, tokenizer, caplog):
-    blind = canary()
-    replicas = [_replica(0, "has none")]
+@pytest.mark.parametrize(
+    ("behaviour", "workers", "why"),
+    [
+        ("has none", Workers(), "replica 0 returns no log-probs"),
+        ("answers", Broken(), "the trainer could not score it (RuntimeError: no such engine)"),
+    ],
+)
+def test_a_canary_that_cannot_work_is_off_says_so_once_and_the_run_goes_on(
+    canary, tokenizer, caplog, behaviour, workers, why
+):
+    blind, replicas = canary(), [_replica(0, behaviour)]
     with caplog.at_level(logging.WARNING, logger="verl_precision.weight_sync"):
-        assert [_one_sync(blind, replicas, tokenizer) for _ in range(3)] == [{}, {}, {}]
-    assert caplog.text.count("is off for the rest of this run: replica 0 returns no log-probs") == 1
-
-
-def test_a_trainer_that_cannot_score_ends_the_canary_and_not_the_run(canary, tokenizer, healthy, caplog):
-    class Broken(Workers):
-        def compute_log_prob(self, data):
-            raise RuntimeError("no such engine")
-
-    with caplog.at_level(logging.WARNING, logger="verl_precision.weight_sync"):
-        assert _one_sync(canary(), healthy[:1], tokenizer, Broken()) == {}
-    assert "the trainer could not score it (RuntimeError: no such engine)" in caplog.text
+        assert [_one_sync(blind, replicas, tokenizer, workers) for _ in range(3)] == [{}, {}, {}]
+    assert caplog.text.count(f"is off for the rest of this run: {why}") == 1

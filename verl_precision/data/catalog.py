@@ -1,110 +1,91 @@
-"""Which data set is where, how many problems it has, and by whose word."""
+"""The data sets, layouts and templates of catalog.yaml, and how a row becomes question and answer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
 
 from verl_precision.errors import ConfigurationError
 
-MATH = "DigitalLearningGmbH/MATH-lighteval"  # where verl's own example reads MATH, too
+Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One data set.
-
-    Attributes:
-        hub: its name on Hugging Face.
-        splits: read one after the other.
-        layouts: keys of `LAYOUTS` that it may have; the first whose columns are there is used.
-        data_source: chooses verl's reward function.
-        template: key of `TEMPLATES` used if none is given.
-        fewest: distinct problems, at least.
-        most: distinct problems, at most.
-        said_by: where the number is from.
-        data_files: the file of the repository to read, if not all.
-    """
+class PaperDataSet(NamedTuple):
+    """One data set of the paper; catalog.yaml explains the fields."""
 
     hub: str
-    splits: tuple[str, ...]
-    layouts: tuple[str, ...]
+    splits: list[str]
+    layouts: list[str]
     data_source: str
     template: str
-    fewest: int
-    most: int
-    said_by: str
-    data_files: str | None = None
+    problems: tuple[int, int]
+    number_from: str
+    data_file: str | None = None
 
 
-CATALOG = {
-    "sanity": Entry(
-        MATH,
-        ("train", "test"),
-        ("math",),
-        MATH,
-        "r1_distill",
-        12_490,  # room for problems that are there twice
-        12_500,
-        "Hendrycks et al. (2021): 7,500 and 5,000. All of MATH is what the sanity test filters (section 4)",
-    ),
-    "sanity_r1d": Entry(
-        "sail/Sanity-Test-R1D-1.5B",
-        ("train",),
-        ("problem_answer", "verl"),
-        MATH,
-        "r1_distill",
-        1_460,
-        1_460,
-        "section 4: what the authors' own filter left for DeepSeek-R1-Distill-Qwen-1.5B",
-    ),
-    "math": Entry(
-        MATH,
-        ("train",),
-        ("math",),
-        MATH,
-        "qwen_math",
-        7_490,
-        7_500,
-        "Hendrycks et al. (2021); for LoRA (section 5.2) and OctoThinker (5.4)",
-    ),
-    "dapo_math_17k": Entry(
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        ("train",),
-        ("verl",),
-        "math_dapo",
-        "dapo",
-        17_398,
-        17_398,
-        "its deduplicated copies on the hub; the file repeats each problem about 100 times (verl issue 3065)",
-    ),
-    "aime_2024": Entry(
-        "Maxwell-Jia/AIME_2024",
-        ("train",),
-        ("aime",),
-        "math_dapo",
-        "dapo",
-        30,
-        30,
-        "AIME 2024 I and II, 15 problems each",
-    ),
-    "guru_math": Entry(
-        "LLM360/guru-RL-92k",
-        ("train",),
-        ("verl",),
-        "math_dapo",
-        "qwen3_base",
-        54_350,
-        54_449,
-        "appendix A.2: 54.4k, from Cheng et al. (2025), arXiv:2506.14965",
-        data_files="train/math__combined_54.4k.parquet",
-    ),
-}
+class Question(NamedTuple):
+    """What every layout comes down to."""
+
+    text: str  # the problem, without any instruction to the model
+    answer: str
+    source: str = ""  # where the problem comes from, as the data set says
 
 
-def entry(name: str) -> Entry:
-    """Return a data set's entry.
+_CONTENT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+CATALOG = {name: PaperDataSet(**values) for name, values in _CONTENT["data_sets"].items()}
+LAYOUTS: dict[str, dict[str, str]] = _CONTENT["layouts"]  # meaning -> column
+TEMPLATES: dict[str, dict[str, str]] = _CONTENT["templates"]  # role -> text with {question}
+_DAPO_BEFORE, _DAPO_AFTER = TEMPLATES["dapo"]["user"].split("{question}")
+_GURU_AFTER = "Please output the final answer within \\boxed{}."
+
+
+def last_boxed(solution: str) -> str:
+    r"""Return the content of the last \boxed{...} of a solution, braces balanced.
 
     Raises:
-        ConfigurationError: for another name.
+        ConfigurationError: If there is none.
     """
-    if name not in CATALOG:
-        raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(CATALOG))
-    return CATALOG[name]
+    start = solution.rfind("\\boxed{")
+    depth = 0
+    for position in range(start + len("\\boxed"), len(solution)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(solution[position], 0)
+        if depth == 0:
+            return solution[start + len("\\boxed{") : position]
+    # Some solutions of MATH are written \boxed 2 or \fbox{2}.
+    for mark, end in (("\\boxed ", "$"), ("\\fbox{", "}")):
+        _, found, after = solution.rpartition(mark)
+        if found:
+            return after.partition(end)[0].strip()
+    raise ConfigurationError(f"no \\boxed answer in the solution {solution[-80:]!r}")
+
+
+def read_row(layout: str, row: Row) -> Question:
+    """Return question and answer of a row in a layout. A row that does not fit is an error, never a guess.
+
+    Raises:
+        ConfigurationError: If there is no answer, or not one question.
+    """
+    question, answer = (row[LAYOUTS[layout][meaning]] for meaning in ("question", "answer"))
+    if layout != "verl":
+        return Question(question, last_boxed(answer) if layout == "math" else str(answer))
+    user = [message["content"] for message in question if message["role"] == "user"]
+    if len(user) != 1:
+        raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is wanted")
+    # DAPO and Guru put words around a problem. They are taken off, so that any template can go on.
+    text = user[0].removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip().removesuffix(_GURU_AFTER).strip()
+    return Question(text, str(answer["ground_truth"]), str(row["data_source"]))
+
+
+def stand_in_row(layout: str, text: str, result: int) -> Row:
+    """Return a row in a layout, made of a question and its answer."""
+    question: Any = text
+    answer: Any = result
+    if layout == "math":
+        answer = f"Adding gives $\\boxed{{{result}}}$."
+    elif layout == "verl":
+        question = [{"role": "user", "content": _DAPO_BEFORE + text + _DAPO_AFTER}]
+        answer = {"ground_truth": str(result)}
+    values = {"question": question, "answer": answer, "source": "stand_in"}
+    return {column: values[meaning] for meaning, column in LAYOUTS[layout].items()}

@@ -1,8 +1,7 @@
 """The canary in a verl trainer: asks every rollout replica after a weight sync, and the trainer's engine for its view.
 
-The replicas answer while they sample the next step. The trainer scores the same tokens once sampling has ended, with
-the weights that it sent, when a colocated rollout has given its memory back, and judges before it learns from what was
-sampled. So the canary costs the trainer one forward of a few tokens, and a wrong rollout costs no update.
+The replicas answer while they sample the next step. When sampling has ended, the trainer scores the same tokens with
+the weights that it sent, and judges before it learns from what was sampled: a wrong rollout costs no update.
 """
 
 import logging
@@ -35,120 +34,96 @@ _MEANING = (
 
 
 class TrainerCanary:
-    """One run's canary."""
+    """The canary of one run."""
 
     def __init__(self, config: DictConfig, settings: CanarySettings) -> None:
-        """Read the dtypes that the two engines compute in.
-
-        Args:
-            config: the composed config.
-            settings: its block `weight_sync.canary`.
-        """
+        """Read from the config what the two engines compute in, and whether the rollout serves an adapter."""
         self.settings = settings
         self._judge = CanaryJudge(_dtype(engines(config)[0].compute), _dtype(rollout_dtype(config)))
-        # vLLM gives no prompt log-probs where it serves LoRA adapters (its engine dies of it on a CPU). There, replicas
-        # continue the first half of each sequence greedily, and the trainer scores the continuations.
-        self._continues = uses_adapter(config)
-        self._tokens_to_continue_by = settings.tokens // 2
-        self._tokens: Tensor | None = None
-        self._pending: dict[int, list[Any]] = {}
-        self._answers: dict[int, tuple[Tensor, Tensor]] = {}
+        # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There
+        # replicas continue the first half of each sequence greedily, and the trainer scores what they wrote.
+        self._continued = settings.tokens // 2 if uses_adapter(config) else 0
+        self._tokens = torch.empty(0, 0)
+        self._asked: dict[int, list[Any]] = {}  # replica -> futures of its answers, one a sequence
+        self._outputs: dict[int, list[Any]] = {}  # replica -> its answers
         self._problems: list[str] = []
         self._seconds = 0.0
         self._syncs = 0
         self._works = settings.every_n_syncs > 0
 
     def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
-        """After a sync that is due: have every replica score the canary as it serves any request; does not wait.
+        """Ask every replica to score the canary, if this sync is due. Does not wait for the answers.
 
         Args:
             replicas: verl's rollout replicas.
-            tokenizer: of the run.
+            tokenizer: Tokenizer of the run.
         """
-        due = self._works and self._syncs % max(1, self.settings.every_n_syncs) == 0
+        due = self._works and self._syncs % self.settings.every_n_syncs == 0
         self._syncs += 1
-        self._pending = {}
+        self._asked = {}
         if not due:
             return
-        if self._tokens is None:
+        if not self._tokens.numel():
             special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
             self._tokens = canary_tokens(len(tokenizer), special, self.settings.sequences, self.settings.tokens)
-        given, sampling = self._tokens, {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
-        if self._continues:
-            given = self._tokens[:, : -self._tokens_to_continue_by]
-            sampling = {
-                "logprobs": True,
-                "max_tokens": self._tokens_to_continue_by,
-                "temperature": 0.0,
-                "ignore_eos": True,
-            }
-        self._pending = {
-            replica.replica_rank: [
-                replica.server_handle.generate.remote(
-                    prompt_ids=row, sampling_params=dict(sampling), request_id=f"canary-{uuid.uuid4().hex}"
-                )
-                for row in given.tolist()
+        sampling: dict[str, Any] = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+        if self._continued:
+            sampling = {"logprobs": True, "max_tokens": self._continued, "temperature": 0.0, "ignore_eos": True}
+        prompts = self._tokens[:, : self.settings.tokens - self._continued].tolist()
+        for replica in replicas:
+            generate = replica.server_handle.generate
+            self._asked[replica.replica_rank] = [
+                generate.remote(prompt_ids=prompt, sampling_params=sampling, request_id=f"canary-{uuid.uuid4().hex}")
+                for prompt in prompts
             ]
-            for replica in replicas
-        }
 
     def collect(self) -> None:
         """Take the answers, once the step has been sampled and before replicas sleep."""
-        if not self._pending:
-            return
         start = time.perf_counter()
-        pending, self._pending = self._pending, {}
-        every = [answer for answers in pending.values() for answer in answers]
-        ready, _ = ray.wait(every, num_returns=len(every), timeout=self.settings.timeout_seconds)
-        for rank, futures in pending.items():
-            if not set(futures) <= set(ready):
+        asked, self._asked = self._asked, {}
+        for rank, futures in asked.items():
+            left = max(0.0, start + self.settings.timeout_seconds - time.perf_counter())
+            try:
+                self._outputs[rank] = ray.get(futures, timeout=left)
+            except ray.exceptions.GetTimeoutError:
                 self._problems.append(
                     f"replica {rank} has not answered within weight_sync.canary.timeout_seconds="
                     f"{self.settings.timeout_seconds:g}: look at its log, allow more time, or go on without it "
                     "(weight_sync.canary.action=log)"
                 )
-                continue
-            try:
-                outputs = ray.get(futures)
             except ray.exceptions.RayError as error:
                 self._problems.append(f"replica {rank} failed to answer: {str(error).strip().splitlines()[-1]}")
-                continue
-            rows = [self._scored(row, output) for row, output in zip(self._tokens.tolist(), outputs, strict=True)]  # type: ignore[union-attr]
-            if None in rows:
-                self._give_up(f"replica {rank} returns no log-probs for it")
-                return
-            tokens, log_probs = zip(*rows, strict=True)  # type: ignore[arg-type]
-            self._answers[rank] = torch.tensor(tokens), torch.tensor(log_probs)
         self._seconds = time.perf_counter() - start
 
     def judge(self, workers: Any) -> dict[str, float]:
-        """Score what the replicas scored with the trainer's weights, which are still those it sent, and compare.
+        """Score the same tokens with the trainer's weights, which are still those it sent, and compare.
 
         Args:
             workers: verl's worker group of the actor.
 
         Returns:
-            `weight_sync/canary_gap`: largest trimmed mean |log π − log μ| of any replica, nats;
-            `weight_sync/canary_bound`: what it has to stay below; `weight_sync/seconds`: time the canary took from the
-            trainer. Empty when no replica was asked.
+            `weight_sync/canary_gap` and `weight_sync/canary_bound` (`CanaryVerdict`), and `weight_sync/seconds`: time
+            that the canary took from the trainer. Empty if no replica was asked.
 
         Raises:
-            WeightSyncError: if a replica's log-probs are not the trainer's, or one does not answer, and
-                `action=stop`.
+            WeightSyncError: If, with `action=stop`, a replica does not answer or its log-probs are not the trainer's.
         """
-        if not self._answers and not self._problems:
-            return {}
-        start = time.perf_counter()
-        answers, self._answers = self._answers, {}
+        outputs, self._outputs = self._outputs, {}
         problems, self._problems = self._problems, []
-        metrics = {}
-        if answers:
+        if not outputs and not problems:
+            return {}
+        start, metrics = time.perf_counter(), {}
+        if outputs:
+            tokens, served = {}, {}
+            for rank, answers in outputs.items():
+                tokens[rank], served[rank] = self._scored(answers)
+                if served[rank] is None:
+                    return self._give_up(f"replica {rank} returns no log-probs for it")
             try:
-                trainer = self._trainer_log_probs(workers, {rank: tokens for rank, (tokens, _) in answers.items()})
-            except Exception as error:  # says nothing of the rollout; somebody's run can go on without a canary
-                self._give_up(f"the trainer could not score it ({type(error).__name__}: {error})")
-                return {}
-            verdict = self._judge.judge(trainer, {rank: log_probs for rank, (_, log_probs) in answers.items()})
+                trainer = self._trainer_log_probs(workers, tokens)
+            except Exception as error:  # says nothing of the rollout, and the run can go on without a canary
+                return self._give_up(f"the trainer could not score it ({type(error).__name__}: {error})")
+            verdict = self._judge.judge(trainer, served)
             metrics = verdict.metrics()
             problems += [*verdict.problems, *([_MEANING] if verdict.problems else [])]
         if problems:
@@ -158,26 +133,29 @@ class TrainerCanary:
             logger.error("%s", message)
         return {**metrics, "weight_sync/seconds": self._seconds + time.perf_counter() - start}
 
-    def _scored(self, row: list[int], output: Any) -> tuple[list[int], list[float]] | None:
-        """Return the tokens that a replica scored, the first ones only conditions, and their log-probs."""
-        if self._continues:
-            if not output.log_probs:
-                return None
-            return row[: self.settings.tokens - len(output.token_ids)] + list(output.token_ids), list(output.log_probs)
-        entries = output.extra_fields.get("prompt_logprobs")
-        return None if not entries else (row, [entry[0] for entry in entries[:-1]])
+    def _scored(self, answers: list[Any]) -> tuple[Tensor, Any]:
+        """Return the sequences as a replica scored them, and log μ of their last tokens; None if it gave none."""
+        if self._continued:
+            written = torch.tensor([answer.token_ids for answer in answers])
+            tokens = torch.cat([self._tokens[:, : -self._continued], written], dim=1)
+            log_probs = [answer.log_probs for answer in answers]
+        else:
+            tokens = self._tokens
+            entries = [answer.extra_fields.get("prompt_logprobs") or () for answer in answers]
+            log_probs = [[entry[0] for entry in row[:-1]] for row in entries]
+        return tokens, torch.tensor(log_probs) if all(log_probs) else None
 
-    def _trainer_log_probs(self, workers: Any, asked: dict[int, Tensor]) -> dict[int, Tensor]:
-        if self._continues:
-            every = _log_probs(workers, torch.cat(list(asked.values())))
-            continued = every[:, -self._tokens_to_continue_by :]
-            return dict(zip(asked, continued.split(self.settings.sequences), strict=True))
-        return dict.fromkeys(asked, _log_probs(workers, next(iter(asked.values()))))
+    def _trainer_log_probs(self, workers: Any, tokens: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return log π of what each replica scored."""
+        if not self._continued:  # the same tokens for all
+            return dict.fromkeys(tokens, _log_probs(workers, self._tokens))
+        written = _log_probs(workers, torch.cat(list(tokens.values())))[:, -self._continued :]
+        return dict(zip(tokens, written.split(self.settings.sequences), strict=True))
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str) -> dict[str, float]:
         self._works = False
-        self._answers, self._problems = {}, []
         logger.warning("the canary of weight syncs is off for the rest of this run: %s", why)
+        return {}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -185,25 +163,25 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
-    """Return the trainer's log π of tokens 1.. given those before, float32 [S, T - 1], at temperature 1.
+    """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1].
 
-    verl splits a batch evenly over its ranks, so that the sequences are repeated until every rank has as many; each
-    rank scores its own in one forward.
+    verl splits a batch evenly over its ranks. So sequences are repeated until every rank has as many, and each rank
+    scores its own in one forward.
     """
     sequences, length = tokens.shape
     rows = -(-sequences // workers.world_size) * workers.world_size
     repeated = tokens[torch.arange(rows) % sequences]
-    ones, places = torch.ones(rows, length - 1, dtype=torch.int64), torch.arange(length).expand(rows, length)
-    data = tu.get_tensordict(
-        {
-            "input_ids": _nested(repeated),
-            "position_ids": _nested(places),
-            "prompts": _nested(repeated[:, :1]),
-            "responses": _nested(repeated[:, 1:]),
-            "response_mask": _nested(ones),
-            "loss_mask": _nested(ones),
-        }
-    )
+    ones = torch.ones(rows, length - 1, dtype=torch.int64)
+    fields = {
+        "input_ids": repeated,
+        "position_ids": torch.arange(length).expand(rows, length),
+        "prompts": repeated[:, :1],
+        "responses": repeated[:, 1:],
+        "response_mask": ones,
+        "loss_mask": ones,
+    }
+    jagged = {name: torch.nested.as_nested_tensor(list(field), layout=torch.jagged) for name, field in fields.items()}
+    data = tu.get_tensordict(jagged)
     tu.assign_non_tensor(
         data,
         temperature=1.0,
@@ -212,10 +190,5 @@ def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=rows // workers.world_size,
     )
-    output = workers.compute_log_prob(data)
-    log_probs = tu.get(output, "log_probs").values().view(rows, length)
+    log_probs = tu.get(workers.compute_log_prob(data), "log_probs").values().view(rows, length)
     return log_probs[:sequences, :-1].float().cpu()
-
-
-def _nested(rows: Tensor) -> Tensor:
-    return torch.nested.as_nested_tensor(list(rows.contiguous()), layout=torch.jagged)

@@ -4,8 +4,6 @@ One rank, FP32 master weights, the engine and the settings of `precision=<dtype>
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from verl_precision.engine.settings import DTYPES
 from verl_precision.sampling.engine import Request, Response, prepare_process
@@ -15,13 +13,11 @@ from verl_precision.sampling.model import model_location
 class TrainerEngine:
     """verl's engine of an actor, in this package's precision config."""
 
-    engines = 1
-
     def __init__(self, model: str, dtype: str, attention: str, micro_batch_tokens: int) -> None:
         """Load the model.
 
         Args:
-            model: A folder, a hub name, or `tiny:<architecture>`.
+            model: A model as in `find_model`.
             dtype: Dtype of the forward: bf16, fp16 or fp32.
             attention: sdpa or flash_attention_2; with the latter sequences are packed without padding.
             micro_batch_tokens: Tokens of one forward, padding included.
@@ -34,11 +30,8 @@ class TrainerEngine:
 
         from verl_precision.integration.engine_config import PrecisionFSDPConfig
 
-        self._scratch = TemporaryDirectory()
-        rendezvous = f"file://{Path(self._scratch.name) / 'rendezvous'}"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo", init_method=rendezvous, rank=0, world_size=1
-        )
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         self._packed = attention == "flash_attention_2"
         self._micro_batch_tokens = micro_batch_tokens
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
@@ -68,10 +61,12 @@ class TrainerEngine:
     def poll(self) -> list[Response]:
         """Score everything that waits; an empty response has no log-probs."""
         requests, self._waiting = self._waiting, []
-        scored = [request for request in requests if request.response_token_ids]
-        found = dict(zip(map(id, scored), self._log_probs(scored), strict=True)) if scored else {}
-        return [
-            Response(r.problem, r.response, len(r.response_token_ids), log_probs=found.get(id(r), ())) for r in requests
+        empty = [Response(r.problem, r.response, 0, log_probs=()) for r in requests if not r.response_token_ids]
+        filled = [request for request in requests if request.response_token_ids]
+        scores = self._log_probs(filled) if filled else []
+        return empty + [
+            Response(request.problem, request.response, len(log_probs), log_probs=log_probs)
+            for request, log_probs in zip(filled, scores, strict=True)
         ]
 
     def _log_probs(self, requests: list[Request]) -> list[tuple[float, ...]]:
@@ -106,10 +101,3 @@ class TrainerEngine:
             tuple(log_probs.float().cpu()[len(request.prompt_token_ids) - 1 : -1].tolist())
             for request, log_probs in zip(requests, outputs.unbind(), strict=True)
         ]
-
-    def close(self) -> None:
-        """End the process group."""
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-        self._scratch.cleanup()

@@ -1,4 +1,4 @@
-"""Choose layers and record what they are sent, on devices where loading again needs no special reload."""
+"""Choose layers to verify, and record what they are sent where loading again needs no special reload."""
 
 import contextlib
 import inspect
@@ -9,47 +9,42 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_precision.weight_sync.verify import LayerRecord
+from verl_precision.weight_sync.verify import LayerRecord, layers_with_parameters
 
-# Methods whose post-processing changes nothing on an accelerator, by class name: their parameters can be compared as
-# they are. Others (quantised, shuffled expert weights) are left out, and counted as such.
+# Methods, by class name, that change no parameter after loading on an accelerator, so that parameters can be compared
+# as they are. Others (quantised, shuffled expert weights) are not verified, and counted.
 _COMPARABLE_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}
 
-# Elements verified per sync. At BF16 a copy of 128 MiB and milliseconds on an accelerator; all layers of a tiny model.
+# Parameter elements verified in one sync: all layers of a tiny model; 128 MiB in BF16, milliseconds on an accelerator.
 ELEMENTS_PER_SYNC = 1 << 26
 
 
 def comparable(layer: nn.Module) -> bool:
-    """Tell whether a layer's parameters stay, on an accelerator, what its loaders wrote."""
+    """Return whether a layer's parameters stay, on an accelerator, what its loaders wrote."""
     return type(getattr(layer, "quant_method", None)).__name__ in _COMPARABLE_METHODS
 
 
 def choose_layers(
     model: nn.Module, sync_index: int, accept: Callable[[nn.Module], bool], budget: int = ELEMENTS_PER_SYNC
 ) -> set[str]:
-    """Choose the layers to verify in this sync: the first and the last, then a window that moves on with every sync.
+    """Choose the layers to verify in this sync: the first, the last, and a window that moves on with every sync.
 
     Args:
-        model: the rollout's model.
+        model: Model of the rollout.
         sync_index: 0, 1, ...; every accepted layer is chosen within a bounded number of syncs.
-        accept: which layers can be verified.
-        budget: parameter elements to verify at most; the first and last layer are always in.
+        accept: Tells which layers can be verified.
+        budget: Largest number of parameter elements to verify; the first and the last layer are always chosen.
 
     Returns:
         Names of layers with parameters of their own.
     """
-    sizes = {
-        name: sum(p.numel() for p in layer.parameters(recurse=False))
-        for name, layer in model.named_modules()
-        if accept(layer) and next(layer.parameters(recurse=False), None) is not None
-    }
+    layers = {name: layer for name, layer in layers_with_parameters(model).items() if accept(layer)}
+    sizes = {name: sum(p.numel() for p in layer.parameters(recurse=False)) for name, layer in layers.items()}
     names = list(sizes)
-    if not names:
-        return set()
-    chosen = {names[0], names[-1]}
+    chosen = {*names[:1], *names[-1:]}
     spent = sum(sizes[name] for name in chosen)
     # Each sync starts at another layer; the golden ratio spreads the starts evenly over the model.
-    start = int(sync_index * 0.618033988749895 * len(names)) % len(names)
+    start = int(sync_index * 0.618033988749895 * len(names)) % max(1, len(names))
     for name in names[start:] + names[:start]:
         if name not in chosen and spent + sizes[name] <= budget:
             chosen.add(name)
@@ -59,41 +54,40 @@ def choose_layers(
 
 @contextlib.contextmanager
 def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
-    """Record every weight-loader call on the named layers inside the block.
+    """Record the calls of the named layers' weight loaders inside the block.
 
     Args:
-        model: the rollout's model.
-        layers: names of the layers to record.
+        model: Model of the rollout.
+        layers: Names of the layers to record.
 
     Yields:
-        Layer name -> what it was sent, filled while loading; tensors are copied, since buckets are reused.
+        Layer name -> what it was sent, filled while loading. Tensors are copied, since transfer buffers are reused.
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    holders: dict[int, list[tuple[str, LayerRecord]]] = defaultdict(list)
-    parameters: dict[int, nn.Parameter] = {}
     records: dict[str, LayerRecord] = {}
-    for name, layer in model.named_modules():
-        if name not in layers:
-            continue
-        template = dict(layer.named_parameters(recurse=False))
-        loaders = {key: getattr(p, "weight_loader", default_weight_loader) for key, p in template.items()}
-        records[name] = LayerRecord(template=template, loaders=loaders)
+    holders: dict[Any, list[tuple[str, LayerRecord]]] = defaultdict(
+        list
+    )  # parameter -> who holds it; tied layers share
+    for name in layers:
+        template = dict(model.get_submodule(name).named_parameters(recurse=False))
+        loaders = {
+            key: getattr(parameter, "weight_loader", default_weight_loader) for key, parameter in template.items()
+        }
+        records[name] = LayerRecord(template, loaders)
         for key, parameter in template.items():
-            holders[id(parameter)].append((key, records[name]))
-            parameters[id(parameter)] = parameter
-    # Once a parameter: tied layers hold the same one, and a recorder around a recorder would see no signature.
-    before = {key: getattr(parameter, "weight_loader", None) for key, parameter in parameters.items()}
-    for key, parameter in parameters.items():
-        parameter.weight_loader = _recording(before[key] or default_weight_loader, holders[key])  # type: ignore[attr-defined]
+            holders[parameter].append((key, records[name]))
+    before = {parameter: getattr(parameter, "weight_loader", None) for parameter in holders}
+    for parameter, held_by in holders.items():
+        parameter.weight_loader = _recording(before[parameter] or default_weight_loader, held_by)
     try:
         yield records
     finally:
-        for key, parameter in parameters.items():
-            if before[key] is None:
-                del parameter.weight_loader  # type: ignore[attr-defined]
+        for parameter, loader in before.items():
+            if loader is None:
+                del parameter.weight_loader
             else:
-                parameter.weight_loader = before[key]  # type: ignore[attr-defined]
+                parameter.weight_loader = loader
 
 
 def _recording(loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]]) -> Callable[..., Any]:
@@ -101,12 +95,12 @@ def _recording(loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]
     signature = inspect.signature(loader)
 
     def recording_loader(*args: Any, **kwargs: Any) -> Any:
-        private = {
+        copies: Any = {
             key: value.detach().clone() if isinstance(value, torch.Tensor) and key != "param" else value
             for key, value in signature.bind(*args, **kwargs).arguments.items()
         }
         for parameter_name, record in holders:
-            record.calls.append((parameter_name, inspect.BoundArguments(signature, dict(private))))  # type: ignore[arg-type]
+            record.calls.append((parameter_name, inspect.BoundArguments(signature, dict(copies))))
         return loader(*args, **kwargs)
 
     return recording_loader

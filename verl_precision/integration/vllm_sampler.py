@@ -15,13 +15,11 @@ _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization"
 class VllmEngine:
     """A `vllm.LLM`, driven request by request, at temperature 1 with the whole distribution: the policy itself."""
 
-    engines = 1
-
     def __init__(self, model: str, dtype: str, max_model_len: int, log_probs: bool = False, **engine: Any) -> None:
         """Load the model.
 
         Args:
-            model: A folder, a hub name, or `tiny:<architecture>`.
+            model: A model as in `find_model`.
             dtype: bf16, fp16 or fp32.
             max_model_len: Most tokens of prompt and response together.
             log_probs: Whether to return token ids and their log-probs; else the text is returned.
@@ -31,7 +29,7 @@ class VllmEngine:
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
         from vllm import LLM
 
-        self._llm = LLM(
+        llm = LLM(
             model=model_location(model),
             dtype=DTYPES[dtype],
             max_model_len=max_model_len,
@@ -39,6 +37,7 @@ class VllmEngine:
             disable_log_stats=True,
             **{**cpu_settings, **engine},
         )
+        self._engine = llm.llm_engine
         self._log_probs = log_probs
         self._asked: dict[str, Request] = {}
 
@@ -61,13 +60,13 @@ class VllmEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-            self._llm.llm_engine.add_request(key, prompt, parameters)
+            self._engine.add_request(key, prompt, parameters)
 
     def poll(self) -> list[Response]:
         """Step the engine until at least one response has ended."""
         ready: list[Response] = []
         while not ready and self._asked:
-            for output in self._llm.llm_engine.step():
+            for output in self._engine.step():
                 if output.finished:
                     ready.append(self._response(self._asked.pop(output.request_id), output.outputs[0]))
         return ready
@@ -78,9 +77,3 @@ class VllmEngine:
             return Response(request.problem, request.response, len(ids), text=drawn.text)
         log_probs = tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         return Response(request.problem, request.response, len(ids), None, None, ids, log_probs, drawn.finish_reason)
-
-    def close(self) -> None:
-        """Drop what is still being drawn."""
-        if self._asked:
-            self._llm.llm_engine.abort_request(list(self._asked))
-            self._asked.clear()

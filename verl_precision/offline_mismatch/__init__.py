@@ -4,7 +4,7 @@
     prompts    prompts from a file or built in
     store      samples and scores in the job's journal
     measure    statistics of each pair of dtypes
-    table      the same as text: console, Markdown, JSON
+    table      the same as text: Markdown, JSON
     figures    tokens, sequences, grid
     session    a job from end to end
     command    the command line

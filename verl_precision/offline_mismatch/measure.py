@@ -14,45 +14,32 @@ TOKENS_SHOWN = 20_000
 _CHUNK = 256  # responses in memory at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pair:
-    """One rollout dtype and one train dtype.
-
-    Attributes:
-        rollout: Dtype of vLLM.
-        train: Dtype of the trainer's forward.
-        metrics: `mismatch/...`, of docs/metrics.md.
-        k3_error: Standard error of the k3 over responses, nats; NaN with fewer than two.
-        empty_responses: Responses without a token, which count nowhere else.
-        probs: [2, K] trainer's and rollout's probability of tokens chosen at random, the same ones each time.
-        gaps: [K] log π - log μ of those tokens, nats.
-        lengths: [B] tokens of each response.
-        sequence_log_ratios: [B] Σₜ log π(yₜ) - log μ(yₜ), nats.
-    """
+    """One rollout dtype (of vLLM) and one train dtype (of the trainer's forward)."""
 
     rollout: str
     train: str
-    metrics: dict[str, float]
-    k3_error: float
-    empty_responses: int
-    probs: np.ndarray
-    gaps: np.ndarray
-    lengths: np.ndarray
-    sequence_log_ratios: np.ndarray
+    metrics: dict[str, float]  # `mismatch/...`, of docs/metrics.md
+    k3_error: float  # standard error of the k3 over responses, nats; NaN with fewer than two
+    empty_responses: int  # responses without a token, which count nowhere else
+    probs: np.ndarray  # [2, K] trainer's and rollout's probability of tokens chosen at random, the same ones each time
+    gaps: np.ndarray  # [K] log π - log μ of those tokens, nats
+    lengths: np.ndarray  # [B] tokens of each response
+    sequence_log_ratios: np.ndarray  # [B] Σₜ log π(yₜ) - log μ(yₜ), nats
+
+    def metric(self, name: str) -> float:
+        """Return the metric `mismatch/<name>`; NaN where it is not defined."""
+        return self.metrics.get(f"mismatch/{name}", math.nan)
 
     @property
     def k3(self) -> float:
         """k3 estimate of KL(μ‖π) per token, nats; NaN without a finite token."""
-        return self.metrics.get("mismatch/k3_kl", math.nan)
+        return self.metric("k3_kl")
 
 
 def measure(store: Store, rollout: str, train: str) -> Pair:
     """Return the statistics of a pair whose samples and scores are complete.
-
-    Args:
-        store: Samples and scores.
-        rollout: Dtype of vLLM.
-        train: Dtype of the trainer's forward.
 
     Raises:
         ConfigurationError: If no response has a token.
@@ -61,32 +48,33 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
     sums, generator = MismatchSums(), np.random.default_rng(0)
     chunks = [store.keys[start : start + _CHUNK] for start in range(0, len(store.keys), _CHUNK)]
     share = -(-TOKENS_SHOWN // len(chunks))
-    empty, lengths, ratios, distances, tokens = 0, [], [], [], []
+    lengths, ratios, k3_sums, tokens = [], [], [], []
     for keys in chunks:
         lengths_B, pi_N, mu_N = store.log_probs(rollout, train, keys)
         offsets = np.concatenate([[0], np.cumsum(lengths_B)])
         pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
         sums.update(pi, mu, None)
-        filled, gap_N = lengths_B > 0, pi_N - mu_N
-        starts = offsets[:-1][filled]
-        empty += int((~filled).sum())
-        lengths.append(lengths_B[filled])
+        gap_N = pi_N - mu_N
+        starts = offsets[:-1][lengths_B > 0]
+        lengths.append(lengths_B[lengths_B > 0])
         if starts.size:
             ratios.append(np.add.reduceat(gap_N, starts))
-            distances.append(np.add.reduceat(np.expm1(gap_N) - gap_N, starts))
+            k3_sums.append(np.add.reduceat(np.expm1(gap_N) - gap_N, starts))
         chosen = generator.choice(len(pi_N), min(share, len(pi_N)), replace=False)
         tokens.append(np.stack([pi_N[chosen], mu_N[chosen]]))
-    if empty == len(store.keys):
-        raise ConfigurationError(
-            f"all {empty} responses sampled in {rollout} are empty: there is nothing to compare. The model ends at "
-            "once; allowed are prompts that it answers. Check --prompts and the model's chat template."
-        )
     log_probs, lengths_B = np.concatenate(tokens, axis=1), np.concatenate(lengths)
+    empty = len(store.keys) - len(lengths_B)
+    if not len(lengths_B):
+        raise ConfigurationError(
+            f"all {empty} responses sampled in {rollout} are empty: the model ends at once",
+            allowed="prompts that it answers",
+            remedy="Check --prompts and the model's chat template.",
+        )
     return Pair(
         rollout=rollout,
         train=train,
         metrics=sums.metrics(),
-        k3_error=_ratio_error(np.concatenate(distances), lengths_B),
+        k3_error=_ratio_error(np.concatenate(k3_sums), lengths_B),
         empty_responses=empty,
         probs=np.exp(log_probs),
         gaps=log_probs[0] - log_probs[1],

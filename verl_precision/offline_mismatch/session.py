@@ -1,14 +1,13 @@
 """A job from end to end: what is missing is sampled and scored, then table and figures are written."""
 
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from verl_precision.files import write_file
 from verl_precision.integration.fsdp_scorer import TrainerEngine
@@ -16,13 +15,11 @@ from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.offline_mismatch.figures import write_figures
 from verl_precision.offline_mismatch.measure import Pair, measure
 from verl_precision.offline_mismatch.settings import MismatchJob, check_model
-from verl_precision.offline_mismatch.store import Store
-from verl_precision.offline_mismatch.table import console_table, markdown, summary
-from verl_precision.sampling.draw import start_engine, work_through
-from verl_precision.sampling.engine import Engine, Request
+from verl_precision.offline_mismatch.store import Series, Store
+from verl_precision.offline_mismatch.table import markdown, summary
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
-from verl_precision.sampling.progress import shown
+from verl_precision.sampling.work import start_engine, work_through
 from verl_precision.versions import installed_versions
 
 
@@ -53,7 +50,8 @@ def measure_mismatch(
     """
     model = find_model(job.model)
     prompt_ids = tokenize(prompts, model)
-    check_model(job, model, max(map(len, prompt_ids)))
+    longest = max(map(len, prompt_ids))
+    check_model(job, model, longest)
     recorded = {
         **asdict(job),
         "model_fingerprint": model.fingerprint,
@@ -62,65 +60,31 @@ def measure_mismatch(
     }
     with closing(open_journal(folder, recorded)) as journal:
         store = Store(journal, job, prompt_ids)
-        length = max(map(len, prompt_ids)) + job.max_response_tokens
+        journal.show_resumed(store.count, console)
 
-        def fill(rollouts: tuple[str, ...], train: str | None, build: partial) -> None:
-            name = f"sample-{rollouts[0]}" if train is None else f"score-{train}"
-            start = partial(start_engine, build, name, folder, ray_address)
-            _fill(store, rollouts, train, start, in_flight, console)
+        def complete(name: str, build: partial, series: list[Series]) -> None:
+            unfinished = [each for each in series if each.missing]
+            if unfinished:
+                with closing(start_engine(build, name, folder, ray_address)) as engine:
+                    for each in unfinished:
+                        work_through(engine, each, in_flight, console)
 
         for rollout in job.rollout_dtypes:
-            fill((rollout,), None, partial(VllmEngine, job.model, rollout, length, log_probs=True))
+            sampler = partial(VllmEngine, job.model, rollout, longest + job.max_response_tokens, log_probs=True)
+            complete(f"sample-{rollout}", sampler, [Series(store, rollout)])
         for train in job.train_dtypes:
-            trainer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens)
-            fill(job.rollout_dtypes, train, trainer)
+            scorer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens)
+            complete(f"score-{train}", scorer, [Series(store, rollout, train) for rollout in job.rollout_dtypes])
         pairs = [measure(store, rollout, train) for rollout, train in job.pairs]
-        _write(folder, pairs, job, len(prompts), console)
+    _write(folder, pairs, job, len(prompts), console)
     return pairs
 
 
-def _fill(
-    store: Store,
-    rollouts: tuple[str, ...],
-    train: str | None,
-    start: Callable[[], Engine],
-    in_flight: int,
-    console: Console,
-) -> None:
-    """Sample in a rollout dtype, or score what was sampled in a train dtype; one model serves all of it."""
-    what = f"responses sampled in {rollouts[0]}" if train is None else f"responses scored in {train}"
-    progress = shown(
-        len(rollouts) * len(store.keys),
-        lambda: sum(store.count(rollout, train) for rollout in rollouts),
-        lambda: what,
-        console,
-    )
-    with progress as on_progress:
-        left = {rollout: keys for rollout in rollouts if (keys := store.missing(rollout, train))}
-        if not left:
-            return
-        with closing(start()) as engine:
-            for rollout, keys in left.items():
-                requests = (store.request(rollout, train, *key) for key in keys)
-                work_through(
-                    engine,
-                    partial(_first, requests),
-                    partial(store.add, rollout, train),
-                    partial(store.complete, rollout, train),
-                    in_flight,
-                    on_progress,
-                )
-
-
-def _first(requests: Iterator[Request], limit: int) -> list[Request]:
-    return list(islice(requests, limit))
-
-
 def _write(folder: Path, pairs: list[Pair], job: MismatchJob, prompts: int, console: Console) -> None:
-    write_file(folder / "table.md", markdown(pairs, job, installed_versions(), prompts), replace=True)
+    table = markdown(pairs, job, installed_versions(), prompts)
+    write_file(folder / "table.md", table, replace=True)
     write_file(folder / "summary.json", summary(pairs, job, installed_versions(), prompts, sys.argv), replace=True)
     figures = write_figures(folder, pairs, title=Path(job.model).name)
-    console.print(console_table(pairs))
-    for name, path in (("table", folder / "table.md"), ("summary", folder / "summary.json")):
-        console.print(f"{name:8} {path}", highlight=False, soft_wrap=True)
-    console.print(f"figures  {folder}/: {', '.join(path.name for path in figures)}", highlight=False, soft_wrap=True)
+    console.print(Markdown(table))
+    names = ", ".join(["table.md", "summary.json", *figures])
+    console.print(f"wrote {names} to {folder}", highlight=False, soft_wrap=True)

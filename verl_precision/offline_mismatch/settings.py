@@ -5,56 +5,38 @@ from typing import Literal
 from pydantic import Field
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.sampling.engine import Dtype
 from verl_precision.sampling.model import Model
 from verl_precision.settings import command_option, settings
-
-Dtype = Literal["bf16", "fp16", "fp32"]
 
 
 @settings(command_option)
 class MismatchJob:
     """Everything that a sample or a score depends on; a folder belongs to one of these.
 
-    Attributes:
-        model: Folder or hub name of a Hugging Face model, or `tiny:<architecture>` for a built-in tiny one.
-        prompts: Name of the file that the prompts came from; the journal has their tokens.
-        rollout_dtypes: Dtypes in which vLLM samples.
-        train_dtypes: Dtypes in which the trainer's engine scores.
-        responses: Responses to each prompt, in each rollout dtype.
-        max_response_tokens: Most tokens of a response.
-        seed: Sampling seed; each response has its own from it, the same in every dtype.
-        attention: Attention of the trainer; vLLM chooses its own. With flash_attention_2 the trainer packs without
-            padding.
-        micro_batch_tokens: Tokens of one forward of the trainer, padding included.
+    The command line explains each field (`verl-precision mismatch --help`).
     """
 
     model: str
-    prompts: str
-    rollout_dtypes: tuple[Dtype, ...] = Field(default=("fp16", "bf16"), title="--rollout-dtype")
-    train_dtypes: tuple[Dtype, ...] = Field(default=("fp16", "bf16"), title="--train-dtype")
+    prompts: str  # name of the file that they came from; the journal has their tokens
+    rollout_dtypes: tuple[Dtype, ...] = Field(default=("fp16", "bf16"), title="--rollout-dtype")  # vLLM samples
+    train_dtypes: tuple[Dtype, ...] = Field(default=("fp16", "bf16"), title="--train-dtype")  # the trainer scores
     responses: int = Field(default=8, ge=1)
     max_response_tokens: int = Field(default=1024, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0)  # the same in every dtype
+    # Attention of the trainer; vLLM chooses its own. With flash_attention_2 the trainer packs without padding.
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    micro_batch_tokens: int = Field(default=16384, ge=1)
+    micro_batch_tokens: int = Field(default=16384, ge=1)  # padding included
 
     def __post_init__(self) -> None:
-        """Check what concerns several values.
-
-        Raises:
-            ConfigurationError: If a dtype is given twice, or flash attention is to compute in FP32.
-        """
+        """Refuse a dtype given twice, and flash attention in FP32."""
         for option, dtypes in (("--rollout-dtype", self.rollout_dtypes), ("--train-dtype", self.train_dtypes)):
             if not dtypes or len(set(dtypes)) != len(dtypes):
-                raise ConfigurationError(
-                    f"{option} {' '.join(dtypes)}: this cannot work. Allowed: at least one dtype, and each once. "
-                    "Repeat the option for several."
-                )
+                problem, allowed = f"{option} {' '.join(dtypes)}: this cannot work", "at least one dtype, and each once"
+                raise ConfigurationError(problem, allowed=allowed, remedy="Repeat the option for several.")
         if self.attention == "flash_attention_2" and "fp32" in self.train_dtypes:
-            raise ConfigurationError(
-                "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only. Allowed: "
-                "bf16, fp16. Use --attention sdpa, or leave fp32 out."
-            )
+            problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"
+            raise ConfigurationError(problem, allowed="bf16, fp16", remedy="Use --attention sdpa, or leave fp32 out.")
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
@@ -63,12 +45,7 @@ class MismatchJob:
 
 
 def check_model(job: MismatchJob, model: Model, longest_prompt: int) -> None:
-    """Refuse what this model cannot do.
-
-    Args:
-        job: What is asked.
-        model: The model.
-        longest_prompt: Length of the longest prompt in tokens.
+    """Refuse a job that this model cannot do; the longest prompt is given in tokens.
 
     Raises:
         ConfigurationError: If vLLM refuses FP16 for it, or responses do not fit its context.
@@ -78,7 +55,10 @@ def check_model(job: MismatchJob, model: Model, longest_prompt: int) -> None:
     needed = longest_prompt + job.max_response_tokens
     if context is not None and needed > context:
         raise ConfigurationError(
-            f"--max-response-tokens {job.max_response_tokens}: with the longest prompt ({longest_prompt} tokens) "
-            f"a sequence has {needed} tokens, and the model's context {context}. Allowed: up to "
-            f"{max(context - longest_prompt, 0)}. Lower it, or leave long prompts out."
+            f"with the longest prompt ({longest_prompt} tokens) a sequence has {needed} tokens, and the model's "
+            f"context {context}",
+            setting="--max-response-tokens",
+            value=job.max_response_tokens,
+            allowed=f"up to {max(context - longest_prompt, 0)}",
+            remedy="Lower it, or leave long prompts out.",
         )

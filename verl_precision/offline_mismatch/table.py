@@ -1,22 +1,20 @@
-"""The result as a table: console, Markdown and JSON. Rank 1 has the smallest mismatch."""
+"""The result as Markdown, which is shown too, and as JSON. Rank 1 has the smallest mismatch."""
 
 import json
 import math
 from dataclasses import asdict
 
-from rich.table import Table
-
 from verl_precision.offline_mismatch.measure import Pair
 from verl_precision.offline_mismatch.settings import MismatchJob
 
 _COLUMNS = (
-    ("mean abs gap", "mismatch/log_prob_gap_abs_mean", ".2e"),
-    ("p99 abs gap", "mismatch/log_prob_gap_abs_p99", ".2e"),
-    ("Pearson", "mismatch/probs_pearson", ".6f"),
-    ("seq. log ratio, std", "mismatch/sequence_log_ratio_std", ".2e"),
-    ("tokens", "mismatch/tokens", ".0f"),
+    ("mean abs gap", "log_prob_gap_abs_mean", ".2e"),
+    ("p99 abs gap", "log_prob_gap_abs_p99", ".2e"),
+    ("Pearson", "probs_pearson", ".6f"),
+    ("seq. log ratio, std", "sequence_log_ratio_std", ".2e"),
+    ("tokens", "tokens", ".0f"),
 )
-_SHOWN_IF_ANY = (("non-finite", "mismatch/nonfinite_tokens"), ("positive", "mismatch/positive_log_probs"))
+_COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "positive_log_probs", ".0f"))
 
 
 def ranked(pairs: list[Pair]) -> list[Pair]:
@@ -29,33 +27,17 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
 
     Tokens whose log-prob is not finite, or positive, get a column if there are any.
     """
-    extra = [column for column in _SHOWN_IF_ANY if any(pair.metrics.get(column[1]) for pair in pairs)]
-    header = ["rank", "rollout", "train", "k3 KL", *(name for name, _, _ in _COLUMNS), *(name for name, _ in extra)]
+    columns = [*_COLUMNS, *(column for column in _COLUMNS_IF_ANY if any(pair.metric(column[1]) > 0 for pair in pairs))]
     rows = []
     for rank, pair in enumerate(ranked(pairs), 1):
-        values = [_text(pair.metrics.get(key), form) for _, key, form in _COLUMNS]
-        values += [_text(pair.metrics.get(key), ".0f") for _, key in extra]
         k3 = _text(pair.k3, ".2e") + ("" if math.isnan(pair.k3_error) else f" ± {pair.k3_error:.0e}")
+        values = [_text(pair.metric(name), form) for _, name, form in columns]
         rows.append([str(rank), pair.rollout, pair.train, k3, *values])
-    return header, rows
+    return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns)], rows
 
 
-def _text(value: float | None, form: str) -> str:
-    return "undefined" if value is None or math.isnan(value) else format(value, form)
-
-
-def console_table(pairs: list[Pair]) -> Table:
-    """Return the table for a console."""
-    header, rows = cells(pairs)
-    result = Table(
-        title="Training-inference mismatch per token, nats; ± is the standard error over responses",
-        title_justify="left",
-    )
-    for column in header:
-        result.add_column(column, justify="left" if column in ("rollout", "train") else "right", no_wrap=True)
-    for row in rows:
-        result.add_row(*row)
-    return result
+def _text(value: float, form: str) -> str:
+    return "undefined" if math.isnan(value) else format(value, form)
 
 
 def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:

@@ -9,15 +9,66 @@ import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl_precision.errors import PatchError
-from verl_precision.patching.series import State, sha256
-from verl_precision.patching.tree import Tree
+from verl_precision.patching.series import State, available, sha256
+from verl_precision.patching.tree import Tree, files_to_change, open_tree, require_permission
 
 FOLDER = ".verl-precision-patch"
+
+
+def check_tree(path: Path) -> str:
+    """Say in which state a tree is, and that the series would apply or revert; write nothing.
+
+    Raises:
+        PatchError: If an apply or revert would be refused, or an earlier one was interrupted.
+    """
+    tree = open_tree(path, available())
+    pristine, applied = (files_to_change(tree, goal) for goal in (State.APPLIED, State.PRISTINE))
+    if pristine and applied:
+        raise PatchError(
+            f"TREE={tree.root}: patched in part, as an interrupted call leaves it: {len(applied)} of "
+            f"{len(tree.files)} files. Run --apply or --revert: either brings all files into one state."
+        )
+    state, goal, verb = State.PRISTINE, State.APPLIED, "applies"
+    if applied:
+        state, goal, verb = State.APPLIED, State.PRISTINE, "reverts"
+    with tempfile.TemporaryDirectory(prefix="verl-precision-") as folder:
+        make_copies(tree, goal, tree.files, Path(folder).resolve())
+    patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(tree.files)} files"
+    return f"verl {tree.series.version} is {state.value}: {patches}"
+
+
+def change_tree(path: Path, goal: State, installed: bool = False) -> list[str]:
+    """Bring every file that the series touches into a state.
+
+    Args:
+        path: Folder that holds `verl/`.
+        goal: State that all files get.
+        installed: Whether an installed package was asked for by name.
+
+    Returns:
+        What was done, in lines.
+
+    Raises:
+        PatchError: If it is refused; the tree is then as it was.
+    """
+    tree = open_tree(path, available())
+    require_permission(tree, installed)
+    with folder_for_copies(tree.root) as folder:
+        paths = files_to_change(tree, goal)
+        make_copies(tree, goal, paths, folder)
+        files_to_change(tree, goal)  # refuses what was edited meanwhile
+        put_in_place(tree, goal, paths, folder)
+    if not paths:
+        return [f"verl {tree.series.version} is {goal.value} already: {tree.root}"]
+    finished = ["finished an interrupted call"] if len(paths) < len(tree.files) else []
+    verb = "applied" if goal is State.APPLIED else "reverted"
+    return [*finished, f"{verb} {len(tree.series.patches)} patches for verl {tree.series.version}: {tree.root}"]
 
 
 @contextmanager
@@ -25,7 +76,7 @@ def folder_for_copies(root: Path) -> Iterator[Path]:
     """Hold a tree against other calls until this process ends, however it ends, and lend a folder beside its files.
 
     Raises:
-        PatchError: if another process holds the tree.
+        PatchError: If another process holds the tree.
     """
     folder, descriptor = root / FOLDER, os.open(root, os.O_RDONLY)
     with ExitStack() as at_the_end:
@@ -45,13 +96,13 @@ def make_copies(tree: Tree, goal: State, paths: list[str], folder: Path) -> None
     """Write into an empty folder what files of a tree are in a state; what does not exist in that state is left out.
 
     Args:
-        tree: is only read.
-        goal: the state to make.
-        paths: files of the tree that are in the other state.
-        folder: where the copies go.
+        tree: The tree; it is only read.
+        goal: State to make.
+        paths: Files of the tree that are in the other state.
+        folder: Folder of the copies.
 
     Raises:
-        PatchError: if git is missing, a patch does not apply, or the result is not what was recorded.
+        PatchError: If git is missing, a patch does not apply, or the result is not what was recorded.
     """
     if shutil.which("git") is None:
         raise PatchError("git: not found; patches are applied by `git apply`. Install git.")
@@ -64,7 +115,7 @@ def make_copies(tree: Tree, goal: State, paths: list[str], folder: Path) -> None
         if chosen := [f"--include={path}" for path in patch.files if path in paths]:
             _git_apply(folder, patch.path, ["-R"] * reverse + chosen)
     for path in paths:
-        if sha256(folder / path) != tree.series.files[path].in_state(goal):
+        if sha256(folder / path) != tree.series.files[path][goal]:
             raise PatchError(
                 f"{path}: the result is not what is recorded in {tree.series.folder}; nothing was touched. "
                 "Reinstall verl-precision."
@@ -75,9 +126,9 @@ def put_in_place(tree: Tree, goal: State, paths: list[str], folder: Path) -> Non
     """Replace files of a tree by their copies, each by one rename, and remove those that the state does not have.
 
     Raises:
-        PatchError: if a file belongs to another user, in whose name this one cannot write; nothing is touched then.
+        PatchError: If a file belongs to another user, in whose name this one cannot write; nothing is touched then.
     """
-    gone = [path for path in tree.files if tree.series.files[path].in_state(goal) is None]
+    gone = [path for path in tree.files if tree.series.files[path][goal] is None]
     new = {folder / path: tree.root / path for path in paths if path not in gone}
     for copy, target in new.items():
         if target.exists():

@@ -16,7 +16,7 @@ _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)
 
 
 class State(Enum):
-    """State of the files that a series touches."""
+    """State of the files that a series touches: as released, or with the whole series applied."""
 
     PRISTINE = "pristine"
     APPLIED = "applied"
@@ -32,32 +32,27 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class FileHashes:
-    """SHA-256 of one file in the release and with the whole series applied; None where it does not exist."""
-
-    pristine: str | None
-    patched: str | None
-
-    def in_state(self, state: State) -> str | None:
-        """Return the hash that the file has in a state."""
-        return self.pristine if state is State.PRISTINE else self.patched
-
-
-@dataclass(frozen=True)
 class Series:
-    """All patches for one verl release in their order, their folder, and the hashes of every file they touch."""
+    """All patches for one verl release.
+
+    Attributes:
+        version: The release.
+        folder: Folder of the patches.
+        patches: The patches in their order.
+        files: SHA-256 of every file they touch, in either state; None in a state without the file.
+    """
 
     version: str
     folder: Path
     patches: tuple[Patch, ...]
-    files: dict[str, FileHashes]
+    files: dict[str, dict[State, str | None]]
 
 
 def patches_folder() -> Path:
     """Return the folder of the series: package data of an installed package, `patches/` of a checkout.
 
     Raises:
-        PatchError: if neither is there.
+        PatchError: If neither is there.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "patches", package.parent / "patches"):
@@ -72,17 +67,29 @@ def available(folder: Path | None = None) -> dict[str, Series]:
     return {series.version: series for series in map(load_series, folders)}
 
 
+def list_series() -> list[str]:
+    """Return what there is, in lines: each series with its folder, and its patches."""
+    lines = []
+    for version, series in sorted(available().items()):
+        lines.append(f"verl {version}: {len(series.patches)} patches, {len(series.files)} files, {series.folder}")
+        lines += [f"  {patch.path.name[:4]} {patch.subject}" for patch in series.patches]
+    return lines
+
+
 def load_series(folder: Path) -> Series:
     """Read a series from its folder, which holds `*.patch` and `hashes.json`.
 
     Raises:
-        PatchError: if the hashes are missing or are not those of the files the patches touch.
+        PatchError: If the hashes are missing or are not those of the files the patches touch.
     """
     patches, manifest = read_patches(folder), folder / MANIFEST
     if not patches or not manifest.is_file():
         raise PatchError(f"{folder}: not a series; it needs *.patch files and {MANIFEST}. Reinstall verl-precision.")
     recorded = json.loads(manifest.read_text())
-    files = {path: FileHashes(**hashes) for path, hashes in recorded["files"].items()}
+    files = {
+        path: {State.PRISTINE: hashes["pristine"], State.APPLIED: hashes["patched"]}
+        for path, hashes in recorded["files"].items()
+    }
     touched = {path for patch in patches for path in patch.files}
     if touched != set(files):
         raise PatchError(

@@ -35,7 +35,7 @@ def open_tree(path: Path, series_by_version: dict[str, Series]) -> Tree:
     """Recognise a checkout, an unpacked release, or a folder of installed packages: what holds `verl/`.
 
     Raises:
-        PatchError: if it holds no verl, or one that has no series.
+        PatchError: If it holds no verl, or one that has no series.
     """
     root = path.resolve()
     version = root / _VERSION
@@ -58,7 +58,7 @@ def require_permission(tree: Tree, installed: bool) -> None:
     """Refuse an installed package without --installed.
 
     Raises:
-        PatchError: if the two disagree.
+        PatchError: If the two disagree.
     """
     if tree.installed and not installed:
         raise PatchError(
@@ -73,16 +73,16 @@ def files_to_change(tree: Tree, goal: State) -> list[str]:
     """Return the files that are not yet in a state: all, none, or, after an interrupted call, some.
 
     Raises:
-        PatchError: if a file is neither that of the release nor that of the whole series.
+        PatchError: If a file is neither that of the release nor that of the whole series.
     """
     changed, foreign = [], []
     for path in tree.files:
         target, hashes = tree.root / path, tree.series.files[path]
         if target.is_symlink() or (target.exists() and not target.is_file()):
             foreign.append(f"{path} (not a regular file)")
-        elif (found := sha256(target)) not in (hashes.pristine, hashes.patched):
+        elif (found := sha256(target)) not in hashes.values():
             foreign.append(path)
-        elif found != hashes.in_state(goal):
+        elif found != hashes[goal]:
             changed.append(path)
     if foreign:
         raise PatchError(

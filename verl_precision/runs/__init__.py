@@ -1,13 +1,11 @@
 """Whole runs: start verl once or in several precisions, follow it, and show what it left.
 
-launch.py        one run: start verl, follow its log, leave nothing behind
 compare.py       one recipe in several precisions, one after the other: `verl-precision compare`
-stages.py        what verl is doing, read from its log
-results.py       metrics of a run -> summary and table
-pass_bar.py      is the reward above a bar, and since when?
-fork_server.py   on a CPU, Ray's workers as forks of one process that has imported verl and vLLM
+launch.py        one run: start verl, say what it is doing, leave nothing behind
+fork_server.py   on a CPU, Ray's workers as forks of one process that has imported verl and vLLM; with two scripts,
+                 fork_client.py (stands in for `python`) and fork_template.py (the process that forks)
 read.py          what a run left, from any logger's files
-panels.py        which metrics are shown, under which title and unit
-figures.py       how each metric looks over steps
+results.py       the metrics of a run as a summary, a table and a verdict on its pass bar
+figures.py       which metrics are shown, and how they look over steps
 page.py          one HTML page about one or more runs: `verl-precision report`
 """

@@ -5,17 +5,16 @@
 It looks for the template that was started in this very environment and starts it if there is none (`fork_template.py`),
 hands over its arguments, environment, working directory and standard streams, and then stands for the forked process:
 signals are passed on, the exit code is the forked process's, and if this process is killed, the forked one is too.
-Imports nothing but a little of Python's own library, because a run starts it ten times.
+A run starts it ten times, so it imports only a little of Python's own library.
 """
 
-import array
 import fcntl
 import hashlib
+import io
 import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -67,12 +66,14 @@ def main() -> int:
     """Have the process forked; return its exit code when it has ended."""
     folder, arguments = sys.argv[1], [argument for argument in sys.argv[2:] if argument not in ("-u", "-B")]
     connection = connect(folder)
+    # One line of JSON, with the three streams. The template answers with two lines: process id, exit code.
     order = {"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}
-    message = json.dumps(order).encode()
-    streams = array.array("i", [0, 1, 2])
-    connection.sendmsg([struct.pack("!I", len(message))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-    connection.sendall(message)
-    (forked,) = struct.unpack("!i", _receive(connection, 4))
+    message = json.dumps(order).encode() + b"\n"
+    sent = socket.send_fds(connection, [message], [0, 1, 2])
+    if rest := message[sent:]:  # sending nothing fails where the process has ended by now
+        connection.sendall(rest)
+    answers = connection.makefile()
+    forked = _number(answers)
 
     def pass_on(number: int, frame: object) -> None:
         try:
@@ -82,21 +83,18 @@ def main() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    (code,) = struct.unpack("!i", _receive(connection, 4))
+    code = _number(answers)
     if code < 0:  # ended by a signal: so does this one
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
 
-def _receive(connection: socket.socket, length: int) -> bytes:
-    received = b""
-    while len(received) < length:
-        part = connection.recv(length - len(received))
-        if not part:
-            sys.exit("the template for Ray's workers has ended; its log is beside its socket")
-        received += part
-    return received
+def _number(answers: io.TextIOWrapper) -> int:
+    line = answers.readline()
+    if not line:
+        sys.exit("the template for Ray's workers has ended; its log is beside its socket")
+    return int(line)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ directory, streams, signals, random state, number of threads. Ends when the proc
 for want of work: a folder may see many environments, each with a template of half a gigabyte.
 """
 
-import array
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -19,21 +19,12 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Order:
-    """What a fork is to run.
-
-    Attributes:
-        arguments: as after `python`: a script or `-m` and a module, then its own.
-        environment: whole.
-        cwd: working directory.
-    """
+class Order(NamedTuple):
+    """What a fork is to run: arguments as after `python` (a script, or `-m` and a module, then its own)."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -44,8 +35,8 @@ def serve(folder: str, name: str) -> Order:
     """Fork on request until the owner has gone or there is no work; return in each fork, with its order.
 
     Args:
-        folder: of the owner's `template.json` and its socket `owner.sock`.
-        name: of this template's own socket there.
+        folder: Folder of the owner's `template.json` and its socket `owner.sock`.
+        name: Name of this template's own socket there.
     """
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
@@ -72,66 +63,72 @@ def serve(folder: str, name: str) -> Order:
     selector = selectors.DefaultSelector()
     for each in (owner, wake, listening):
         selector.register(each, selectors.EVENT_READ)
-    forked: dict[int, socket.socket] = {}
+    clients: dict[int, socket.socket] = {}  # by the id of the process that was forked for each
     while True:
-        events = selector.select(timeout=None if forked else settings["idle_seconds"])
+        events = selector.select(timeout=None if clients else settings["idle_seconds"])
         if not events:
             with open(os.path.join(folder, f"{name}.lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not selector.select(timeout=0):  # no client has connected meanwhile
                     os.unlink(path)
                     os._exit(0)
-        for key, _ in events:
-            source = key.fileobj
+        for source in (key.fileobj for key, _ in events):
             if source is owner:
                 os.unlink(path)
                 os._exit(0)
             elif source is wake:
                 wake.recv(4096)
-                _reap(forked, selector)
+                _report_ended(clients, selector)
             elif source is listening:
-                connection, _ = listening.accept()
-                order, streams = _receive(connection)
+                client, _ = listening.accept()
+                try:
+                    order, streams = _receive(client)
+                except ConnectionError:
+                    client.close()
+                    continue
                 process = os.fork()
                 if process == 0:
                     signal.set_wakeup_fd(-1)
                     selector.close()
-                    for ours in (owner, wake, woken, listening, connection, *forked.values()):
+                    for ours in (owner, wake, woken, listening, client, *clients.values()):
                         ours.close()
                     _become(order, streams)
                     return order
                 for stream in streams:
                     os.close(stream)
-                connection.sendall(struct.pack("!i", process))
-                forked[process] = connection
-                selector.register(connection, selectors.EVENT_READ)
-            elif source in forked.values():  # a client that was killed, and could not pass it on
+                _answer(client, process)
+                clients[process] = client
+                selector.register(client, selectors.EVENT_READ)
+            elif source in clients.values():  # it was killed, and could not pass it on
                 selector.unregister(source)
-                os.kill(next(process for process, each in forked.items() if each is source), signal.SIGKILL)
+                os.kill(next(process for process, client in clients.items() if client is source), signal.SIGKILL)
 
 
-def _receive(connection: socket.socket) -> tuple[Order, list[int]]:
-    streams = array.array("i", [0, 0, 0])
-    head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(streams.itemsize * 3))
-    streams = array.array("i")
-    streams.frombytes(ancillary[0][2])
-    (length,) = struct.unpack("!I", head)
-    message = b""
-    while len(message) < length:
-        message += connection.recv(length - len(message))
-    return Order(**json.loads(message)), list(streams)
+def _receive(client: socket.socket) -> tuple[Order, list[int]]:
+    message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
+    while not message.endswith(b"\n"):
+        part = client.recv(1 << 16)
+        if not part:
+            raise ConnectionError("the client was killed while it sent its order")
+        message += part
+    return Order(**json.loads(message)), streams
 
 
-def _reap(forked: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
-    while forked:
+def _answer(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(ConnectionError):  # it was killed: the selector says so next
+        client.sendall(b"%d\n" % number)
+
+
+def _report_ended(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    """Tell the client of each process that has ended its exit code."""
+    while clients:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == 0:
             return
-        connection = forked.pop(process)
-        if connection.fileno() in selector.get_map():
-            selector.unregister(connection)
-            connection.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
-        connection.close()
+        with clients.pop(process) as client:
+            if client.fileno() in selector.get_map():
+                selector.unregister(client)
+                _answer(client, os.waitstatus_to_exitcode(status))
 
 
 def _become(order: Order, streams: list[int]) -> None:
@@ -170,11 +167,7 @@ def _follow_thread_count() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script or module as `python` would.
-
-    Args:
-        arguments: see `Order`.
-    """
+    """Run a script or module as `python` would with these arguments."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()

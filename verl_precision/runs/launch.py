@@ -1,6 +1,7 @@
 """Run verl once: private Ray, log to a file, progress from the log, and nothing left behind."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,20 @@ from pathlib import Path
 from verl_precision.errors import RunFailedError
 from verl_precision.failure_report import reason
 from verl_precision.processes import RUN_MARK, end_processes
-from verl_precision.runs.fork_server import ForkServer
-from verl_precision.runs.stages import STAGES, TOTAL_STEPS, stage_of
 
 _POLL_SECONDS = 0.5
+# What verl is doing, in the order in which a run passes it: (pattern in verl's, Ray's or vLLM's output, what the user
+# is told). Start-up takes over a minute on two cores; these lines are the only sign of life until the first step.
+STAGES = (
+    (r"verl_precision \S+ loaded into verl", "verl and the plugin are loaded"),
+    (r"Started a local Ray instance", "Ray has started; trainer process is importing verl"),
+    (r"dataloader initialized", "data is loaded; workers are importing torch"),
+    (r"\(WorkerDict pid=", "FSDP2 worker is building the model"),
+    (r"\(vLLMHttpServer pid=", "vLLM server is starting"),
+    (r"\(EngineCore|\(Worker ", "vLLM is loading the model"),
+    (r"\(AgentLoopWorker\w* pid=", "weights are synced to vLLM; agent loop is starting"),
+)
+TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -25,10 +36,10 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        stage: what it is doing.
-        step: training steps done.
-        total_steps: steps to do, or None while unknown.
-        seconds: since it started.
+        stage: What verl is doing.
+        step: Number of training steps done.
+        total_steps: Number of steps to do, or None while it is unknown.
+        seconds: Seconds since the start.
     """
 
     stage: str
@@ -38,12 +49,7 @@ class Progress:
 
 
 def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the command a user would type to run this config.
-
-    Args:
-        config: the recipe's YAML.
-        overrides: Hydra overrides.
-    """
+    """Return the command a user would type to run a recipe's YAML with Hydra overrides."""
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
         *("--config-dir", str(config.parent), "--config-name", config.stem),
@@ -61,23 +67,23 @@ def run_verl(
     overrides: Sequence[str],
     folder: Path,
     on_progress: Callable[[Progress], None],
-    fork_server: ForkServer | None = None,
+    python: str | None = None,
 ) -> float:
     """Run verl to its end.
 
     Args:
-        config: the recipe's YAML.
+        config: The recipe's YAML.
         overrides: Hydra overrides.
-        folder: receives `train.log`, `metrics.jsonl` and Hydra's own files; created.
-        on_progress: called about twice a second.
-        fork_server: where Ray's workers are forked; with None Ray starts each by itself.
+        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files.
+        on_progress: Called about twice a second.
+        python: Command with which Ray starts its workers, e.g. the one of a `fork_server`; None for Ray's own.
 
     Returns:
         Wall-clock seconds.
 
     Raises:
-        RunFailedError: when verl fails; Ray's logs are kept then and named.
-        KeyboardInterrupt: passed on after every process of the run has ended.
+        RunFailedError: If verl fails; Ray's logs are kept then and named.
+        KeyboardInterrupt: On Ctrl-C, after every process of the run has ended.
     """
     folder.mkdir(parents=True)
     log, metrics = folder / "train.log", folder / "metrics.jsonl"
@@ -90,8 +96,8 @@ def run_verl(
         f"hydra.run.dir={quoted(folder / 'hydra')}",
         f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
     ]
-    if fork_server is not None:
-        command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(fork_server.executable)}")
+    if python is not None:
+        command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}")
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
@@ -129,3 +135,9 @@ def _follow(
             if ended:
                 return
             time.sleep(_POLL_SECONDS)
+
+
+def stage_of(line: str, current: int) -> int:
+    """Return the index of the furthest stage that a line of the log shows, at least `current` (-1: none yet)."""
+    reached = (index for index in range(len(STAGES) - 1, current, -1) if re.search(STAGES[index][0], line))
+    return next(reached, current)

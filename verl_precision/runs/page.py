@@ -14,8 +14,7 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.runs.figures import COLOURS, svg
-from verl_precision.runs.panels import PANELS, Curve, Panel, points_of
+from verl_precision.runs.figures import COLOURS, PANELS, Panel, points_of, svg
 from verl_precision.runs.read import Run
 
 # By this line an earlier report is known, which may be written over.
@@ -27,20 +26,23 @@ def page(runs: list[Run], settings: AlarmSettings | None = None) -> str:
     """Return the report.
 
     Args:
-        runs: with different names.
-        settings: of the alarm, which is run over the recorded metrics.
+        runs: Runs with different names.
+        settings: Settings of the alarm, which is run over the recorded metrics.
 
     Raises:
-        ConfigurationError: if no run has any of the metrics shown, or there are too many runs.
+        ConfigurationError: If no run has any of the metrics shown, or there are too many runs.
     """
     settings = settings or AlarmSettings()
     judges = {run.name: MismatchAlarm(settings) for run in runs}
     alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
-    measured = {panel: list(_measured(panel, runs)) for panel in PANELS}
-    if not any(measured.values()):
+    measured = [(panel, curves) for panel in PANELS if (curves := list(_measured(panel, runs)))]
+    if not measured:
         raise ConfigurationError(
-            f"{', '.join(str(run.path) for run in runs)}: none of the metrics of the report is there. Allowed: metrics "
-            "of a verl training run (critic/score/mean, mismatch/k3_kl, ...). Name the run's own metrics file."
+            "none of the metrics of the report is there",
+            setting="RUN",
+            value=", ".join(str(run.path) for run in runs),
+            allowed="metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)",
+            remedy="Name the run's own metrics file.",
         )
     environment = Environment(
         loader=PackageLoader("verl_precision.runs", ""), autoescape=True, undefined=StrictUndefined
@@ -61,10 +63,9 @@ def page(runs: list[Run], settings: AlarmSettings | None = None) -> str:
                 "curves": curves,
                 "steps": sorted({step for curve in curves for step in curve["points"]}),
             }
-            for panel, curves in measured.items()
-            if curves
+            for panel, curves in measured
         ],
-        missing=[text for panel in PANELS for curve in panel.curves for text in _missing(panel, curve, runs)],
+        missing=list(_missing(runs)),
     )
 
 
@@ -72,19 +73,21 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
     """Write the report.
 
     Raises:
-        ConfigurationError: if the file is there and is not an earlier report, unless `force`; or its folder is not.
+        ConfigurationError: If the file exists and is not an earlier report, unless `force`; or its folder does not.
     """
     if not path.absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"--output {path}: {path.parent} is not a folder; nothing was written. Allowed: a file in a folder that "
-            "exists. Make the folder first."
+        raise _refused(
+            path, f"{path.parent} is not a folder", "a file in a folder that exists", "Make the folder first."
         )
     if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
-        raise ConfigurationError(
-            f"--output {path}: it exists and is not an earlier report; nothing was written. Allowed: a new file or "
-            "an earlier report. Name another file, or add --force."
-        )
+        allowed = "a new file or an earlier report"
+        raise _refused(path, "it exists and is not an earlier report", allowed, "Name another file, or add --force.")
     write_file(path, content, replace=True)
+
+
+def _refused(path: Path, problem: str, allowed: str, remedy: str) -> ConfigurationError:
+    problem += "; nothing was written"
+    return ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
 
 
 def number_text(value: float) -> str:
@@ -98,24 +101,22 @@ def number_text(value: float) -> str:
     return power if mantissa == "1" else f"{mantissa}·{power}"
 
 
-def _title(panel: Panel, curve: Curve) -> str:
-    return panel.title if len(panel.curves) == 1 else f"{panel.title}: {curve.label}"
-
-
 def _measured(panel: Panel, runs: list[Run]) -> Iterator[dict[str, Any]]:
     """Yield each curve of each run; NaN counts for neither the smallest nor the largest value."""
-    for curve in panel.curves:
+    for label, metric in panel.metrics.items():
         for run in runs:
-            if points := points_of(run, curve):
+            if points := points_of(run, metric):
                 values = list(points.values())
                 numbers = [value for value in values if not math.isnan(value)] or [math.nan]
                 summary = values[0], values[-1], min(numbers), max(numbers)
-                title = _title(panel, curve)
-                yield {"title": title, "label": curve.label, "run": run, "points": points, "summary": summary}
+                yield {"label": label, "run": run, "points": points, "summary": summary}
 
 
-def _missing(panel: Panel, curve: Curve, runs: list[Run]) -> Iterator[str]:
-    without = [run.name for run in runs if not points_of(run, curve)]
-    if without:
-        who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
-        yield f"{_title(panel, curve)} ({' or '.join(curve.keys)}): {who}"
+def _missing(runs: list[Run]) -> Iterator[str]:
+    """Say of each metric which runs have not measured it."""
+    for panel in PANELS:
+        for label, metric in panel.metrics.items():
+            without = [run.name for run in runs if not points_of(run, metric)]
+            who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
+            if without:
+                yield f"{panel.title_of(label)} ({metric}): {who}"

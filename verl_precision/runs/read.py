@@ -1,4 +1,4 @@
-"""What a run measured, from whatever it left: verl's metrics file, a console log, or TensorBoard events."""
+"""What a run measured, from what it left: verl's metrics file, a console log, or TensorBoard events."""
 
 import importlib.util
 import json
@@ -9,16 +9,14 @@ from pathlib import Path
 
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
 
-METRICS = "*.jsonl"
-EVENTS = "*tfevents*"
-LOGS = "*.log"
-ALLOWED = (
-    "Allowed: verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, "
-    "TensorBoard events, or a folder with one of them or of such folders."
+READABLE = (
+    "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, TensorBoard "
+    "events, or a folder with one of them or of such folders"
 )
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
-STEP = re.compile(r"\bstep:(\d+) - (.+)")
-NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_STEP = re.compile(r"\bstep:(\d+) - (.+)")
+_NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
+Rows = list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -26,63 +24,90 @@ class Run:
     """The metrics of a run.
 
     Attributes:
-        name: shown in legend and table.
-        path: the file or folder they come from.
-        rows: one a step, in order: `step` and numbers by key; a NaN that was logged is NaN.
-        notes: what had to be left out, in words.
+        name: Name in legend and table.
+        path: The file or folder that was read.
+        rows: One dictionary a step, in order: `step`, and numbers by key. A NaN that was logged is NaN.
+        notes: What was left out, in words.
     """
 
     name: str
     path: Path
-    rows: list[dict[str, float]]
+    rows: Rows
     notes: tuple[str, ...] = ()
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Read runs; a folder of runs (what `verl-precision compare` writes) is each of them.
+    """Read runs. A folder of runs, as `verl-precision compare` writes it, stands for each of them.
 
     Raises:
-        ConfigurationError: naming the path, what is allowed and what to do.
+        ConfigurationError: If a path cannot be read or is given twice.
+        EnvironmentMismatchError: If TensorBoard is needed and not installed.
     """
     sources = [source for path in paths for source in _sources(path)]
     return [_read(source, name) for source, name in zip(sources, _names(sources), strict=True)]
 
 
+def read_metrics(path: Path) -> Rows:
+    """Return the metrics of each step that are numbers; verl's file logger writes one JSON object a line, NaN as null.
+
+    Raises:
+        ConfigurationError: If it is another kind of file.
+    """
+    rows = []
+    try:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            numbers = {key: math.nan if value is None else value for key, value in row["data"].items()}
+            numbers = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+            rows.append({"step": row["step"], **numbers})
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        problem = f"it is not a metrics file of verl's file logger ({error!r})"
+        allowed = "one JSON object a line, with `step` and `data`"
+        raise _refused(
+            path, problem, "If the run was killed while it wrote a line, remove that line.", allowed
+        ) from error
+    return rows
+
+
+def _refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> ConfigurationError:
+    return ConfigurationError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
+
+
 def _sources(path: Path) -> list[Path]:
+    """Return the files, or folders of TensorBoard events, that a path stands for."""
     if not path.exists():
-        raise ConfigurationError(f"RUN {path}: no such file or folder. {ALLOWED} Check the path.")
+        raise _refused(path, "there is no such file or folder", "Check the path.")
     if path.is_file():
         return [path]
-    own = _in_folder(path)
+    own = _source_in(path)
     if own is not None:
         return [own]
-    found = [source for folder in sorted(path.iterdir()) if folder.is_dir() and (source := _in_folder(folder))]
+    found = [source for folder in sorted(path.iterdir()) if folder.is_dir() and (source := _source_in(folder))]
     if not found:
-        raise ConfigurationError(f"RUN {path}: no metrics in it. {ALLOWED} Name the file itself.")
+        raise _refused(path, "there are no metrics in it", "Name the file itself.")
     return found
 
 
-def _in_folder(folder: Path) -> Path | None:
-    """Return what to read: a metrics file before events (the folder itself) before a log that has steps."""
-    metrics = sorted(folder.glob(METRICS))
-    logs = [] if metrics else [log for log in sorted(folder.glob(LOGS)) if _log_rows(log)[0]]
-    for files in (metrics, logs):
-        if len(files) > 1:
-            names = ", ".join(file.name for file in files)
-            raise ConfigurationError(f"RUN {folder}: several files could be meant: {names}. Allowed: one. Name it.")
-    if not metrics and any(folder.glob(EVENTS)):
+def _source_in(folder: Path) -> Path | None:
+    """Return what to read in a folder: a metrics file, else events (the folder itself), else a log that has steps."""
+    found = sorted(folder.glob("*.jsonl"))
+    if not found and any(folder.glob("*tfevents*")):
         return folder
-    return next(iter(metrics or logs), None)
+    found = found or [log for log in sorted(folder.glob("*.log")) if _log_rows(log)[0]]
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise _refused(folder, f"several files could be meant: {names}", "Name the file itself.", "one of them")
+    return found[0] if found else None
 
 
 def _names(sources: list[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ; a metrics file is known by its folder."""
-    parts = [(s.parent if s.suffix == ".jsonl" and s.stem == "metrics" else s).absolute().parts for s in sources]
+    parts = [(s.parent if s.name == "metrics.jsonl" else s).absolute().parts for s in sources]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    raise ConfigurationError(f"RUN {sources[0]}: given twice. Allowed: each run once. Leave one out.")
+    raise _refused(sources[0], "it is given twice", "Leave one out.", "each run once")
 
 
 def _read(source: Path, name: str) -> Run:
@@ -90,66 +115,54 @@ def _read(source: Path, name: str) -> Run:
     if source.is_dir() or "tfevents" in source.name:
         rows = _event_rows(source)
     elif source.suffix == ".jsonl":
-        rows = _metrics_rows(source)
+        rows = read_metrics(source)
     else:
-        rows, notes = _log_rows(source)
-    by_step: dict[int, dict[str, float]] = {}
+        rows, unreadable = _log_rows(source)
+        notes += [f"{unreadable} value(s) of the log are not numbers and are left out"] if unreadable else []
+    by_step: dict[float, dict[str, float]] = {}
     for row in rows:
-        by_step.setdefault(int(row["step"]), {}).update(row)
+        by_step.setdefault(row["step"], {}).update(row)
     if not by_step:
-        raise ConfigurationError(f"RUN {source}: no training step in it. {ALLOWED} Wait for the run's first step.")
-    if len(by_step) < len(rows):
-        notes.append(f"{len(rows) - len(by_step)} step(s) were logged more than once (a resumed run): the last counts")
+        raise _refused(source, "there is no training step in it", "Wait for the first step of the run.")
+    if repeated := len(rows) - len(by_step):
+        notes.append(f"{repeated} step(s) were logged more than once (a resumed run): the last counts")
     return Run(name, source, [by_step[step] for step in sorted(by_step)], tuple(notes))
 
 
-def _metrics_rows(path: Path) -> list[dict[str, float]]:
-    """Read what is a number; the file logger writes NaN as null."""
-    try:
-        read = [{"step": row["step"], **row["data"]} for row in map(json.loads, path.read_text().splitlines())]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"RUN {path}: not a metrics file of verl's file logger ({error!r}). Allowed: one JSON object a line with "
-            "`step` and `data`. Remove the line if the run was killed while writing it."
-        ) from error
-    return [
-        {k: math.nan if v is None else float(v) for k, v in row.items() if v is None or isinstance(v, int | float)}
-        for row in read
-    ]
-
-
-def _log_rows(path: Path) -> tuple[list[dict[str, float]], list[str]]:
-    """Read a console log: `step:3 - critic/score/mean:-32.8 - ...`, coloured and prefixed by Ray or not."""
+def _log_rows(path: Path) -> tuple[Rows, int]:
+    """Read `step:3 - critic/score/mean:-32.8 - ...`, coloured and prefixed by Ray or not; count what is no number."""
     rows, unreadable = [], 0
     with path.open(errors="replace") as lines:
         for line in lines:
-            if not (found := STEP.search(ANSI.sub("", line))):
+            if not (found := _STEP.search(_COLOUR.sub("", line))):
                 continue
-            row = {"step": float(found.group(1))}
+            row: dict[str, float] = {"step": int(found.group(1))}
             for pair in found.group(2).strip().split(" - "):
                 key, _, text = pair.rpartition(":")
-                value = _number(NUMPY.sub(r"\1", text))
+                value = _number(_NUMPY.sub(r"\1", text))
                 if key and value is not None:
                     row[key] = value
                 else:
                     unreadable += 1
             rows.append(row)
-    notes = [f"{unreadable} value(s) of the log are not numbers and left out"] if unreadable else []
-    return rows, notes
+    return rows, unreadable
 
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        return float({"True": "1", "False": "0"}.get(text, text))
     except ValueError:
-        return {"True": 1.0, "False": 0.0}.get(text)
+        return None
 
 
-def _event_rows(path: Path) -> list[dict[str, float]]:
+def _event_rows(path: Path) -> Rows:
     if importlib.util.find_spec("tensorboard") is None:
         raise EnvironmentMismatchError(
-            f"RUN {path}: these are TensorBoard events, and tensorboard is not installed. Allowed without it: a .jsonl "
-            "metrics file or a console log. Remedy: pip install tensorboard"
+            "these are TensorBoard events, and tensorboard is not installed",
+            setting="RUN",
+            value=str(path),
+            allowed="a .jsonl metrics file or a console log, which need no other package",
+            remedy="pip install tensorboard",
         )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -158,5 +171,5 @@ def _event_rows(path: Path) -> list[dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     for key in events.Tags()["scalars"]:
         for event in events.Scalars(key):
-            rows.setdefault(event.step, {"step": float(event.step)})[key] = event.value
+            rows.setdefault(event.step, {"step": event.step})[key] = event.value
     return list(rows.values())

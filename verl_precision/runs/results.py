@@ -1,6 +1,7 @@
-"""What a run measured: from verl's metrics file to a summary of a few numbers and a table."""
+"""A comparison in a few numbers: a summary of each run, its verdict on a pass bar, and the table of all runs."""
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -9,63 +10,45 @@ from rich.table import Table
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.files import write_file
+from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
+from verl_precision.runs.read import Rows
 
 REWARD = "critic/score/mean"
 LENGTH = "response_length/mean"
-GAP = "mismatch/log_prob_gap_abs_mean"
-K3 = "mismatch/k3_kl"
-PEARSON = "mismatch/probs_pearson"
 STEP_SECONDS = "timing_s/step"
+Verdict = dict[str, float | bool | None]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in a few numbers; mismatch figures are means over all steps.
+    """One run in a few numbers; mismatch figures are means over all steps, in nats per token."""
 
-    Attributes:
-        precision: name of the precision preset.
-        steps: training steps done.
-        reward_first: mean reward of the first step's batch.
-        reward_last: mean reward of the last step's batch.
-        length_first: mean response length of the first step's batch, tokens.
-        length_last: mean response length of the last step's batch, tokens.
-        log_prob_gap: mean |log π - log μ| per token, nats.
-        k3_kl: k3 estimate of KL(μ‖π) per token, nats.
-        pearson_last: correlation of trainer and rollout probabilities at the last step.
-        seconds_per_step: median over steps; the first step carries warm-up.
-        seconds_total: wall clock, start-up included.
-    """
-
-    precision: str
+    precision: str  # name of the precision preset
     steps: int
-    reward_first: float
+    reward_first: float  # mean reward of the first step's batch
     reward_last: float
-    length_first: float
+    length_first: float  # mean response length of the first step's batch, in tokens
     length_last: float
-    log_prob_gap: float
-    k3_kl: float
-    pearson_last: float
-    seconds_per_step: float
-    seconds_total: float
+    log_prob_gap: float  # mean |log π - log μ|
+    k3_kl: float  # k3 estimate of KL(μ‖π)
+    pearson_last: float  # correlation of trainer and rollout probabilities at the last step
+    seconds_per_step: float  # median over steps, because the first carries warm-up
+    seconds_total: float  # wall clock, start-up included
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the metrics of each step, in order; verl's file logger writes one JSON object a line."""
-    return [{"step": row["step"], **row["data"]} for row in map(json.loads, path.read_text().splitlines())]
-
-
-def summarise(precision: str, rows: list[dict[str, float]], seconds_total: float) -> Summary:
+def summarise(precision: str, rows: Rows, seconds_total: float) -> Summary:
     """Summarise a run.
 
     Args:
-        precision: name of the precision preset.
-        rows: metrics of each step.
-        seconds_total: wall clock of the run.
+        precision: Name of the precision preset.
+        rows: Metrics of each step.
+        seconds_total: Wall clock of the run.
 
     Raises:
-        ConfigurationError: if a metric the comparison needs was not measured.
+        ConfigurationError: If a metric that the comparison needs was not measured.
     """
-    missing = [key for key in (REWARD, LENGTH, GAP, K3, PEARSON, STEP_SECONDS) if not any(key in row for row in rows)]
+    needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
+    missing = [key for key in needed if not any(key in row for row in rows)]
     if missing:
         raise ConfigurationError(
             f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, which "
@@ -74,16 +57,17 @@ def summarise(precision: str, rows: list[dict[str, float]], seconds_total: float
             value=precision,
             remedy="Leave it so, and look into the log for a measurement that failed.",
         )
+    first, last = rows[0], rows[-1]
     return Summary(
         precision=precision,
         steps=len(rows),
-        reward_first=rows[0][REWARD],
-        reward_last=rows[-1][REWARD],
-        length_first=rows[0][LENGTH],
-        length_last=rows[-1][LENGTH],
-        log_prob_gap=fmean(row[GAP] for row in rows),
-        k3_kl=fmean(row[K3] for row in rows),
-        pearson_last=rows[-1][PEARSON],
+        reward_first=first[REWARD],
+        reward_last=last[REWARD],
+        length_first=first[LENGTH],
+        length_last=last[LENGTH],
+        log_prob_gap=fmean(row[LOG_PROB_GAP] for row in rows),
+        k3_kl=fmean(row[K3_KL] for row in rows),
+        pearson_last=last[PROBS_PEARSON],
         seconds_per_step=median(row[STEP_SECONDS] for row in rows),
         seconds_total=seconds_total,
     )
@@ -102,14 +86,66 @@ def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
     }
 
 
+@dataclass(frozen=True)
+class PassBar:
+    """The mean reward of the last steps must be above a value.
+
+    Attributes:
+        above: The value, in the reward's unit.
+        steps: Number of steps of the mean. A pass through the data is a good choice.
+    """
+
+    above: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if not math.isfinite(self.above):
+            raise ConfigurationError(
+                "no reward can be compared with it", setting="--pass-bar", value=self.above, allowed="e.g. 0.95"
+            )
+        if self.steps < 1:
+            raise ConfigurationError(
+                "a mean needs a step",
+                setting="--pass-steps",
+                value=self.steps,
+                allowed="1 or more",
+                remedy="Take a pass through the data.",
+            )
+
+    def verdict(self, rows: Rows) -> Verdict:
+        """Judge a run.
+
+        Args:
+            rows: Metrics of each step. A run that is shorter than the window is judged over all its steps.
+
+        Returns:
+            `reward`: mean of the last steps. `passed`: whether it is above the bar. `since`: the step from whose end on
+            the mean has stayed above, or None.
+        """
+        rewards = [row[REWARD] for row in rows]
+        means = [fmean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
+        below = [index for index, mean in enumerate(means) if not mean > self.above]  # NaN is not above
+        first = below[-1] + 1 if below else 0
+        since = rows[first]["step"] if first < len(rows) else None
+        return {"reward": means[-1], "passed": since is not None, "since": since}
+
+    def sentence(self, precision: str, rows: Rows) -> str:
+        """Return what a user is told about a run."""
+        found = self.verdict(rows)
+        result = f"passed, above since step {found['since']:.0f}" if found["passed"] else "not passed"
+        steps = min(self.steps, len(rows))
+        return f"{precision}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"
+
+
 def write_summary(
     path: Path,
     summaries: list[Summary],
     command: list[str],
     versions: dict[str, str],
-    verdicts: dict[str, dict[str, float | bool | None]] | None = None,
+    verdicts: dict[str, Verdict] | None = None,
 ) -> None:
-    """Write everything the table shows, and how it came about, as JSON; `verdicts` on a pass bar, if there is one."""
+    """Write everything the table shows, and how it came about, as JSON; with a pass bar also its verdicts."""
     content = {
         "runs": [asdict(summary) for summary in summaries],
         "ratios": ratios(summaries),
@@ -121,7 +157,7 @@ def write_summary(
 
 
 def table(summaries: list[Summary]) -> Table:
-    """Return the comparison as a table, one row a precision and one for each ratio."""
+    """Return the comparison as a table: one row for each precision and one for each ratio."""
     result = Table(title="Training-inference mismatch (mean over steps)", title_justify="left")
     for column in ("precision", "steps", "reward", "|log-prob gap|", "k3 KL", "Pearson", "s/step"):
         result.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)

@@ -4,57 +4,43 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol
+from typing import Literal, Protocol
+
+Dtype = Literal["fp16", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A response to draw, or with `response_token_ids` one to score.
+    """A response to draw, or with `response_token_ids` one to score."""
 
-    Attributes:
-        problem: Identifier of the problem.
-        response: Index of the response, from 0.
-        prompt_token_ids: The prompt in tokens.
-        max_tokens: Most tokens to generate.
-        seed: Seed of this response alone.
-        response_token_ids: The response in tokens.
-    """
-
-    problem: str
-    response: int
+    problem: str  # identifier of the problem
+    response: int  # index of the response, from 0
     prompt_token_ids: tuple[int, ...]
-    max_tokens: int = 0
-    seed: int = 0
+    max_tokens: int = 0  # most tokens to generate
+    seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Response:
-    """What an engine answers; what was not asked for is None.
-
-    Attributes:
-        problem: Identifier of the problem.
-        response: Index of the response, from 0.
-        tokens: Length of the response.
-        text: The response as text.
-        correct: The recorded verdict, where a recorded response has one.
-        token_ids: The response in tokens.
-        log_probs: One for each token, in nats.
-        finish_reason: Why the response ended, in vLLM's words.
-    """
+    """What an engine answers; what was not asked for is None."""
 
     problem: str
     response: int
-    tokens: int
+    tokens: int  # length of the response
     text: str | None = None
-    correct: bool | None = None
+    correct: bool | None = None  # the recorded verdict, where a recorded response has one
     token_ids: tuple[int, ...] | None = None
-    log_probs: tuple[float, ...] | None = None
-    finish_reason: str | None = None
+    log_probs: tuple[float, ...] | None = None  # one for each token, in nats
+    finish_reason: str | None = None  # why the response ended, in vLLM's words
 
 
 class Engine(Protocol):
-    """Answers requests, many at a time, each when it is ready."""
+    """Answers requests, many at a time, each when it is ready.
+
+    What loads a model (`integration.vllm_sampler`, `integration.fsdp_scorer`) has `submit` and `poll` alone: it runs in
+    a process of its own, whose end gives everything back.
+    """
 
     @property
     def engines(self) -> int:

@@ -12,28 +12,26 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from verl_precision.errors import RunFailedError
 from verl_precision.failure_report import reason
 from verl_precision.processes import RUN_MARK, end_processes
-from verl_precision.sampling.engine import Engine, Request, Response
+from verl_precision.sampling.engine import Request, Response
 
 _EXIT_SECONDS = 20
 
 
 class EngineProcess:
-    """Runs `build()` in a new process and passes requests and responses through a pipe."""
+    """Runs `build()` in a new process and passes requests and responses through a pipe.
+
+    `submit` and `poll` raise `RunFailedError` if the process has failed; it shows the cause and names the log.
+    """
 
     engines = 1
 
-    def __init__(self, build: Callable[[], Engine], name: str, logs: Path) -> None:
-        """Start the process and return at once; the model loads meanwhile.
-
-        Args:
-            build: Makes the engine; it is pickled.
-            name: What the process does, for its log and for messages, such as `sample-fp16`.
-            logs: Folder of the logs; each process has a new one.
-        """
+    def __init__(self, build: Callable[[], Any], name: str, logs: Path) -> None:
+        """Start the process and return at once; the model loads meanwhile. Each process has a new log."""
         logs.mkdir(parents=True, exist_ok=True)
         self._name = name
         self._log = next(path for number in count() if not (path := logs / f"{name}-{number}.log").exists())
@@ -53,20 +51,12 @@ class EngineProcess:
         self._send(build)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests over.
-
-        Raises:
-            RunFailedError: If the process has failed.
-        """
+        """Hand requests over."""
         self._in_flight += len(requests)
         self._send(list(requests))
 
     def poll(self) -> list[Response]:
-        """Wait until at least one response is ready; return those that are.
-
-        Raises:
-            RunFailedError: If the process fails; the message shows the cause and names the log.
-        """
+        """Wait until at least one response is ready; return those that are."""
         if not self._in_flight:
             return []
         try:
@@ -98,7 +88,7 @@ class EngineProcess:
         )
 
 
-def serve(connection: Connection) -> None:
+def _serve(connection: Connection) -> None:
     """Build an engine and answer requests until the other end of the pipe closes."""
     build = connection.recv()
     inbox: SimpleQueue = SimpleQueue()
@@ -116,7 +106,7 @@ def serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, inbox: SimpleQueue) -> None:
-    """Pass messages on. The parent holds the other end of the pipe: its end, however it came, is ours."""
+    """Pass messages on, and end this process when the parent, which holds the other end of the pipe, has ended."""
     try:
         while True:
             inbox.put(connection.recv())
@@ -125,4 +115,4 @@ def _receive(connection: Connection, inbox: SimpleQueue) -> None:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    _serve(Connection(int(sys.argv[1])))

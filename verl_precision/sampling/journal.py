@@ -8,22 +8,26 @@ import fcntl
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from rich.console import Console
 
 from verl_precision.errors import CheckpointStateError, ConfigurationError
 
 JOURNAL = "journal.jsonl"
 _SHOWN = 120  # characters of a setting in a message
+_START_AGAIN = "Restore the file, or start again in a new --output."
 
 
 class Journal:
-    """The file, open for this process alone."""
+    """The file, open for this process alone; `open_journal` opens it."""
 
     def __init__(self, path: Path, file: BinaryIO, torn: bool) -> None:
-        """Wrap an open file; use `open_journal`."""
         self.path = path
-        self.torn = torn
+        self.torn = torn  # whether a torn last line was cut off
         self._file = file
 
     def append(self, record: Mapping[str, Any]) -> int:
@@ -42,19 +46,19 @@ class Journal:
     def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield position and content of each record.
 
-        Args:
-            fields: What each record must have, and its type.
-
         Raises:
             CheckpointStateError: If a line is damaged, or has no such field of that type.
         """
-        for number, position, record in read_lines(self.path):
-            if number > 1:
-                if wrong := wrong_field(record, fields):
-                    raise CheckpointStateError(
-                        f"{self.path}, line {number}: {wrong}. Restore the file, or start again in a new --output."
-                    )
-                yield position, record
+        for number, position, record in islice(read_lines(self.path), 1, None):
+            if wrong := wrong_field(record, fields):
+                raise CheckpointStateError(f"{self.path}, line {number}: {wrong}", remedy=_START_AGAIN)
+            yield position, record
+
+    def show_resumed(self, count: int, console: Console) -> None:
+        """Say how many responses the journal had, if any."""
+        if count:
+            torn = "; a torn last line was cut off" if self.torn else ""
+            console.print(f"resuming: {count} responses are in the journal{torn}", highlight=False)
 
     def close(self) -> None:
         """Close the file and let others have it."""
@@ -78,26 +82,22 @@ def open_journal(folder: Path, settings: Mapping[str, Any], outputs: Collection[
     if not path.exists():
         _require_free(folder, outputs)
         folder.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise ConfigurationError(
-            f"{path}: another process is writing it. Allowed: one process for each --output. Wait for it, or give "
-            "another --output."
-        ) from None
-    try:
-        journal = Journal(path, file, _cut_torn_line(path, file))
+    with ExitStack() as closed_on_error:
+        file = closed_on_error.enter_context(open(path, "a+b"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem, allowed = f"{path}: another process is writing it", "one process for each --output"
+            remedy = "Wait for it, or give another --output."
+            raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
+        journal = Journal(path, file, _cut_torn_line(file))
         first = next(read_lines(path), None)
         if first is None:
             journal.append({"settings": settings})
         else:
             _require_same(path, first[2].get("settings"), json.loads(json.dumps(settings)))
-        return journal
-    except BaseException:
-        file.close()
-        raise
+        closed_on_error.pop_all()
+    return journal
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -114,60 +114,54 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
             except ValueError:
                 value = None
             if not isinstance(value, dict):
-                raise CheckpointStateError(
-                    f"{path}, line {number}: it is not a JSON object: {line[:60]!r}. Allowed: a torn last line alone, "
-                    "which is cut off. Restore the file, or start again in a new --output."
-                )
+                problem = f"{path}, line {number}: it is not a JSON object: {line[:60]!r}"
+                raise CheckpointStateError(problem, allowed="one object a line", remedy=_START_AGAIN)
             yield number, position, value
             position += len(line)
 
 
 def wrong_field(record: Mapping[str, Any], fields: Mapping[str, type]) -> str | None:
     """Say which field is missing or of another type; return None if all are right."""
-    wrong = next((name for name, kind in fields.items() if type(record.get(name)) is not kind), None)
-    return wrong and f"{wrong} is {record.get(wrong)!r}. Allowed: {fields[wrong].__name__}"
+    for name, kind in fields.items():
+        if type(record.get(name)) is not kind:
+            return f"{name} is {record.get(name)!r} and not of type {kind.__name__}"
+    return None
 
 
 def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
     if folder.exists() and not folder.is_dir():
-        raise ConfigurationError(f"--output {folder}: it is a file. Allowed: a folder. Nothing was written.")
+        raise ConfigurationError("it is a file", setting="--output", value=folder, allowed="a folder")
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     taken = [name for name in found if outputs is None or name in outputs]
     if taken:
         raise ConfigurationError(
-            f"--output {folder}: it has {taken[0]} and no {JOURNAL}, so that no job of this version can be continued "
-            "in it. Allowed: a new folder, an empty one, or that of an earlier job. Nothing was written. Give another "
-            "--output; a job of an older version is finished by that version."
+            f"--output {folder}: it has {taken[0]} and no {JOURNAL}, so no job of this version can be continued in it",
+            allowed="a new folder, an empty one, or that of an earlier job",
+            remedy="Nothing was written. Give another --output; a job of an older version is finished by that version.",
         )
 
 
-def _cut_torn_line(path: Path, file: BinaryIO) -> bool:
+def _cut_torn_line(file: BinaryIO) -> bool:
     """Cut off what follows the last newline; return whether there was something."""
-    size = complete = file.seek(0, os.SEEK_END)
-    while complete:  # backwards in blocks: a journal may be larger than memory
-        start = max(complete - (1 << 20), 0)
-        file.seek(start)
-        newline = file.read(complete - start).rfind(b"\n")
-        complete = start + newline + 1
-        if newline >= 0:
-            break
-    if complete == size:
-        return False
-    os.truncate(path, complete)
-    return True
+    file.seek(0)
+    complete = sum(len(line) for line in file if line.endswith(b"\n"))
+    torn = file.seek(0, os.SEEK_END) > complete
+    file.truncate(complete)
+    return torn
 
 
 def _require_same(path: Path, recorded: Any, now: Mapping[str, Any]) -> None:
     if not isinstance(recorded, dict):
         raise CheckpointStateError(f"{path}, line 1: no settings. It is not a journal of this command; move it away.")
+
+    def shown(settings: Mapping[str, Any], name: str) -> str:
+        return repr(settings.get(name))[:_SHOWN]
+
     differ = [name for name in {**recorded, **now} if recorded.get(name) != now.get(name)]
     if differ:
-        changes = "; ".join(f"{name}: {_short(recorded, name)} there, {_short(now, name)} now" for name in differ)
+        changes = "; ".join(f"{name}: {shown(recorded, name)} there, {shown(now, name)} now" for name in differ)
         raise ConfigurationError(
-            f"{path} was begun with other settings ({changes}). Responses of both would not be one experiment. "
-            "Allowed: the settings that it was begun with. Give those, or a new --output."
+            f"{path} was begun with other settings ({changes}), and responses of both would not be one experiment",
+            allowed="the settings that it was begun with",
+            remedy="Give those, or a new --output.",
         )
-
-
-def _short(settings: Mapping[str, Any], name: str) -> str:
-    return repr(settings.get(name))[:_SHOWN]

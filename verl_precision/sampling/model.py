@@ -22,61 +22,33 @@ _HEAD = 1 << 20  # bytes of each weight file that go into the fingerprint
 class Model:
     """A model that is there.
 
-    Attributes:
-        name: What the user wrote.
-        fingerprint: Tells its weights from others: for a folder a digest of config.json and of size and beginning of
-            each weight file, for a hub name its commit.
-        config: Its config.json.
+    The fingerprint tells its weights from others: for a folder it is a digest of config.json and of size and beginning
+    of each weight file, for a hub name its commit.
     """
 
-    name: str
+    name: str  # what the user wrote
     fingerprint: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # its config.json
 
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
-        """Refuse FP16 where vLLM refuses it.
-
-        Args:
-            option: Option that chose the dtypes.
-            dtypes: Dtypes of vLLM.
+        """Refuse FP16, chosen by an option, where vLLM refuses it.
 
         Raises:
-            ConfigurationError: If vLLM refuses one of them for this model.
+            ConfigurationError: If vLLM refuses one of the dtypes for this model.
         """
         kind = str(self.config.get("model_type"))
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
+            others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
             raise ConfigurationError(
-                f"{option} fp16 with --model {self.name}: vLLM refuses FP16 for model type {kind!r} (and "
-                f"{', '.join(t for t in VLLM_REFUSES_FP16 if t != kind)}), whose activations overflow it. "
-                f"Allowed: bf16, fp32. Choose another {option}."
+                f"{option} fp16 with --model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others}), "
+                "whose activations overflow it",
+                allowed="bf16, fp32",
+                remedy=f"Choose another {option}.",
             )
-
-    def tokenizer(self) -> Any:
-        """Return the tokenizer.
-
-        Raises:
-            ConfigurationError: If the model has none.
-        """
-        from transformers import AutoTokenizer
-
-        reason = "it is empty"  # what transformers gives for a folder without one
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model_location(self.name))
-            if len(tokenizer) > 1:
-                return tokenizer
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:160]
-        raise ConfigurationError(
-            f"--model {self.name}: its tokenizer cannot be loaded ({reason}). Allowed: a folder or hub name with model "
-            "and tokenizer. Copy the tokenizer's files beside config.json."
-        )
 
 
 def model_location(model: str) -> str:
-    """Return what vLLM and transformers load: a folder, or the hub name as it is.
-
-    Args:
-        model: As in `find_model`.
+    """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is.
 
     Raises:
         ConfigurationError: If there is no such tiny model.
@@ -102,47 +74,36 @@ def find_model(model: str) -> Model:
     folder = Path(model_location(model))
     if folder.is_dir():
         config = folder / "config.json"
-        if not config.is_file():
-            raise ConfigurationError(
-                f"--model {model}: the folder has no config.json. Allowed: a folder in Hugging Face format. Check the "
-                "path."
-            )
-        return Model(model, _digest(model, folder), json.loads(config.read_text()))
-    if folder.exists() or not _HUB_NAME.match(model):
-        raise ConfigurationError(
-            f"--model {model}: no such folder, and not a hub name. Allowed: a folder in Hugging Face format, a hub "
-            f"name (organisation/model), or {TINY}qwen3. Check the spelling."
-        )
-    config = _hub_config(model)
-    return Model(model, config.parent.name, json.loads(config.read_text()))
+        weights = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+        if config.is_file() and weights:
+            return Model(model, _digest(config, weights), json.loads(config.read_text()))
+        problem = f"the folder has no {'weights' if config.is_file() else 'config.json'}"
+    elif folder.exists() or not _HUB_NAME.match(model):
+        problem = "no such folder, and not a hub name"
+    else:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        try:
+            config = Path(hf_hub_download(model, "config.json"))
+            return Model(model, config.parent.name, json.loads(config.read_text()))
+        except LocalEntryNotFoundError:
+            problem = "no such folder, not in the hub's cache on this machine, and the hub cannot be reached"
+        except (HfHubHTTPError, HFValidationError) as error:
+            reason = str(error).strip().splitlines()[0]
+            problem = f"no such folder, and the hub refuses the name ({type(error).__name__}: {reason})"
+    raise ConfigurationError(
+        problem,
+        setting="--model",
+        value=model,
+        allowed="a folder in Hugging Face format with config.json and *.safetensors or *.bin; a hub name "
+        f"(organisation/model) that is cached or reachable; or {TINY}qwen3",
+        remedy="Check the spelling, download it first, or log in to the hub if it is gated.",
+    )
 
 
-def _hub_config(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except LocalEntryNotFoundError:
-        raise ConfigurationError(
-            f"--model {model}: no such folder, not in the hub's cache on this machine, and the hub cannot be reached. "
-            "Allowed: a folder, or a hub name that is cached or reachable. Download it first, or check the spelling."
-        ) from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigurationError(
-            f"--model {model}: no such folder, and the hub refuses the name ({type(error).__name__}: {reason}). "
-            "Allowed: a name that the hub knows. Check the spelling, or log in if it is gated."
-        ) from None
-
-
-def _digest(model: str, folder: Path) -> str:
-    weights = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
-    if not weights:
-        raise ConfigurationError(
-            f"--model {model}: the folder has no weights. Allowed: *.safetensors or *.bin. Save or download it again."
-        )
-    digest = sha256((folder / "config.json").read_bytes())
+def _digest(config: Path, weights: list[Path]) -> str:
+    digest = sha256(config.read_bytes())
     for file in weights:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as content:
@@ -153,28 +114,44 @@ def _digest(model: str, folder: Path) -> str:
 def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
     """Return prompts as tokens: a chat through the model's template, with the assistant's turn begun; text as it is.
 
-    Args:
-        prompts: Chats or texts.
-        model: Whose tokenizer it is.
-
     Raises:
         ConfigurationError: If there is no tokenizer, no chat template for a chat, or a prompt has no tokens.
     """
-    tokenizer = model.tokenizer()
-    found = []
+    tokenizer = load_tokenizer(model.name)
+    token_ids = []
     for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) and tokenizer.chat_template is None:
+        is_text = isinstance(prompt, str)
+        if not is_text and tokenizer.chat_template is None:
             raise ConfigurationError(
-                f"--model {model.name}: its tokenizer has no chat template, which turns the messages of prompt "
-                f"{number} into tokens. Allowed: plain text. Add chat_template to its tokenizer_config.json."
+                f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens",
+                setting="--model",
+                value=model.name,
+                allowed="prompts of plain text",
+                remedy="Add chat_template to its tokenizer_config.json.",
             )
-        text = prompt
-        if not isinstance(prompt, str):
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=is_text)["input_ids"]
         if not ids:
-            raise ConfigurationError(
-                f"prompt {number} ({str(prompt)[:80]!r}) has no tokens. Allowed: prompts with text. Leave it out."
-            )
-        found.append(tuple(ids))
-    return found
+            problem = f"prompt {number} ({str(prompt)[:80]!r}) has no tokens"
+            raise ConfigurationError(problem, allowed="prompts with text", remedy="Leave it out.")
+        token_ids.append(tuple(ids))
+    return token_ids
+
+
+def load_tokenizer(model: str) -> Any:
+    """Return the tokenizer of a model as in `find_model`.
+
+    Raises:
+        ConfigurationError: If the model has none.
+    """
+    from transformers import AutoTokenizer
+
+    reason = "it is empty"  # what transformers gives for a folder without one
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_location(model))
+        if len(tokenizer) > 1:
+            return tokenizer
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+    problem, remedy = f"its tokenizer cannot be loaded ({reason})", "Copy the tokenizer's files beside config.json."
+    raise ConfigurationError(problem, setting="--model", value=model, allowed="one with a tokenizer", remedy=remedy)

@@ -22,38 +22,22 @@ REQUIRED = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One row.
+    """One row."""
 
-    Attributes:
-        identifier: Digest of prompt, data source and ground truth; the same in every copy of the data set.
-        row: Number of the row in the file, from 0.
-        prompt: Chat messages.
-        data_source: Selects the reward function in verl.
-        ground_truth: What the reward function compares with.
-        extra_info: Passed on to the reward function.
-    """
-
-    identifier: str
-    row: int
-    prompt: list[dict[str, Any]]
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
+    identifier: str  # digest of prompt, data source and ground truth; the same in every copy of the data set
+    row: int  # number of the row in the file, from 0
+    prompt: list[dict[str, Any]]  # chat messages
+    data_source: str  # selects the reward function in verl
+    ground_truth: Any  # what the reward function compares with
+    extra_info: dict[str, Any]  # passed on to the reward function
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A file's rows as a table, and its distinct problems.
+    """A file's rows as a table, and its distinct problems."""
 
-    Attributes:
-        path: The file.
-        table: All rows, with every column of the file.
-        problems: Distinct problems, in the file's order.
-    """
-
-    path: Path
-    table: pyarrow.Table
-    problems: list[Problem]
+    table: pyarrow.Table  # all rows, with every column of the file
+    problems: list[Problem]  # in the file's order
 
     @property
     def duplicates(self) -> int:
@@ -66,12 +50,7 @@ class DataSet:
         return sha256("".join(problem.identifier for problem in self.problems).encode()).hexdigest()[:16]
 
     def write(self, path: Path, identifiers: Iterable[str]) -> None:
-        """Write the rows of some problems as parquet, with columns and types unchanged.
-
-        Args:
-            path: The file to write; one that exists is replaced.
-            identifiers: Identifiers of the problems, in any order; rows are written in the file's order.
-        """
+        """Write the rows of some problems as parquet, in the file's order, with columns and types unchanged."""
         wanted = set(identifiers)
         rows = [problem.row for problem in self.problems if problem.identifier in wanted]
         with new_file(path, replace=True) as scratch:
@@ -87,87 +66,84 @@ def read_data_set(path: Path) -> DataSet:
     Raises:
         ConfigurationError: If something is wrong; it names file, row and field of the first such thing.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"{path}: no such file. Allowed: a .parquet or .jsonl file with verl's columns.")
-    table = read_table(path)
+    table = _read_table(path)
     if table.num_rows == 0:
-        raise ConfigurationError(f"{path}: no rows in it. Allowed: one problem a row. Check the file.")
+        raise ConfigurationError(f"{path}: no rows in it", allowed="one problem a row", remedy="Check the file.")
     for column, meaning in REQUIRED.items():
         if column not in table.column_names:
             raise ConfigurationError(
-                f"{path}: no column {column!r} ({meaning}); there are {', '.join(table.column_names)}. Allowed: verl's "
-                "format. `verl-precision data` writes it."
+                f"{path}: no column {column!r} ({meaning}); there are {', '.join(table.column_names)}",
+                allowed="verl's format",
+                remedy="`verl-precision data` writes it.",
             )
     columns = [name for name in (*REQUIRED, "extra_info") if name in table.column_names]
     problems: dict[str, Problem] = {}
     for row, values in enumerate(table.select(columns).to_pylist()):
         problem = _problem(path, row, values)
         problems.setdefault(problem.identifier, problem)
-    return DataSet(path, table, list(problems.values()))
+    return DataSet(table, list(problems.values()))
 
 
-def read_table(path: Path) -> pyarrow.Table:
-    """Read a parquet or JSONL file as it is.
+def read_rows(path: Path, option: str = "") -> list[Any]:
+    """Return the rows of a .parquet, .jsonl or .json file (one row a line); rows of the latter may differ in fields.
 
-    Raises:
-        ConfigurationError: If it cannot be read.
-    """
-    try:
-        return parquet.read_table(path) if path.suffix == ".parquet" else pyarrow.Table.from_pylist(read_rows(path))
-    except (ValueError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(
-            f"{path}: cannot be read ({error}). Allowed: parquet, or one JSON object a line. Check the file."
-        ) from None
-
-
-def read_rows(path: Path) -> list[Any]:
-    """Return the rows of a parquet or JSONL file; rows of the latter may differ in their fields.
+    Args:
+        path: The file.
+        option: Option that names the file, for messages.
 
     Raises:
         ConfigurationError: If there is no such file, or it cannot be read.
     """
+    name = f"{option} {path}".strip()
+    allowed = ".parquet, or .jsonl with one JSON object a line"
     if not path.is_file():
-        raise ConfigurationError(f"{path}: no such file. Allowed: a .parquet or .jsonl file. Check the path.")
+        raise ConfigurationError(f"{name}: no such file", allowed=allowed, remedy="Check the path.")
     if path.suffix == ".parquet":
-        return read_table(path).to_pylist()
+        return _read_table(path).to_pylist()
     if path.suffix not in (".jsonl", ".json"):
-        raise ConfigurationError(
-            f"{path}: unknown format {path.suffix!r}. Allowed: .parquet, or .jsonl with one JSON object a line."
-        )
+        raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ConfigurationError(
-                    f"{path}, line {number}: cannot be read as JSON ({error}). Allowed: one JSON object a line."
-                ) from None
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            problem = f"{name}, line {number}: cannot be read as JSON ({error})"
+            raise ConfigurationError(problem, allowed="one JSON object a line") from None
     return rows
 
 
-def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
-    def refuse(field: str, got: Any) -> ConfigurationError:
-        meaning = REQUIRED[field.partition(".")[0]]
-        return ConfigurationError(f"{path}, row {row}: {field} is {got!r}. Allowed: {meaning}. Correct the data set.")
+def is_chat(value: Any) -> bool:
+    """Return whether a value is a list of messages {role, content}, and not an empty one."""
 
+    def is_message(message: Any) -> bool:
+        fits = isinstance(message, dict) and isinstance(message.get("content"), str | list)
+        return fits and bool(message.get("role"))
+
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))
+
+
+def _read_table(path: Path) -> pyarrow.Table:
+    rows = None if path.suffix == ".parquet" and path.is_file() else read_rows(path)
+    try:
+        return parquet.read_table(path) if rows is None else pyarrow.Table.from_pylist(rows)
+    except (ValueError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+        problem = f"{path}: cannot be read ({error})"
+        raise ConfigurationError(problem, allowed="parquet, or one JSON object a line") from None
+
+
+def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
     prompt, source, rewarded = (values[name] for name in REQUIRED)
-    if not isinstance(prompt, list) or not prompt:
-        raise refuse("prompt", prompt)
-    for message in prompt:
-        if not isinstance(message, dict) or not (message.get("role") and isinstance(message.get("content"), str)):
-            raise refuse("prompt", message)
-    if not source or not isinstance(source, str):
-        raise refuse("data_source", source)
-    if not isinstance(rewarded, dict):
-        raise refuse("reward_model", rewarded)
-    if rewarded.get("ground_truth") is None:
-        raise refuse("reward_model.ground_truth", rewarded.get("ground_truth"))
+    truth = rewarded.get("ground_truth") if isinstance(rewarded, dict) else None
+    for field, right in (
+        ("prompt", is_chat(prompt)),
+        ("data_source", source and isinstance(source, str)),
+        ("reward_model", truth is not None),
+    ):
+        if not right:
+            problem = f"{path}, row {row}: {field} is {values[field]!r}"
+            raise ConfigurationError(problem, allowed=REQUIRED[field], remedy="Correct the data set.")
     # Columns that parquet fills with null for other rows' keys do not make a problem another one.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    truth = rewarded["ground_truth"]
     content = json.dumps([messages, source, truth], sort_keys=True, ensure_ascii=False, default=str)
     identifier = sha256(content.encode()).hexdigest()[:16]
     return Problem(identifier, row, messages, source, truth, values.get("extra_info") or {})

@@ -4,43 +4,39 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_precision.errors import EnvironmentMismatchError, RunFailedError
-from verl_precision.sampling.engine import Engine, Request, Response
+from verl_precision.sampling.engine import Request, Response
 
 
 class RayEngines:
-    """Spreads requests over engines: each request goes to the one with the fewest in flight."""
+    """Spreads requests over engines: each request goes to the one with the fewest in flight.
 
-    def __init__(self, build: Callable[[], Engine], address: str, engines: int | None, gpus_each: int = 1) -> None:
-        """Start the engines and wait until all are ready.
+    Every method raises `RunFailedError` if an engine fails.
+    """
 
-        Args:
-            build: Makes one engine, in its own process.
-            address: Address of the Ray cluster; `local` starts one.
-            engines: Number of engines; None for as many as the cluster's GPUs allow.
-            gpus_each: GPUs of one engine.
+    def __init__(self, build: Callable[[], Any], address: str, engines: int | None) -> None:
+        """Start the engines and wait until all are ready; the address `local` starts a cluster.
 
         Raises:
             EnvironmentMismatchError: If no such cluster answers, or it cannot hold the engines.
-            RunFailedError: If an engine cannot be made.
         """
         import ray
 
         self._ray = ray
         self._actors: list[Any] = []
-        self._polls: dict[Any, int] = {}
+        self._polls: dict[Any, int] = {}  # answer to come -> index of its engine
         self._started_here = not ray.is_initialized()
         if self._started_here:
             try:
                 ray.init(address=address, log_to_driver=False)
             except (ConnectionError, ValueError) as error:
                 raise EnvironmentMismatchError(
-                    f"--ray-address {address}: no Ray cluster answers there ({error}). Allowed: auto, local, or "
-                    "host:port of a running cluster. Start one with `ray start --head`, or leave --ray-address out."
+                    f"--ray-address {address}: no Ray cluster answers there ({error})",
+                    allowed="auto, local, or host:port of a running cluster",
+                    remedy="Start one with `ray start --head`, or leave --ray-address out.",
                 ) from error
         try:
-            gpus = ray.cluster_resources().get("GPU", 0)
-            self.engines = engines_that_fit(gpus, gpus_each, engines)
-            actor = ray.remote(num_gpus=gpus_each, num_cpus=1)(_Actor)
+            self.engines = engines_that_fit(ray.cluster_resources().get("GPU", 0), engines)
+            actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)
             self._actors = [actor.remote(build) for _ in range(self.engines)]
             self._in_flight = [0] * self.engines
             self._get([actor.ready.remote() for actor in self._actors])
@@ -56,23 +52,16 @@ class RayEngines:
                 self._in_flight[index] += len(share)
 
     def poll(self) -> list[Response]:
-        """Wait until some engine has a response ready; return what all have.
-
-        Raises:
-            RunFailedError: If an engine fails.
-        """
+        """Wait until some engine has a response ready; return what it has."""
         for index, actor in enumerate(self._actors):
             if self._in_flight[index] and index not in self._polls.values():
                 self._polls[actor.poll.remote()] = index
         if not self._polls:
             return []
-        done, _ = self._ray.wait(list(self._polls), num_returns=1)
-        ready: list[Response] = []
-        for future in done:
-            responses = self._get(future)
-            self._in_flight[self._polls.pop(future)] -= len(responses)
-            ready += responses
-        return ready
+        (answer,), _ = self._ray.wait(list(self._polls), num_returns=1)
+        responses = self._get(answer)
+        self._in_flight[self._polls.pop(answer)] -= len(responses)
+        return responses
 
     def close(self) -> None:
         """End the engines, and Ray if it was started here."""
@@ -93,9 +82,9 @@ class RayEngines:
 
 
 class _Actor:
-    """What runs in an actor: an engine, built there."""
+    """Runs an engine in a Ray actor."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Any]) -> None:
         self._engine = build()
 
     def ready(self) -> None:
@@ -119,17 +108,16 @@ def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[R
     return shares
 
 
-def engines_that_fit(gpus: float, gpus_each: int, wanted: int | None) -> int:
-    """Return how many engines of `gpus_each` to start; with None wanted, all that fit.
+def engines_that_fit(gpus: float, wanted: int | None) -> int:
+    """Return how many engines to start on so many GPUs; with None wanted, one on each.
 
     Raises:
         EnvironmentMismatchError: If that many, or a single one, do not fit.
     """
-    fit = int(gpus // gpus_each)
-    if fit < 1 or (wanted is not None and wanted > fit):
+    if gpus < max(1, wanted or 1):
         raise EnvironmentMismatchError(
-            f"--engines {wanted or 'all'}: Ray's cluster has {gpus:g} GPU(s), enough for {fit} engine(s) of "
-            f"{gpus_each}. Allowed: 1 to {max(fit, 1)}. Give another --engines or --ray-address, or leave "
-            "--ray-address out to run one engine here."
+            f"--engines {wanted or 'all'}: Ray's cluster has {gpus:g} GPU(s), and each engine takes one",
+            allowed=f"1 to {int(gpus)}" if gpus >= 1 else "",
+            remedy="Give another --engines or --ray-address, or leave --ray-address out to run one engine here.",
         )
-    return fit if wanted is None else wanted
+    return wanted or int(gpus)

@@ -10,5 +10,5 @@ trivial nor out of reach, so a correct trainer must come close to 100% on it (se
     session    a set from end to end
     command    the command line
 
-`sampling` reads the problems, draws and judges the responses, and keeps the journal.
+`sampling` reads the problems, draws the responses, and keeps the journal.
 """

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.sampling.engine import Request, Response
@@ -16,10 +15,7 @@ class RecordedEngine:
     engines = 1
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Args:
-            path: JSONL with problem, response, tokens, and either correct or text.
+        """Read a JSONL file with problem, response, tokens, and either correct or text.
 
         Raises:
             ConfigurationError: If a line lacks these fields.
@@ -28,9 +24,14 @@ class RecordedEngine:
         self._recorded: dict[tuple[str, int], Response] = {}
         self._waiting: deque[Response] = deque()
         for number, _, line in read_lines(path):
-            if "settings" not in line:
-                response = self._response(number, line)
-                self._recorded[response.problem, response.response] = response
+            if "settings" in line:
+                continue
+            judged: dict[str, type] = {"correct": bool} if "correct" in line else {"text": str}
+            if wrong := wrong_field(line, {"problem": str, "response": int, "tokens": int, **judged}):
+                allowed = "problem, response, tokens, and correct or text, as this command records them"
+                raise ConfigurationError(f"--responses {path}, line {number}: {wrong}", allowed=allowed)
+            key = line["problem"], line["response"]
+            self._recorded[key] = Response(*key, line["tokens"], line.get("text"), line.get("correct"))
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Look each up.
@@ -41,9 +42,9 @@ class RecordedEngine:
         for request in requests:
             if (request.problem, request.response) not in self._recorded:
                 raise ConfigurationError(
-                    f"--responses {self._path}: response {request.response} to problem {request.problem} is not in it. "
-                    "Allowed: as many recorded responses to each problem as its verdict needs. Record with "
-                    "--all-responses, of the same data set."
+                    f"--responses {self._path}: response {request.response} to problem {request.problem} is not in it",
+                    allowed="as many recorded responses to each problem as its verdict needs",
+                    remedy="Record with --all-responses, of the same data set.",
                 )
             self._waiting.append(self._recorded[request.problem, request.response])
 
@@ -55,12 +56,3 @@ class RecordedEngine:
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _response(self, number: int, line: dict[str, Any]) -> Response:
-        fields: dict[str, type] = {"problem": str, "response": int, "tokens": int}
-        if wrong := wrong_field(line, fields | ({"correct": bool} if "correct" in line else {"text": str})):
-            raise ConfigurationError(
-                f"--responses {self._path}, line {number}: {wrong}. Needed: problem, response, tokens, and correct or "
-                "text. Record it with this command."
-            )
-        return Response(line["problem"], line["response"], line["tokens"], line.get("text"), line.get("correct"))

@@ -6,22 +6,17 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from verl_precision.errors import CheckpointStateError
+from verl_precision.sampling.work import Key
 from verl_precision.sanity_set.verdict import Verdict, Window
 
 
 @dataclass
 class Tally:
-    """The responses to one problem.
+    """The responses to one problem."""
 
-    Attributes:
-        correct: Index of each response drawn -> whether it was correct.
-        tokens: Tokens of the responses drawn.
-        asked: Indices handed out and not yet back.
-    """
-
-    correct: dict[int, bool] = field(default_factory=dict)
-    tokens: int = 0
-    asked: set[int] = field(default_factory=set)
+    correct: dict[int, bool] = field(default_factory=dict)  # index of each response drawn -> whether it was correct
+    tokens: int = 0  # of the responses drawn
+    asked: set[int] = field(default_factory=set)  # indices handed out and not yet back
 
     @property
     def drawn(self) -> int:
@@ -33,11 +28,6 @@ class Tally:
         """Correct ones among them."""
         return sum(self.correct.values())
 
-    @property
-    def accuracy(self) -> float:
-        """Share of correct responses among those drawn; NaN if none was."""
-        return self.correct_count / self.drawn if self.drawn else float("nan")
-
 
 class Schedule:
     """Hands out (problem, response index) pairs until every verdict is decided.
@@ -47,29 +37,21 @@ class Schedule:
     """
 
     def __init__(self, problems: Iterable[str], window: Window, early_stopping: bool = True) -> None:
-        """Start with nothing drawn.
+        """Start with nothing drawn; problems are worked on in their order.
 
-        Args:
-            problems: Identifiers, in the order to work on them.
-            window: The rule.
-            early_stopping: False draws all n responses to each problem.
+        Without `early_stopping`, all n responses to each problem are drawn, decided or not.
         """
         self.window = window
         self.early_stopping = early_stopping
         self.tallies = {problem: Tally() for problem in problems}
+        self.total = len(self.tallies)
         self._open = dict.fromkeys(self.tallies)  # in order
         self._wanting = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
-        self.in_flight = 0
 
     @property
-    def finished(self) -> bool:
-        """Is every verdict decided?"""
-        return not self._open
-
-    @property
-    def decided(self) -> int:
+    def done(self) -> int:
         """Number of problems that need no more responses."""
-        return len(self.tallies) - len(self._open)
+        return self.total - len(self._open)
 
     @property
     def drawn(self) -> int:
@@ -79,13 +61,15 @@ class Schedule:
     def verdict(self, problem: str) -> Verdict:
         """Return what is known of a problem."""
         tally = self.tallies[problem]
+        if not self.early_stopping and tally.drawn < self.window.responses:
+            return Verdict.OPEN
         return self.window.verdict(tally.correct_count, tally.drawn)
 
     def kept(self) -> list[str]:
         """Return the problems kept so far, in their order."""
         return [problem for problem in self.tallies if self.verdict(problem) is Verdict.KEPT]
 
-    def record(self, problem: str, response: int, correct: bool, tokens: int) -> None:
+    def count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
         """Count a response, whether it comes from an engine or from the journal.
 
         Raises:
@@ -95,23 +79,22 @@ class Schedule:
         if tally is None or not 0 <= response < self.window.responses or response in tally.correct:
             reason = "unknown problem" if tally is None else "counted before" if response in tally.correct else "index"
             raise CheckpointStateError(
-                f"response {response} to problem {problem} cannot be counted ({reason}). Allowed: each response from "
-                f"0 to {self.window.responses - 1} once, to a problem of the data set. Start again in a new --output."
+                f"response {response} to problem {problem} cannot be counted ({reason})",
+                allowed=f"each response from 0 to {self.window.responses - 1} once, to a problem of the data set",
+                remedy="Start again in a new --output.",
             )
-        if response in tally.asked:
-            tally.asked.remove(response)
-            self.in_flight -= 1
+        tally.asked.discard(response)
         tally.correct[response] = correct
         tally.tokens += tokens
         self._update(problem)
 
-    def next_requests(self, limit: int) -> list[tuple[str, int]]:
+    def next_keys(self, limit: int) -> list[Key]:
         """Hand out up to `limit` responses to draw.
 
         First what is needed at least to decide each open problem. If that does not reach the limit, further responses
         to the problems still open, one each in turn: some of them may turn out not to be needed.
         """
-        chosen: list[tuple[str, int]] = []
+        chosen: list[Key] = []
         while self._wanting and len(chosen) < limit:
             problem = next(iter(self._wanting))
             chosen += self._take(problem, min(self._needed(problem), limit - len(chosen)))
@@ -121,16 +104,16 @@ class Schedule:
             if not more:
                 break
             chosen += more
-        self.in_flight += len(chosen)
         return chosen
 
     def _needed(self, problem: str) -> int:
         tally = self.tallies[problem]
+        needed = self.window.responses - tally.drawn
         if self.early_stopping:
-            return max(self.window.soonest(tally.correct_count, tally.drawn) - len(tally.asked), 0)
-        return self.window.responses - tally.drawn - len(tally.asked)
+            needed = self.window.soonest(tally.correct_count, tally.drawn)
+        return max(needed - len(tally.asked), 0)
 
-    def _take(self, problem: str, count: int) -> list[tuple[str, int]]:
+    def _take(self, problem: str, count: int) -> list[Key]:
         tally = self.tallies[problem]
         free = (i for i in range(self.window.responses) if i not in tally.correct and i not in tally.asked)
         taken = list(islice(free, count))
@@ -139,13 +122,9 @@ class Schedule:
 
     def _update(self, problem: str) -> None:
         """File a problem under what it needs now: nothing, responses in flight, or more."""
-        tally = self.tallies[problem]
-        done = tally.drawn == self.window.responses
-        if self.early_stopping:
-            done = self.verdict(problem) is not Verdict.OPEN
-        if done:
+        if self.verdict(problem) is not Verdict.OPEN:
             self._open.pop(problem, None)
-        if done or self._needed(problem) == 0:
+        if problem not in self._open or self._needed(problem) == 0:
             self._wanting.pop(problem, None)
         else:
             self._wanting[problem] = None

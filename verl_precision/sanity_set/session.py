@@ -4,7 +4,7 @@ from contextlib import closing
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console
@@ -12,12 +12,11 @@ from rich.console import Console
 from verl_precision.errors import ConfigurationError
 from verl_precision.integration.reward import Reward, load_reward
 from verl_precision.integration.vllm_sampler import VllmEngine
-from verl_precision.sampling.draw import start_engine, work_through
-from verl_precision.sampling.engine import Engine, Request, Response, response_seed
-from verl_precision.sampling.journal import open_journal
+from verl_precision.sampling.engine import Dtype, Engine, Request, Response, response_seed
+from verl_precision.sampling.journal import Journal, open_journal
 from verl_precision.sampling.model import find_model, tokenize
 from verl_precision.sampling.problems import DataSet, Problem, read_data_set
-from verl_precision.sampling.progress import shown
+from verl_precision.sampling.work import start_engine, work_through
 from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.results import Summary, histogram_text, summarise, table, write_figure, write_summary
 from verl_precision.sanity_set.schedule import Schedule
@@ -38,7 +37,7 @@ class Options:
     window: Window
     reward: str = "verl"
     correct_at: float = 1.0
-    dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
+    dtype: Dtype = "fp16"
     max_prompt_length: int = Field(default=1024, ge=1)
     max_response_length: int = Field(default=6976, ge=1)
     seed: int = 0
@@ -59,6 +58,38 @@ class Options:
             raise ConfigurationError("--responses replays a file and needs no --ray-address. Give one of them.")
 
 
+class _Drawing(Schedule):
+    """The schedule as `Work`: each response is judged, written to the journal, and counted."""
+
+    def __init__(
+        self, options: Options, journal: Journal, reward: Reward, problems: list[Problem], prompts: dict[str, tuple]
+    ) -> None:
+        super().__init__(prompts, options.window, options.early_stopping)
+        self._options, self._journal, self._reward, self._prompts = options, journal, reward, prompts
+        self._problems = {problem.identifier: problem for problem in problems}
+        for _, record in journal.records(_FIELDS):
+            self.count(*(record[name] for name in _FIELDS))
+
+    def progress(self) -> str:
+        return f"problems decided, {len(self.kept())} kept, {self.drawn} responses"
+
+    def next_requests(self, limit: int) -> list[Request]:
+        seed, max_tokens = self._options.seed, self._options.max_response_length
+        return [
+            Request(problem, response, self._prompts[problem], max_tokens, response_seed(seed, problem, response))
+            for problem, response in self.next_keys(limit)
+        ]
+
+    def record(self, response: Response) -> None:
+        correct, text = response.correct, response.text
+        if correct is None:
+            correct = self._reward.is_correct(self._problems[response.problem], text or "")
+        counted: dict[str, Any] = {"problem": response.problem, "response": response.response}
+        counted |= {"correct": correct, "tokens": response.tokens}
+        self._journal.append({**counted, "text": text if self._options.keep_text else None})
+        self.count(**counted)
+
+
 def build_sanity_set(options: Options, console: Console) -> Summary:
     """Draw, decide, and write kept.parquet, summary.json and accuracy.png.
 
@@ -77,58 +108,26 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
     data = read_data_set(options.data)
     reward = load_reward(options.reward, options.correct_at)
     unreadable = {problem.identifier for problem in reward.unreadable(data.problems)}
-    problems = {p.identifier: p for p in data.problems if p.identifier not in unreadable}
-    origin, token_ids = _origin(options, list(problems.values()))
-    recorded = _recorded_settings(options, data, reward, origin)
-
-    schedule = Schedule(token_ids, options.window, options.early_stopping)
-    with closing(open_journal(options.output, recorded, OUTPUTS)) as journal:
-
-        def count(record: dict[str, Any]) -> None:
-            schedule.record(record["problem"], record["response"], record["correct"], record["tokens"])
-
-        def record(response: Response) -> None:
-            correct, text = response.correct, response.text or ""
-            if correct is None:
-                correct = reward.is_correct(problems[response.problem], text)
-            judged: dict[str, Any] = {"problem": response.problem, "response": response.response, "correct": correct}
-            judged |= {"tokens": response.tokens, "text": response.text if options.keep_text else None}
-            journal.append(judged)
-            count(judged)
-
-        def request(problem: str, response: int) -> Request:
-            seed = response_seed(options.seed, problem, response)
-            return Request(problem, response, token_ids[problem], options.max_response_length, seed)
-
-        def next_requests(limit: int) -> list[Request]:
-            return [request(*key) for key in schedule.next_requests(limit)]
-
-        for _, earlier in journal.records(_FIELDS):
-            count(earlier)
-        if drawn := schedule.drawn:
-            torn = "; a torn last line was cut off" if journal.torn else ""
-            console.print(f"resuming: {drawn} responses are in the journal{torn}", highlight=False)
-        if not schedule.finished:
-            console.print(f"{len(token_ids)} problems; starting the engine", highlight=False)
-            progress = shown(
-                len(token_ids),
-                lambda: schedule.decided,
-                lambda: f"problems decided, {len(schedule.kept())} kept, {schedule.drawn} responses",
-                console,
-            )
-            with closing(_engine(options)) as engine, progress as on_progress:
-                work_through(engine, next_requests, record, lambda: schedule.finished, options.in_flight, on_progress)
-        overlong = len(problems) - len(token_ids)
-        return _write(options, data, schedule, recorded, summarise(data, schedule, len(unreadable), overlong), console)
+    problems = [problem for problem in data.problems if problem.identifier not in unreadable]
+    origin, prompts = _origin(options, problems)
+    settings = _recorded_settings(options, data, reward, origin)
+    with closing(open_journal(options.output, settings, OUTPUTS)) as journal:
+        schedule = _Drawing(options, journal, reward, problems, prompts)
+        journal.show_resumed(schedule.drawn, console)
+        if schedule.done < schedule.total:
+            console.print(f"{len(prompts)} problems; starting the engine", highlight=False)
+            with closing(_engine(options)) as engine:
+                work_through(engine, schedule, options.in_flight, console)
+        summary = summarise(data, schedule, len(unreadable), overlong=len(problems) - len(prompts))
+        _write(options, data, schedule, settings, summary, console)
+    return summary
 
 
 def _origin(options: Options, problems: list[Problem]) -> tuple[str, dict[str, tuple[int, ...]]]:
     """Return what the responses come from, for the settings, and the prompts that are short enough, in tokens."""
     if options.recorded is not None:
         if not options.recorded.is_file():
-            raise ConfigurationError(
-                f"--responses {options.recorded}: no such file. Allowed: a journal.jsonl. Check the path."
-            )
+            raise ConfigurationError(f"--responses {options.recorded}: no such file", allowed="a journal.jsonl")
         digest = sha256(options.recorded.read_bytes()).hexdigest()[:16]
         return f"recorded {digest}", {problem.identifier: () for problem in problems}
     model = find_model(options.model)
@@ -140,30 +139,26 @@ def _origin(options: Options, problems: list[Problem]) -> tuple[str, dict[str, t
         if len(ids) <= options.max_prompt_length
     }
     if not fitting:
-        raise ConfigurationError(
-            f"--max-prompt-length {options.max_prompt_length}: every prompt is longer. Allowed: "
-            f"{min(map(len, prompts))} or more; the longest has {max(map(len, prompts))} tokens. Raise it."
-        )
+        lengths = [len(ids) for ids in prompts]
+        option, most = "--max-prompt-length", options.max_prompt_length
+        allowed = f"{min(lengths)} or more; the longest has {max(lengths)} tokens"
+        raise ConfigurationError("every prompt is longer", setting=option, value=most, allowed=allowed)
     return model.fingerprint, fitting
 
 
 def _recorded_settings(options: Options, data: DataSet, reward: Reward, origin: str) -> dict[str, Any]:
     """Return everything that decides which responses are drawn and how they are judged."""
+    as_given = ("model", "dtype", "max_prompt_length", "max_response_length", "seed", "correct_at")
     return {
+        **{name: getattr(options, name) for name in as_given},
         "data": data.digest,
-        "model": options.model,
         "responses_from": origin,
-        "dtype": options.dtype,
         "responses_per_problem": options.window.responses,
         "low": str(options.window.low),
         "high": str(options.window.high),
         "reward": reward.name,
-        "correct_at": reward.correct_at,
-        "max_prompt_length": options.max_prompt_length,
-        "max_response_length": options.max_response_length,
         "temperature": 1.0,
         "top_p": 1.0,
-        "seed": options.seed,
     }
 
 
@@ -178,18 +173,16 @@ def _engine(options: Options) -> Engine:
 
 def _write(
     options: Options, data: DataSet, schedule: Schedule, settings: dict, summary: Summary, console: Console
-) -> Summary:
+) -> None:
     folder = options.output
     write_summary(folder / "summary.json", summary, schedule, settings)
     write_figure(folder / "accuracy.png", schedule, f"{Path(options.model).name} on {options.data.stem}")
     console.print(table(summary))
     if not summary.kept:
-        window = options.window
         raise ConfigurationError(
-            f"--low {float(window.low):g} --high {float(window.high):g} keeps none of {len(schedule.tallies)} "
-            f"problems. Accuracies found:\n{histogram_text(summary.histogram)}\n"
+            f"{options.window} keeps none of {len(schedule.tallies)} problems. Accuracies found:\n"
+            f"{histogram_text(summary.histogram)}\n"
             "Choose a window where there are problems, or check --reward and the prompts if all accuracies are 0."
         )
     data.write(folder / "kept.parquet", schedule.kept())
     console.print(f"wrote {', '.join(OUTPUTS)} to {folder}", highlight=False, soft_wrap=True)
-    return summary

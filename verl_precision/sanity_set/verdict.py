@@ -25,30 +25,25 @@ class Verdict(Enum):
 
 @settings(command_option)
 class Window:
-    """The rule: responses a problem, and the accuracies that are kept.
+    """The rule: the accuracies that are kept, both ends included."""
 
-    Attributes:
-        responses: n, responses drawn to a problem if nothing is decided before.
-        low: smallest accuracy kept, in [0, 1].
-        high: largest accuracy kept, in [low, 1].
-    """
-
-    responses: int = Field(default=40, ge=1, title="--responses-per-problem")
+    responses: int = Field(default=40, ge=1, title="--responses-per-problem")  # n
     low: Fraction = Fraction(1, 5)
     high: Fraction = Fraction(4, 5)
 
     def __post_init__(self) -> None:
         """Refuse a window that cannot keep anything."""
         if not 0 <= self.low <= self.high <= 1:
-            raise ConfigurationError(
-                f"--low {float(self.low):g} --high {float(self.high):g}: allowed: 0 <= low <= high <= 1. "
-                "The paper keeps 0.2 to 0.8."
-            )
+            raise ConfigurationError(str(self), allowed="0 <= low <= high <= 1", remedy="The paper keeps 0.2 to 0.8.")
         if self.fewest > self.most:
             raise ConfigurationError(
-                f"--low {float(self.low):g} --high {float(self.high):g}: no accuracy lies between them with "
-                f"{self.responses} responses, so nothing would be kept. Widen the window or draw more responses."
+                f"{self}: no accuracy lies between them with {self.responses} responses, so nothing would be kept",
+                remedy="Widen the window or draw more responses.",
             )
+
+    def __str__(self) -> str:
+        """Return the window as options of the command line."""
+        return f"--low {float(self.low):g} --high {float(self.high):g}"
 
     @property
     def fewest(self) -> int:

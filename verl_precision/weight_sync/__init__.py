@@ -1,8 +1,7 @@
-"""After a weight sync, are the rollout's weights the trainer's?
+"""After a weight sync, are the rollout's weights the trainer's? Two witnesses (docs/weight_sync.md): bits, canary.
 
-    manifest  the trainer closes its weight stream with a digest of every tensor; the rollout compares (pure torch)
-    verify    every layer of the rollout must compute what a layer freshly built from the received weights computes
-    worker    both, inside verl's vLLM worker extension: `VerifiedWeightSyncExtension`
-
-Chosen by the presets through `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`.
+manifest  digests of all tensors that the trainer sends, compared with what the rollout receives
+verify    each layer of the rollout, compared with one that is built afresh from the weights it was sent
+report    what the rollout could verify, sent back to the trainer in a file
+canary    log-probs of fixed sequences, compared with the trainer's; settings: its settings
 """

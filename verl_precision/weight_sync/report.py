@@ -1,68 +1,41 @@
-"""What the receiver of a weight sync could verify, on its way back to the trainer.
-
-verl drops whatever a vLLM worker returns. So the trainer names a file in the manifest, the worker writes its report
-there, and the trainer's engine, which is on the same machine, takes it when it next reports metrics.
-"""
+"""What the rollout could verify of a weight sync, sent to the trainer in a file: verl drops what workers return."""
 
 import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-_PREFIX = "vp-weight-sync-"  # then the process that waits for the report
+from verl_precision.files import write_file
+
+_PREFIX = "vp-weight-sync-"  # followed by the process that waits for the report
 
 
-@dataclass(frozen=True)
+@dataclass
 class SyncReport:
-    """One receiver's account of one weight sync.
+    """What one rollout worker could verify of one weight sync."""
 
-    Attributes:
-        verified_layers: layers shown to compute exactly what they were sent.
-        unverified_layers: layers that this guard cannot verify: a layout it does not know, a quantised weight, a LoRA
-            adapter. Layers whose turn comes in a later sync are in neither count.
-        seconds: time spent on verification, on the receiver's side.
-    """
-
-    verified_layers: int
-    unverified_layers: int
-    seconds: float
+    verified_layers: int = 0  # shown to compute exactly what they were sent
+    unverified_layers: int = 0  # unknown layout, quantised, or an adapter; not those whose turn comes in a later sync
+    seconds: float = 0.0  # time that the worker spent on verification
 
     def metrics(self) -> dict[str, float]:
         """Return the report as metrics: `weight_sync/verified_layers`, `unverified_layers`, `seconds`."""
         return {f"weight_sync/{name}": float(value) for name, value in asdict(self).items()}
 
-
-def merge(reports: Sequence[SyncReport]) -> SyncReport:
-    """Return the account of several streams of one sync (LoRA sends the base weights and the adapter)."""
-    return SyncReport(
-        verified_layers=sum(report.verified_layers for report in reports),
-        unverified_layers=sum(report.unverified_layers for report in reports),
-        seconds=sum(report.seconds for report in reports),
-    )
-
-
-def write_report(path: str, report: SyncReport) -> None:
-    """Write a report where the manifest asks for it, whole or not at all.
-
-    Args:
-        path: `reply_to` of the manifest.
-        report: of this receiver.
-    """
-    scratch = Path(f"{path}.tmp")
-    scratch.write_text(json.dumps(asdict(report)))
-    os.replace(scratch, path)
+    def write(self, path: str) -> None:
+        """Write the report to a file, complete or not at all."""
+        write_file(Path(path), json.dumps(asdict(self)), replace=True)
 
 
 class ReportBox:
-    """The trainer's side: names a file for each stream of a sync, and takes the reports that came back."""
+    """The trainer's side: names a file for each weight stream of a sync, and reads the reports that came back."""
 
     def __init__(self) -> None:
-        """Remove what processes that have ended left behind: the report of a run's last sync is never taken."""
+        """Remove files of processes that have ended: nobody reads the report of a run's last sync."""
         self._expected: list[Path] = []
         for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.json"):
             process = left.name.removeprefix(_PREFIX).partition("-")[0]
@@ -70,17 +43,20 @@ class ReportBox:
                 left.unlink(missing_ok=True)
 
     def new_address(self) -> str:
-        """Return the name of a file that does not exist yet, for one stream's report."""
+        """Return the name of a file that does not exist yet, for the report on one weight stream."""
         path = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}.json"
         self._expected.append(path)
         return str(path)
 
     def take(self) -> SyncReport | None:
-        """Return what came back since the last call, merged, or None; the files are removed."""
+        """Return the sum of the reports since the last call, and remove their files; None if none came back.
+
+        With LoRA a sync has two weight streams, the base weights and the adapter, and so two reports.
+        """
         found = []
         for path in self._expected:
-            with contextlib.suppress(FileNotFoundError):  # nobody answered: another rollout engine, or a failed sync
-                found.append(SyncReport(**json.loads(path.read_text())))
+            with contextlib.suppress(FileNotFoundError):  # another rollout engine, or a sync that failed
+                found.append(json.loads(path.read_text()))
                 path.unlink()
         self._expected = []
-        return merge(found) if found else None
+        return SyncReport(**{name: sum(report[name] for report in found) for name in found[0]}) if found else None

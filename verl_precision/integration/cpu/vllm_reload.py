@@ -1,15 +1,9 @@
 """Load weights again into a vLLM model whose CPU kernels have repacked them.
 
-After its first load, vLLM on a CPU keeps linear weights only in the kernel's layout, so that loading again fails.
-vLLM's own layer-wise reload restores each layer's parameters, loads, repacks. Three things are added:
-
-* a layer that borrows another layer's parameter (tied output head) receives no weights of its own, so the reload leaves
-  its repacked copy as it was, and the run samples from old weights without a word: such layers are repacked too;
-* expert weights are packed only while their kernel is built, so that the kernel has to be built again;
-* what each layer was sent is kept for `weight_sync.verify`.
-
-verl may come to reload in the same way inside its own sync (verl#7987), which is inside ours: vLLM begins no layer
-twice, and a reload that verl has ended is not ended again.
+After its first load, vLLM on a CPU keeps linear weights only in the kernel's layout, so loading again fails. vLLM's own
+layer-wise reload restores each layer's parameters, loads and repacks. It leaves out two kinds of layers, which are
+repacked here: those that borrow another layer's parameter (tied output head), and experts, which vLLM packs only while
+it builds their kernel.
 """
 
 import contextlib
@@ -18,12 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from verl_precision.errors import WeightSyncError
-from verl_precision.weight_sync.verify import (
-    LayerRecord,
-    forget_expert_kernel,
-    post_process,
-    shared_parameter_layers,
-)
+from verl_precision.weight_sync.verify import LayerRecord, forget_expert_kernel, pack, shared_parameter_layers
 
 
 @contextlib.contextmanager
@@ -33,15 +22,15 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
     The tensors given to `load_weights` are read until the block ends: they must not be views of reused memory.
 
     Args:
-        model: a vLLM model that has been loaded once.
+        model: vLLM model that has been loaded once.
         model_config: vLLM's model config.
-        layers: names of the layers to record.
+        layers: Names of the layers to record.
 
     Yields:
         Layer name -> what it was sent, filled while loading.
 
     Raises:
-        WeightSyncError: if a reload of this model has begun and not ended.
+        WeightSyncError: If a reload of this model has begun and not ended.
     """
     from vllm.model_executor.model_loader import reload
 
@@ -57,27 +46,24 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
     for layer in model.modules():
         forget_expert_kernel(layer)
     reload.initialize_layerwise_reload(model)
-    yield {name: _record(layer) for name, layer in model.named_modules() if name in layers}
-    if _under_way(model):  # else verl has ended it
+    yield {name: _record(model.get_submodule(name)) for name in layers}
+    if _under_way(model):  # else verl has ended it: verl#7987 reloads in the same way, inside our sync
         reload.finalize_layerwise_reload(model, model_config)
     for _, layer in shared_parameter_layers(model):
-        post_process(layer)
+        pack(layer)
 
 
 def _under_way(model: nn.Module) -> bool:
-    """Tell whether vLLM has put a layer's parameters aside to load them again, and not put them back yet."""
+    """Return whether vLLM has put parameters aside to load them again, and not put them back yet."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def _record(layer: nn.Module) -> LayerRecord:
-    """Hold on to the list vLLM buffers this layer's loader calls in; the parameters are on the meta device now."""
+    """Return the list in which vLLM buffers this layer's loader calls, and the parameters, now on the meta device."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
     template = dict(layer.named_parameters(recurse=False))
-    return LayerRecord(
-        template=template,
-        loaders={name: _get_original_loader(parameter) for name, parameter in template.items()},
-        calls=get_layerwise_info(layer).loaded_weights,
-    )
+    loaders = {name: _get_original_loader(parameter) for name, parameter in template.items()}
+    return LayerRecord(template, loaders, get_layerwise_info(layer).loaded_weights)

@@ -3,7 +3,8 @@
 import pytest
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.sampling.model import Model, find_model, tokenize
+from verl_precision.sampling import model as model_module
+from verl_precision.sampling.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.tiny_model import IM_START
 
 CHAT = [{"role": "user", "content": "2+2="}]
@@ -39,16 +40,6 @@ def test_weights_and_config_have_a_fingerprint(tmp_path):
     assert len(set(found)) == 3 and found[0] == found[3]
 
 
-def test_a_tiny_model_describes_itself():
-    assert find_model("tiny:qwen3").config["model_type"] == "qwen3"
-
-
-def test_a_model_without_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(ConfigurationError, match="its tokenizer cannot be loaded"):
-        Model(str(tmp_path), "", {}).tokenizer()
-
-
 def test_fp16_where_vllm_refuses_it():
     model = Model("m", "", {"model_type": "gemma3"})
     with pytest.raises(ConfigurationError, match="--dtype fp16 with --model m: vLLM refuses FP16 for model type 'gem"):
@@ -58,7 +49,8 @@ def test_fp16_where_vllm_refuses_it():
 
 def test_chats_go_through_the_template_and_text_does_not(monkeypatch):
     model = find_model("tiny:qwen3")
-    tokenizer = model.tokenizer()
+    assert model.config["model_type"] == "qwen3"
+    tokenizer = load_tokenizer(model.name)
     chat, text = tokenize([CHAT, "2+2="], model)
     assert tokenizer.decode(text) == "2+2=" and len(text) == 4
     assert tokenizer.decode(chat).endswith(f"{IM_START}assistant\n")
@@ -67,6 +59,12 @@ def test_chats_go_through_the_template_and_text_does_not(monkeypatch):
     with pytest.raises(ConfigurationError, match=r"prompt 1 \(''\) has no tokens"):
         tokenize([CHAT, ""], model)
     tokenizer.chat_template = None
-    monkeypatch.setattr(Model, "tokenizer", lambda model: tokenizer)
+    monkeypatch.setattr(model_module, "load_tokenizer", lambda name: tokenizer)
     with pytest.raises(ConfigurationError, match="has no chat template"):
         tokenize(["a", CHAT], model)
+
+
+def test_a_model_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigurationError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))

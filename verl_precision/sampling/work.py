@@ -1,0 +1,98 @@
+"""The loop of every job: ask for what is missing, wait, write it down, show how far it is."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+from rich.text import Text
+
+from verl_precision.sampling.engine import Engine, Request, Response
+from verl_precision.sampling.engine_process import EngineProcess
+
+Key = tuple[str, int]  # (problem, index of the response)
+
+
+class Work(Protocol):
+    """What a job has to do, and how much of it is done."""
+
+    total: int
+
+    @property
+    def done(self) -> int:
+        """How much is done; the work is finished when this is `total`."""
+
+    def next_requests(self, limit: int) -> Sequence[Request]:
+        """Return up to so many requests, each once."""
+
+    def record(self, response: Response) -> None:
+        """Write a response to the journal, then count it."""
+
+    def progress(self) -> str:
+        """Say in words what `done` counts."""
+
+
+class _Words(ProgressColumn):
+    """The words beside a progress bar, asked for only when it is drawn."""
+
+    def __init__(self, words: Callable[[], str]) -> None:
+        self._words = words
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        return Text(self._words())
+
+
+def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
+    """Ask an engine until the work is finished; what is still in flight then is left unfinished.
+
+    Args:
+        engine: Answers the requests.
+        work: Makes the requests, and writes down the responses.
+        in_flight: Responses in flight for each engine; enough to keep it full.
+        console: Where progress is shown: as a live bar on a terminal, as a line for each tenth elsewhere.
+    """
+    asked, tenth = 0, -1
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        _Words(work.progress),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=work.total)
+        while True:
+            bar.update(task, completed=work.done)
+            if not console.is_terminal and work.done * 10 // work.total > tenth:
+                tenth = work.done * 10 // work.total
+                console.print(f"{work.done}/{work.total} {work.progress()}", highlight=False)
+            if work.done == work.total:
+                return
+            wanted = work.next_requests(in_flight * engine.engines - asked)
+            if wanted:
+                engine.submit(wanted)
+            responses = engine.poll()
+            for response in responses:
+                work.record(response)
+            asked += len(wanted) - len(responses)
+
+
+def start_engine(
+    build: partial, name: str, folder: Path, ray_address: str | None, engines: int | None = None
+) -> Engine:
+    """Start one engine on this machine, or with an address one on each GPU of that Ray cluster.
+
+    Args:
+        build: Makes an engine.
+        name: What the engine does, for its log and for messages.
+        folder: Folder of the job; logs go to `logs` in it.
+        ray_address: Address of the Ray cluster; None for this machine.
+        engines: Number of engines on Ray; None for one on each GPU.
+    """
+    if ray_address is None:
+        return EngineProcess(build, name, folder / "logs")
+    from verl_precision.sampling.ray_engines import RayEngines
+
+    return RayEngines(build, ray_address, engines)
