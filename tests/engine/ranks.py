@@ -1,34 +1,48 @@
-"""What runs in the spawned ranks: real FSDP2 over gloo, real verl engines, a tiny Qwen3. Prints JSON for the test.
+"""Tests that run in every rank at once: real FSDP2 over gloo, real verl engines, a tiny Qwen3.
 
-python ranks.py RANK WORLD RENDEZVOUS_FILE SCRATCH_FOLDER
+`test_ranks.py` starts pytest on this file in each rank; by its name pytest does not find it otherwise. All ranks run
+the same tests in the same order, and stop at the first that fails.
 """
 
+import contextlib
 import json
 import logging
+import math
 import os
-import sys
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
-os.environ["VERL_PLATFORM"] = "cpu"
-
+import pytest
 import torch
 import torch.distributed as dist
 import verl  # noqa: F401 - loads the plugin
+from safetensors import safe_open
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
+from verl.utils import model as verl_model
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
-from verl_precision.errors import VerlPrecisionError
+from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
+from verl_precision.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.tiny_model import cached_tiny_model
 
-LONG = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+SHARED = Path(os.environ["SHARED_FOLDER"])
+INF = float("inf")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", init_method=f"file://{SHARED / 'rendezvous'}", rank=RANK, world_size=WORLD)
+    yield
+    dist.destroy_process_group()
 
 
 def make_engine(
@@ -41,14 +55,14 @@ def make_engine(
     save=("model", "optimizer", "extra"),
     **ours,
 ):
+    """Build an engine of ours with settings `ours`; `plain`: with verl's config."""
     settings = dict(
         strategy="fsdp2",
         fsdp_size=fsdp_size,
         use_torch_compile=False,
-        dtype=LONG[dtype],
+        dtype=DTYPES[dtype],
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
-    cls = cls or EngineRegistry.get_engine_cls(model_type, "fsdp2")
     model = HFModelConfig(
         path=str(cached_tiny_model("qwen3")),
         use_remove_padding=False,
@@ -58,7 +72,7 @@ def make_engine(
     )
     model.model_type = model_type
     torch.manual_seed(0)  # the value head is drawn
-    engine = cls(
+    engine = (cls or EngineRegistry.get_engine_cls(model_type, "fsdp2"))(
         model_config=model,
         engine_config=FSDPEngineConfig(**settings) if plain else PrecisionFSDPConfig(**settings, **ours),
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=100),
@@ -68,13 +82,17 @@ def make_engine(
     return engine
 
 
+def fp16_engine(**settings):
+    return make_engine("fp16", loss_scale=LossScaleSettings(**{"initial": 1024.0, **settings}))
+
+
+def nested(tensors):
+    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+
 def batch(last=True):
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = torch.Generator().manual_seed(RANK)
     sequences = [torch.randint(3, 90, (n,), generator=generator) for n in (5, 8)]
-
-    def nested(tensors):
-        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
     return tu.get_tensordict(
         {
             "input_ids": nested(sequences),
@@ -93,10 +111,9 @@ def batch(last=True):
     )
 
 
-def loss_function(model_output, data, dp_group):
-    if "values" in model_output:
-        loss = model_output["values"].values().float().square().mean()
-        return loss, {}
+def mean_log_prob(model_output, data, dp_group):
+    if "values" in model_output:  # a critic
+        return model_output["values"].values().float().square().mean(), {}
     log_probs = model_output["log_probs"].values()
     return -log_probs.float().mean(), {"seen/log_probs_dtype": [str(log_probs.dtype)]}
 
@@ -105,10 +122,11 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gradients(engine):
+def gradient(engine, loss=mean_log_prob):
+    """Return the unscaled gradient of all parameters, in float64."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
-        engine.forward_backward_batch(batch(), loss_function)
+        engine.forward_backward_batch(batch(), loss)
         if engine.scaler is not None:
             engine.scaler.unscale_(engine.optimizer)
         found = torch.cat([full(p.grad).flatten().double() for p in engine.module.parameters()])
@@ -117,199 +135,197 @@ def gradients(engine):
     return found
 
 
-def local_parameters(engine):
-    return torch.cat([p.to_local().flatten() for p in engine.module.parameters()]).detach().clone()
-
-
-def poison(engine, value, rank=0):
-    """From now on, the gradient of one rank's first parameter holds `value` after each backward."""
-    verls = type(engine).forward_backward_batch
-
-    def poisoned(*args, **kwargs):
-        outputs = verls(engine, *args, **kwargs)
-        if dist.get_rank() == rank:
-            next(engine.module.parameters()).grad.to_local().view(-1)[0] = value
-        return outputs
-
-    engine.forward_backward_batch = poisoned
-
-
-def cure(engine):
-    del engine.forward_backward_batch
-
-
-def step(engine, last=True):
-    before = local_parameters(engine)
-    with engine.train_mode():
-        outputs = engine.train_batch(batch(last), loss_function)
-    lr = engine.lr_scheduler_step() if last else None
-    return {
-        "changed": not torch.equal(before, local_parameters(engine)),
-        "finite": bool(torch.isfinite(local_parameters(engine)).all()),
-        "scale": engine.scaler.get_scale() if engine.scaler else None,
-        "lr": lr,
-        "metrics": {k: v for k, v in outputs["metrics"].items() if k.startswith(("precision/", "grad_norm", "seen/"))},
-    }
-
-
-def precision(scratch):
-    """dtypes inside the model, and gradients against those of an FP32 run."""
-    seen = {}
-    engine = make_engine("fp16", loss_scale=LossScaleSettings(initial=64.0))
-
-    def record(module, args, output):
-        seen.update(inputs=str(args[0].dtype), weight=str(module.weight.dtype), output=str(output.dtype))
-
-    handle = engine.module.model.layers[0].mlp.up_proj.register_forward_hook(record)
-    half = gradients(engine)
-    handle.remove()
-    reference = gradients(make_engine("fp32"))
-    return {
-        "seen": seen,
-        "rope": sorted({str(b.dtype) for name, b in engine.module.named_buffers() if "inv_freq" in name}),
-        "parameters": sorted({str(p.dtype) for p in engine.module.parameters()}),
-        "relative_error": float((half - reference).norm() / reference.norm()),
-        "upstream_bf16_relative_error": float(
-            (gradients(make_engine("bf16", plain=True)) - reference).norm() / reference.norm()
-        ),
-        "engine": type(engine).__name__,
-    }
-
-
-def overflow(scratch):
-    """One good step, one with inf on rank 0, two good ones (the scale grows after two)."""
-    engine = make_engine("fp16", loss_scale=LossScaleSettings(initial=1024.0, growth_interval=2))
-    steps = [step(engine)]
-    poison(engine, float("inf"))
-    steps.append(step(engine))
-    cure(engine)
-    steps += [step(engine), step(engine)]
-    return steps
-
-
-def mini_batches(scratch):
-    """A training step of three mini-batches of which the second is skipped: the schedule advances, counts add up."""
-    engine = make_engine("fp16", loss_scale=LossScaleSettings(initial=1024.0))
-    first = step(engine, last=False)
-    poison(engine, float("nan"), rank=dist.get_world_size() - 1)
-    second = step(engine, last=False)
-    cure(engine)
-    return [first, second, step(engine)]
-
-
-def hsdp(scratch):
-    """Each rank a replica: inf on one must stop the other."""
-    engine = make_engine("fp16", fsdp_size=1, loss_scale=LossScaleSettings(initial=1024.0))
-    poison(engine, float("inf"))
-    return {"mesh": list(engine.device_mesh.mesh.shape), **step(engine)}
-
-
-def minimum(scratch):
-    """Overflow for ever: the run stops."""
-    engine = make_engine("fp16", loss_scale=LossScaleSettings(initial=2.0, minimum=1.0, stop_after_steps_at_minimum=2))
-    poison(engine, float("inf"))
-    scales = []
-    try:
-        for _ in range(10):
-            scales.append(step(engine)["scale"])
-    except VerlPrecisionError as error:
-        return {"scales": scales, "error": type(error).__name__, "message": str(error)}
-    return {"scales": scales}
-
-
-def resume(scratch):
-    """Save after a skip and a good step, load into a fresh engine: ours goes on, upstream's starts again."""
-    messages = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("verl_precision.engine").addHandler(handler)
-    settings = LossScaleSettings(initial=1024.0, growth_interval=5)
-
-    engine = make_engine("fp16", loss_scale=settings)
-    poison(engine, float("inf"))
-    step(engine)
-    cure(engine)
-    step(engine)
-    engine.save_checkpoint(str(scratch / "ours"))
-    saved = engine.scaler.state_dict()
-    uninterrupted = [step(engine) for _ in range(4)]
-    resumed = make_engine("fp16", loss_scale=settings)
-    resumed.load_checkpoint(str(scratch / "ours"), del_local_after_load=False)
-    loaded = resumed.scaler.state_dict()
-    continued = [step(resumed) for _ in range(4)]
-
-    theirs = make_engine("fp16", plain=True)
-    theirs.scaler = ShardedGradScaler("cpu", growth_interval=400)  # verl's own would be disabled on a CPU
-    step(theirs)
-    poison(theirs, float("inf"))
-    step(theirs)
-    cure(theirs)
-    theirs.save_checkpoint(str(scratch / "theirs"))
-    upstream_saved = theirs.scaler.state_dict()
-    again = make_engine("fp16", plain=True)
-    again.scaler = ShardedGradScaler("cpu", growth_interval=400)
-    again.load_checkpoint(str(scratch / "theirs"), del_local_after_load=False)
-
-    old = make_engine("fp16", loss_scale=settings)
-    assert not messages
-    old.load_checkpoint(str(scratch / "theirs"), del_local_after_load=False)
-    return {
-        "saved": saved,
-        "loaded": loaded,
-        "uninterrupted": uninterrupted,
-        "continued": continued,
-        "upstream_saved": upstream_saved,
-        "upstream_loaded": again.scaler.state_dict(),
-        "old_checkpoint": old.scaler.state_dict(),
-        "old_warning": messages,
-    }
-
-
-def upstream(scratch):
-    """verl's own engine and scaler on a CPU; and ours without our config, which must be the same bit for bit."""
-    with warnings.catch_warnings(record=True):
-        theirs = make_engine("fp16", plain=True, cls=transformer_impl.FSDPEngineWithLMHead)
-        ours = make_engine("fp16", plain=True)
-    found = {"scaler_enabled": theirs.scaler.is_enabled(), "scaler": type(ours.scaler).__name__}
-    results = []
-    for engine in (theirs, ours):
-        with engine.eval_mode():
-            outputs = engine.infer_batch(batch())
-        steps = [step(engine) for _ in range(2)]
-        poison(engine, float("inf"))
-        steps.append(step(engine))
-        results.append((outputs["model_output"]["log_probs"].values(), local_parameters(engine), steps))
-    (log_probs, parameters, steps), (our_log_probs, our_parameters, our_steps) = results
-    found["same"] = [
-        torch.equal(log_probs, our_log_probs),
-        torch.equal(parameters.nan_to_num(), our_parameters.nan_to_num()),
-        json.dumps(steps) == json.dumps(our_steps),
-    ]
-    found["log_probs"] = str(log_probs.dtype)
-    found["grad_norm_on_overflow"] = steps[2]["metrics"]["grad_norm"]
-    found["lr"] = [s["lr"] for s in steps]
-    return found
-
-
-def others(scratch):
-    """The critic in FP16, and the actor in BF16 with our config, which needs no scaler."""
-    from transformers import AutoModelForTokenClassification
-    from verl.utils import model
-
-    def without_flash_attention(local_path, torch_dtype, model_config, trust_remote_code):
-        return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
-
-    model.load_valuehead_model = without_flash_attention  # verl asks for flash-attn, which needs CUDA
-    critic = make_engine("fp16", model_type="value_model", loss_scale=LossScaleSettings(initial=1024.0))
-    bf16 = make_engine("bf16")
-    steps = [step(bf16)]
-    poison(bf16, float("inf"))
-    return {"critic": step(critic), "critic_class": type(critic).__name__, "bf16": [*steps, step(bf16)]}
+def relative_error(found, expected):
+    return float((found - expected).norm() / expected.norm())
 
 
 def log_probs(engine):
     with engine.eval_mode():
         return engine.infer_batch(batch())["model_output"]["log_probs"].values()
+
+
+def local_parameters(engine):
+    return torch.cat([p.to_local().flatten() for p in engine.module.parameters()]).detach().clone()
+
+
+@contextlib.contextmanager
+def poisoned(engine, value=INF, rank=0):
+    """Inside, the gradient of one rank's first parameter holds `value` after each backward."""
+    verls = type(engine).forward_backward_batch
+
+    def with_value(*args, **kwargs):
+        outputs = verls(engine, *args, **kwargs)
+        if rank == RANK:
+            next(engine.module.parameters()).grad.to_local().view(-1)[0] = value
+        return outputs
+
+    engine.forward_backward_batch = with_value
+    yield
+    del engine.forward_backward_batch
+
+
+def step(engine, last=True):
+    """Train on one mini-batch, the last of a training step or not."""
+    before = local_parameters(engine)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch(last), mean_log_prob)["metrics"]
+    return SimpleNamespace(
+        changed=not torch.equal(before, local_parameters(engine)),
+        finite=bool(torch.isfinite(local_parameters(engine)).all()),
+        scale=engine.scaler.get_scale() if engine.scaler else None,
+        lr=engine.lr_scheduler_step() if last else None,
+        metrics={k: v for k, v in metrics.items() if k.startswith(("precision/", "grad_norm", "seen/"))},
+    )
+
+
+def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_of_fp32():
+    """FP16 has unit roundoff 2^-11 = 4.9e-4; over four layers and two passes the norm may err by a few times that."""
+    engine = fp16_engine(initial=64.0)
+    assert type(engine).__name__ == "FSDPEngineWithLMHeadOnCPU"
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}, "master weights"
+    rope = {b.dtype for name, b in engine.module.named_buffers() if "inv_freq" in name}
+    assert rope == {torch.float32}, "RoPE's frequencies"
+    seen = set()
+
+    def record(module, args, output):
+        seen.update((args[0].dtype, module.weight.dtype, output.dtype))
+
+    engine.module.model.layers[0].mlp.up_proj.register_forward_hook(record)
+    reference = gradient(make_engine("fp32"))
+    error = relative_error(gradient(engine), reference)
+    assert seen == {torch.float16}
+    assert error < 8 * 2**-11
+    assert relative_error(gradient(make_engine("bf16", plain=True)), reference) > 4 * error, "BF16 is 8 times coarser"
+
+
+def test_inf_on_one_rank_skips_the_step_on_all_and_the_scale_halves_then_grows():
+    """One good step, one with inf on rank 0, two good ones; the scale grows after two. The schedule waits."""
+    engine = fp16_engine(growth_interval=2)
+    steps = [step(engine)]
+    with poisoned(engine):
+        steps.append(step(engine))
+    steps += [step(engine), step(engine)]
+    assert [s.changed for s in steps] == [True, False, True, True]
+    assert all(s.finite for s in steps)
+    assert [s.scale for s in steps] == [1024, 512, 512, 1024]
+    metrics = [s.metrics for s in steps]
+    assert [m["precision/loss_scale"] for m in metrics] == [[1024], [512], [512], [1024]]
+    assert [m["precision/skipped_steps"] for m in metrics] == [[0], [1], [0], [0]]
+    assert [m["precision/overflow_rank_count"] for m in metrics] == [[0], [1], [0], [0]]
+    assert all(0 <= m["precision/grad_underflow_fraction"][0] < 0.01 for m in metrics)
+    assert metrics[0]["seen/log_probs_dtype"] == ["torch.float32"] * 2
+    assert steps[1].lr == steps[0].lr and steps[3].lr < steps[2].lr < steps[1].lr
+    assert "grad_norm" not in metrics[1], "an inf would become the mean over mini-batches"
+    assert all(math.isfinite(metrics[i]["grad_norm"]) for i in (0, 2, 3))
+
+
+def test_several_updates_in_one_step_are_reported_once_and_advance_the_schedule_once():
+    engine = fp16_engine()
+    first = step(engine, last=False)
+    with poisoned(engine, math.nan, rank=WORLD - 1):
+        second = step(engine, last=False)
+    last = step(engine)
+    assert not any(key.startswith("precision/") for s in (first, second) for key in s.metrics)
+    assert last.metrics["precision/skipped_steps"] == last.metrics["precision/overflow_rank_count"] == [1]
+    assert engine.lr_scheduler.last_epoch == 1
+
+
+@pytest.mark.skipif(WORLD == 1, reason="HSDP needs two ranks")
+def test_replicas_of_hsdp_agree():
+    """Each rank is a replica: inf on one must stop the other."""
+    engine = make_engine("fp16", fsdp_size=1, loss_scale=LossScaleSettings(initial=1024.0))
+    assert engine.device_mesh.mesh.shape == (2, 1)
+    with poisoned(engine):
+        found = step(engine)
+    assert not found.changed and found.scale == 512
+
+
+def test_scale_at_its_minimum_stops_the_run_with_a_diagnosis():
+    engine = fp16_engine(initial=2.0, minimum=1.0, stop_after_steps_at_minimum=2)
+    with poisoned(engine):
+        assert [step(engine).scale, step(engine).scale] == [1, 1], "2 -> 1, then one step at the minimum"
+        with pytest.raises(LossScaleError, match=r"loss_scale.minimum=1, on 1 rank\(s\)") as error:
+            step(engine)
+    message = str(error.value)
+    assert "stop_after_steps_at_minimum=2" in message and "precision=bf16" in message
+    assert RANK > 0 or "model.embed_tokens.weight" in message
+
+
+def test_resume_goes_on_exactly_and_upstream_starts_again(caplog):
+    """Save after a skip and a good step, load into a fresh engine."""
+    engine = fp16_engine(growth_interval=5)
+    with poisoned(engine):
+        step(engine)
+    step(engine)
+    engine.save_checkpoint(str(SHARED / "ours"))
+    saved = engine.scaler.state_dict()
+    resumed = fp16_engine(growth_interval=5)
+    resumed.load_checkpoint(str(SHARED / "ours"), del_local_after_load=False)
+    assert resumed.scaler.state_dict() == saved == {"scale": 512, "growth_tracker": 1, "steps_at_minimum": 0}
+    for _ in range(4):
+        uninterrupted, continued = step(engine), step(resumed)
+        assert continued == uninterrupted
+    assert continued.scale == 1024, "the growth counter went on: 5 good steps, one before the save"
+
+    def upstream():
+        engine = make_engine("fp16", plain=True)
+        engine.scaler = ShardedGradScaler("cpu", growth_interval=400)  # verl's own would be disabled on a CPU
+        return engine
+
+    theirs, again = upstream(), upstream()
+    step(theirs)
+    with poisoned(theirs):
+        step(theirs)
+    theirs.save_checkpoint(str(SHARED / "theirs"))
+    assert theirs.scaler.get_scale() < 65536
+    again.load_checkpoint(str(SHARED / "theirs"), del_local_after_load=False)
+    assert again.scaler.state_dict() == {**theirs.scaler.state_dict(), "scale": 65536, "_growth_tracker": 0}
+
+    old = fp16_engine()
+    with caplog.at_level(logging.WARNING, logger="verl_precision.engine"):
+        old.load_checkpoint(str(SHARED / "theirs"), del_local_after_load=False)
+    assert "no loss_scale.json" in caplog.text and "starts at 1024" in caplog.text
+    assert old.scaler.get_scale() == 1024
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled")
+def test_without_our_config_the_engine_is_verls_bit_for_bit():
+    """And traps 3.3, 3.5 and 3.6: on a CPU verl's scaler is off, log-probs have 16 bits, the schedule does not wait."""
+    theirs = make_engine("fp16", plain=True, cls=transformer_impl.FSDPEngineWithLMHead)
+    ours = make_engine("fp16", plain=True)
+    assert type(ours.scaler) is ShardedGradScaler and not theirs.scaler.is_enabled()
+    assert torch.equal(log_probs(theirs), log_probs(ours)) and log_probs(theirs).dtype == torch.float16
+    rates = []
+    for value in (0.0, 0.0, INF):
+        with poisoned(theirs, value), poisoned(ours, value):
+            their_step, our_step = step(theirs), step(ours)
+        assert our_step == their_step
+        assert torch.equal(local_parameters(ours).nan_to_num(), local_parameters(theirs).nan_to_num())
+        rates.append(their_step.lr)
+    assert their_step.metrics["grad_norm"] == INF
+    assert rates[0] > rates[1] > rates[2]
+
+
+def test_critic_scales(monkeypatch):
+    def without_flash_attention(local_path, torch_dtype, model_config, trust_remote_code):
+        return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
+
+    monkeypatch.setattr(verl_model, "load_valuehead_model", without_flash_attention)  # which needs CUDA
+    critic = make_engine("fp16", model_type="value_model", loss_scale=LossScaleSettings(initial=1024.0))
+    assert type(critic).__name__ == "FSDPEngineWithValueHeadOnCPU"
+    found = step(critic)
+    assert found.changed and found.metrics["precision/loss_scale"] == [1024]
+
+
+def test_bf16_needs_no_scaler_and_skips_all_the_same():
+    engine = make_engine("bf16")
+    good = step(engine)
+    with poisoned(engine):
+        bad = step(engine)
+    assert good.scale is None and good.metrics["precision/skipped_steps"] == [0]
+    assert good.metrics["seen/log_probs_dtype"] == ["torch.float32"] * 2
+    assert "precision/loss_scale" not in good.metrics
+    assert not bad.changed and bad.lr == good.lr and bad.metrics["precision/skipped_steps"] == [1]
 
 
 def importance_weighted(rollout_log_probs, ratio=None):
@@ -323,124 +339,84 @@ def importance_weighted(rollout_log_probs, ratio=None):
     return loss
 
 
-def gradient_of(engine, loss):
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        engine.forward_backward_batch(batch(), loss)
-        return torch.cat([full(p.grad).flatten().double() for p in engine.module.parameters()])
-
-
 def copy_parameters(source, target):
     with torch.no_grad():
         for theirs, mine in zip(source.module.parameters(), target.module.parameters(), strict=True):
             mine.to_local().copy_(theirs.to_local())
 
 
-def shadow(scratch):
-    """FP32 training with a BF16 shadow as the ratio's source, against a BF16 engine and a plain FP32 one."""
+def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient():
+    """FP32 training with a BF16 shadow: log-probs are bit for bit a BF16 engine's, before and after an update."""
     engine = make_engine("fp32", shadow=ShadowSettings(dtype="bf16", ratio_source="shadow"))
-    lengths = batch()["input_ids"].offsets().diff().tolist()
     half, single = make_engine("bf16"), make_engine("fp32")
-    found = {"beta": float((log_probs(single) - log_probs(half)).abs().mean()), "same": [], "gradient_error": []}
+    lengths = batch()["input_ids"].offsets().diff().tolist()
+    beta = (log_probs(single) - log_probs(half)).abs().mean()
+    assert beta > 1e-4, "the two precisions differ, or this test shows nothing"
     for _ in range(2):
         values = log_probs(half)
-        found["same"].append(torch.equal(log_probs(engine), values))
+        assert torch.equal(log_probs(engine), values)
         mu = [row - 0.5 for row in values.double().split(lengths)]  # α = 0.5 on every token
-        with_shadow = gradient_of(engine, importance_weighted(mu))
-        expected = gradient_of(single, importance_weighted(mu, [torch.full_like(row, 0.5).exp() for row in mu]))
-        without = gradient_of(single, importance_weighted(mu))
-        found["gradient_error"].append([float((g - expected).norm() / expected.norm()) for g in (with_shadow, without)])
-        found["changed"] = step(engine)["changed"]  # the shadow must follow
+        expected = gradient(single, importance_weighted(mu, [torch.full_like(row, 0.5).exp() for row in mu]))
+        assert relative_error(gradient(engine, importance_weighted(mu)), expected) < 1e-6, "exp(α)·∇log π_train"
+        assert relative_error(gradient(single, importance_weighted(mu)), expected) > 1e-4, "exp(α + β)·∇log π_train"
+        assert step(engine).changed  # the shadow must follow
         copy_parameters(engine, half)
         copy_parameters(engine, single)
-    return found
 
 
-def contradiction(scratch):
-    """A forward in another dtype than the config's."""
+def test_forward_in_another_dtype_stops_the_run():
     engine = make_engine("bf16")
     log_probs(engine)
     engine._autocast_dtype = torch.float16
-    try:
+    with pytest.raises(PrecisionContradictionError, match=r"model.layers.0.self_attn.q_proj: float16") as error:
         log_probs(engine)
-    except VerlPrecisionError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    return {}
+    assert "param_dtype='bfloat16'" in str(error.value) and "actor" in str(error.value)
 
 
-def head(scratch):
-    """Log-probs of an FP16 engine against FP32, with the head in FP16 and in FP32."""
-    reference = log_probs(make_engine("fp32"))
-    errors = {}
-    for wide in (False, True):
-        engine = make_engine("fp16", fp32_output_head=wide)
-        seen = []
-        engine.module.lm_head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
-        errors[str(wide)] = {
-            "error": float((log_probs(engine) - reference).abs().mean()),
-            "logits": sorted({str(dtype) for dtype in seen}),
-        }
-    return errors
+def test_output_head_in_fp32():
+    """The logits then have FP32, and log-probs are as near to those of an FP32 engine, or nearer."""
+    reference, errors = log_probs(make_engine("fp32")), []
+    for wide, dtype in ((False, torch.float16), (True, torch.float32)):
+        engine, seen = make_engine("fp16", fp32_output_head=wide), set()
+        engine.module.lm_head.register_forward_hook(lambda module, args, output, seen=seen: seen.add(output.dtype))
+        errors.append((log_probs(engine) - reference).abs().mean())
+        assert seen == {dtype}
+    assert errors[1] < 1.1 * errors[0]
 
 
-def export(scratch):
-    """What a checkpoint with hf_model holds, and what its config says."""
-    from safetensors import safe_open
-
-    found = {}
-    for name, plain in (("ours", False), ("theirs", True)):
-        engine = make_engine("fp16", plain=plain, save=("model", "hf_model"))
-        folder = scratch / f"export_{name}"
-        engine.save_checkpoint(str(folder))
-        config = json.loads((folder / "huggingface" / "config.json").read_text())
-        with safe_open(next((folder / "huggingface").glob("*.safetensors")), "pt") as weights:
-            dtypes = sorted({weights.get_slice(key).get_dtype() for key in weights.keys()})
-        found[name] = {"config": config.get("dtype", config.get("torch_dtype")), "weights": dtypes}
-    return found
+@pytest.mark.parametrize(("plain", "dtype"), [(False, "float16"), (True, "bfloat16")], ids=["ours", "upstream"])
+def test_export_says_the_dtype_it_was_trained_in(plain, dtype):
+    """Trap 3.16: the weights are FP32, and verl's config.json tells every loader to round them to BF16."""
+    folder = SHARED / f"export_{dtype}"
+    make_engine("fp16", plain=plain, save=("model", "hf_model")).save_checkpoint(str(folder))
+    config = json.loads((folder / "huggingface" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == dtype
+    with safe_open(next((folder / "huggingface").glob("*.safetensors")), "pt") as weights:
+        assert {weights.get_slice(key).get_dtype() for key in weights.keys()} == {"F32"}
 
 
-def merged_lora(scratch):
-    """The weights sent with LoRA merged, against base + scale·B·A in float64; ours and verl's."""
-    found = {}
-    for name, plain in (("ours", False), ("theirs", True)):
-        lora = dict(lora_rank=4, lora_alpha=8, target_modules="all-linear", lora={"merge": True})
-        engine = make_engine("fp16", plain=plain, lora=lora)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for key, parameter in engine.module.named_parameters():
-                if "lora_B" in key:
-                    whole = torch.randn(full(parameter).shape, generator=generator) * 0.01
-                    rows = whole.chunk(dist.get_world_size())
-                    parameter.to_local().copy_(rows[dist.get_rank()])
-        state = {key: full(value).double() for key, value in engine.module.state_dict().items()}
-        sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
-        layer = "model.layers.0.mlp.up_proj"
-        base, a, b = (
-            state[f"base_model.model.{layer}.{part}.weight"]
-            for part in ("base_layer", "lora_A.default", "lora_B.default")
-        )
-        error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max()
-        after = {key: full(value).double() for key, value in engine.module.state_dict().items()}
-        found[name] = {
-            "dtypes": sorted({str(value.dtype) for value in sent.values()}),
-            "relative_error": float(error / base.abs().max()),
-            "restored": all(torch.equal(state[key], after[key]) for key in state),
-        }
-    return found
+@pytest.mark.parametrize("plain", [False, True], ids=["ours", "upstream"])
+def test_merged_lora_is_sent_as_exact_as_it_is(plain):
+    """Trap 3.15: verl rounds base + scale·B·A to BF16. The reference is in float64."""
+    lora = dict(lora_rank=4, lora_alpha=8, target_modules="all-linear", lora={"merge": True})
+    engine = make_engine("fp16", plain=plain, lora=lora)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in engine.module.named_parameters():
+            if "lora_B" in key:
+                whole = torch.randn(full(parameter).shape, generator=generator) * 0.01
+                parameter.to_local().copy_(whole.chunk(WORLD)[RANK])
 
+    def weights():
+        return {key: full(value).double() for key, value in engine.module.state_dict().items()}
 
-def main():
-    rank, world, rendezvous, scratch = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    scenarios = [precision, overflow, mini_batches, minimum, resume, upstream, others]
-    scenarios += [shadow, contradiction, head, export, merged_lora] + ([hsdp] if world > 1 else [])
-    found = {}
-    for scenario in scenarios:
-        found[scenario.__name__] = scenario(scratch)
-    (scratch / f"rank_{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    before = weights()
+    sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
+    layer = "model.layers.0.mlp.up_proj"
+    parts = ("base_layer", "lora_A.default", "lora_B.default")
+    base, a, b = (before[f"base_model.model.{layer}.{part}.weight"] for part in parts)
+    error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max() / base.abs().max()
+    assert {value.dtype for value in sent.values()} == {torch.bfloat16 if plain else torch.float32}
+    assert error > 1e-3 if plain else error < 1e-6
+    after = weights()
+    assert all(torch.equal(before[key], after[key]) for key in before), "the adapter is taken out again"

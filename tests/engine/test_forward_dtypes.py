@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from verl_precision.engine.forward_dtypes import ForwardDtypes
-from verl_precision.errors import PrecisionContradictionError
+from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
+from verl_precision.errors import ConfigurationError, PrecisionContradictionError
 
 
 class Model(nn.Module):
@@ -47,13 +47,18 @@ def test_one_module_in_another_dtype_is_named():
     dtypes.check()  # an error is about one forward
 
 
-def test_exempt_module_may_differ():
+def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():
     model = Model()
-    dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=model.head)
+    model.get_output_embeddings = lambda: model.head
+    dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=compute_head_in_fp32(model))
+    hidden = torch.randn(3, 8).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model.first(torch.zeros(1, 8))
-    model.head(torch.zeros(1, 8))
+        assert model.first(hidden).dtype == torch.bfloat16
+        logits = model.head(hidden)
     dtypes.check()
+    exact = hidden.double() @ model.head.weight.double().T + model.head.bias.double()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_seen_is_a_warning(caplog):
@@ -62,3 +67,10 @@ def test_nothing_seen_is_a_warning(caplog):
         dtypes.check()
         dtypes.check()
     assert len(caplog.records) == 1 and "NOT verified" in caplog.text
+
+
+def test_fp32_head_needs_a_linear_layer():
+    model = Model()
+    model.get_output_embeddings = lambda: model.norm
+    with pytest.raises(ConfigurationError, match="fp32_output_head=True.*LayerNorm"):
+        compute_head_in_fp32(model)

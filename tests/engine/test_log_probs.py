@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits_v2
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.errors import ConfigurationError
 
 N, V = 13, 50
 
@@ -19,6 +18,10 @@ def inputs(dtype, requires_grad=False):
     return logits.requires_grad_(requires_grad), labels, temperature
 
 
+def ours(logits, labels, temperature, chunk_tokens=4):
+    return log_probs_and_entropy(logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True)
+
+
 def plain(logits, labels, temperature):
     """The formulas, in float64."""
     log_p = torch.log_softmax(logits.double() / temperature.double()[:, None], -1)
@@ -29,9 +32,7 @@ def test_by_hand():
     """Logits (0, ln 3) at T = 1: p = (1/4, 3/4). At T = 1/2 the logits double: p = (1/10, 9/10)."""
     logits = torch.tensor([[1.0, 3.0]]).log()
     for temperature, p in ((1.0, 0.75), (0.5, 0.9)):
-        log_probs, entropy = log_probs_and_entropy(
-            logits, torch.tensor([1]), torch.tensor([temperature]), chunk_tokens=8, with_entropy=True
-        )
+        log_probs, entropy = ours(logits, torch.tensor([1]), torch.tensor([temperature]))
         q = torch.tensor([1 - p, p])
         torch.testing.assert_close(log_probs, q[1:].log())
         torch.testing.assert_close(entropy, -(q * q.log()).sum(-1, keepdim=True))
@@ -41,9 +42,7 @@ def test_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_values_and_gradient_are_the_formulas(dtype, chunk_tokens):
     logits, labels, temperature = inputs(dtype, requires_grad=True)
-    log_probs, entropy = log_probs_and_entropy(
-        logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True
-    )
+    log_probs, entropy = ours(logits, labels, temperature, chunk_tokens)
     assert log_probs.dtype == entropy.dtype == torch.float32
     reference = logits.detach().double().requires_grad_()
     expected = plain(reference, labels, temperature)
@@ -70,7 +69,7 @@ def test_a_masked_logit_leaves_everything_finite():
     logits, labels, temperature = inputs(torch.float32, requires_grad=True)
     with torch.no_grad():
         logits[0, (labels[0] + 1) % V] = -torch.inf
-    log_probs, entropy = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=4, with_entropy=True)
+    log_probs, entropy = ours(logits, labels, temperature)
     (log_probs.sum() + entropy.sum()).backward()
     for tensor in (log_probs, entropy, logits.grad):
         assert torch.isfinite(tensor).all()
@@ -90,8 +89,8 @@ def test_verls_error_on_16_bit_logits_and_ours(dtype):
     exact, exact_entropy = plain(logits, labels, temperature)
     scaled = logits / temperature[:, None].to(dtype)
     theirs, their_entropy = logprobs_from_logits_v2(scaled, labels), entropy_from_logits(scaled)
-    ours, our_entropy = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=64, with_entropy=True)
-    error = [(x.double() - exact).abs().mean().item() for x in (theirs, ours)]
+    our_log_probs, our_entropy = ours(logits, labels, temperature, chunk_tokens=64)
+    error = [(x.double() - exact).abs().mean().item() for x in (theirs, our_log_probs)]
     entropy_error = [(x.double() - exact_entropy).abs().mean().item() for x in (their_entropy, our_entropy)]
     assert error[0] > 1e-3 and error[1] < 2e-6
     assert entropy_error[0] > 1e-3 and entropy_error[1] < 1e-5
@@ -114,13 +113,6 @@ class LargestFP32(TorchDispatchMode):
 def test_no_fp32_tensor_exceeds_a_chunk_of_logits(chunk_tokens):
     logits, labels, temperature = inputs(torch.float16, requires_grad=True)
     with LargestFP32() as seen:
-        log_probs, entropy = log_probs_and_entropy(
-            logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True
-        )
+        log_probs, entropy = ours(logits, labels, temperature, chunk_tokens)
         (log_probs.sum() + entropy.sum()).backward()
     assert 0 < seen.largest <= chunk_tokens * V
-
-
-def test_chunk_of_nothing_is_refused():
-    with pytest.raises(ConfigurationError, match="log_prob_chunk_tokens=0.*>= 1"):
-        log_probs_and_entropy(*inputs(torch.float32), chunk_tokens=0, with_entropy=False)

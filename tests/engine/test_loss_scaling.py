@@ -3,10 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from verl_precision.engine.checkpoint import FILE_NAME, load_scaler, save_scaler
-from verl_precision.engine.loss_scaling import LossScaler, ScalerStep, underflow_fraction
-from verl_precision.engine.report import StepReport
+from verl_precision.engine.loss_scaling import (
+    FILE_NAME,
+    LossScaler,
+    ScalerStep,
+    StepReport,
+    load_scaler,
+    save_scaler,
+    underflow_fraction,
+)
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.errors import CheckpointStateError, EnvironmentMismatchError
 
@@ -64,8 +71,6 @@ def test_loss_in_16_bits_is_scaled_in_fp32():
     loss = torch.tensor(10.0, dtype=torch.float16)
     scaler = LossScaler(LossScaleSettings(), "cpu")
     assert scaler.scale(loss).item() == 655360.0
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
     assert ShardedGradScaler("cpu").scale(loss).item() == INF
 
 
@@ -82,31 +87,22 @@ def test_underflow_fraction_by_hand():
     assert underflow_fraction([torch.tensor([0.0, 2**-14, -(2**-15)]), torch.tensor([[1.0, INF]])]) == 0.25
     assert underflow_fraction([torch.zeros(5)]) == 0.0
     assert underflow_fraction([]) == 0.0
-
-
-def test_underflow_is_sampled():
-    large = torch.full((1 << 20,), 2.0**-20)
+    large = torch.full((1 << 20,), 2.0**-20)  # of which every 16th is sampled
     assert underflow_fraction([large, torch.ones(1)]) == pytest.approx(1 - 1 / 65537)
 
 
 def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
-    settings = LossScaleSettings(initial=64.0, growth_interval=4)
-    scaler = LossScaler(settings, "cpu")
+    """That a whole run continues exactly: `ranks.py`."""
+    scaler = LossScaler(LossScaleSettings(initial=64.0, growth_interval=4), "cpu")
     run(scaler, [INF, 1, 1])
-    assert scaler.state_dict() == {"scale": 32, "growth_tracker": 2, "steps_at_minimum": 0}
     save_scaler(scaler, str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == [FILE_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
-    fresh = LossScaler(settings, "cpu")
-    load_scaler(fresh, str(tmp_path))
-    assert fresh.state_dict() == scaler.state_dict()
-    assert run(fresh, [1, 1])[0] == run(scaler, [1, 1])[0] == [32, 64]
-
-    used = LossScaler(LossScaleSettings(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5), "cpu")
-    run(used, [1])
-    load_scaler(used, str(tmp_path))
-    assert used.get_scale() == 16, "within the bounds of today's config"
-    assert used.get_growth_interval() == 3 and used.get_growth_factor() == 1.5
+    other = LossScaler(LossScaleSettings(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5), "cpu")
+    run(other, [1])
+    load_scaler(other, str(tmp_path))
+    assert other.state_dict() == {"scale": 16, "growth_tracker": 2, "steps_at_minimum": 0}, "32, but for the maximum"
+    assert other.get_growth_interval() == 3 and other.get_growth_factor() == 1.5
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"scale": "large"}', '{"scale": 1.0}'])
@@ -129,15 +125,13 @@ def test_report_adds_up_the_updates_of_a_step():
     scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
     assert not report.take_applied(), "nothing happened yet"
     for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
-        scaler.last_step = ScalerStep(1.0, ranks, underflow)
+        scaler.last_step = ScalerStep(ranks, underflow)
         report.add(INF if ranks else 1.0, scaler)
     assert report.last_skipped and report.take_applied() and not report.take_applied()
-    found = report.metrics(scaler)
-    assert found["precision/grad_underflow_fraction"] == pytest.approx(0.2)
-    del found["precision/grad_underflow_fraction"]
-    assert found == {
+    assert report.metrics(scaler) == {
         "precision/skipped_steps": 2.0,
         "precision/loss_scale": 65536.0,
         "precision/overflow_rank_count": 3.0,
+        "precision/grad_underflow_fraction": pytest.approx(0.2),
     }
     assert report.metrics(None) == {"precision/skipped_steps": 0.0}, "a new step"

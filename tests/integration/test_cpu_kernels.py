@@ -45,10 +45,12 @@ def test_every_library_is_in_the_wheel(cpu, avx512, bf16, name):
     assert kernel_library().name.startswith(name)
 
 
-def test_a_cpu_without_avx2_is_refused(cpu):
+def test_a_cpu_without_avx2_is_refused_and_the_check_says_so(cpu):
     cpu(avx2=False)
     with pytest.raises(EnvironmentMismatchError, match="no AVX2.*SIGILL.*Allowed: an x86-64 with AVX2"):
         kernel_library()
+    (finding,) = installation._cpu_kernels()
+    assert not finding.ok and "no AVX2" in finding.detail
 
 
 def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
@@ -79,33 +81,43 @@ def test_asking_for_a_kernel_does_not_import_vllm(run_python):
     assert done.stdout.split() == ["True", "False", "False"], done.stderr
 
 
-def test_head_size_as_vllm_takes_it():
-    """A Qwen2 does not read head_dim."""
-    assert head_size({"model_type": "qwen3", "head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}) == 32
-    assert head_size({"model_type": "qwen2", "head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}) == 16
-    assert head_size({"model_type": "llama", "head_dim": None, "hidden_size": 64, "num_attention_heads": 4}) == 16
-    assert head_size({"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 16}) is None
-    assert head_size({}) is None
+WITH_HEAD_DIM = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({"model_type": "qwen3", **WITH_HEAD_DIM}, 32),
+        ({"model_type": "qwen2", **WITH_HEAD_DIM}, 16),  # does not read head_dim
+        ({"model_type": "llama", **WITH_HEAD_DIM, "head_dim": None}, 16),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 16}, None),
+        ({}, None),
+    ],
+)
+def test_head_size_as_vllm_takes_it(config, size):
+    assert head_size(config) == size
 
 
 def test_instruction_sets(monkeypatch, tmp_path):
-    (tmp_path / "cpuinfo").write_text(
-        "processor\t: 0\nflags\t\t: fpu sse avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile\nbugs\t\t:\n"
-    )
+    flags = "fpu sse avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile"
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
     monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "cpuinfo")
     assert instruction_sets() == ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
     monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "nothing")
     assert instruction_sets() == []
 
 
-def test_linear_paths_are_what_a_layer_got():
+def test_linear_paths_are_what_a_layer_got_and_the_check_shows_them():
     """A packed layer gives its weight away; torch's linear keeps it."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
+    kernels, linear = installation._cpu_kernels()
+    assert kernels.ok and kernel_library().name in kernels.detail and ", ".join(instruction_sets()) in kernels.detail
     for name, path in linear_paths().items():
         layer = torch.nn.Linear(1024, 1024, bias=False, dtype=DTYPES[name])
         dispatch_cpu_unquantized_gemm(layer, True)
         assert (layer.weight.numel() == 0) == (not path.endswith("torch's linear")), name
+        assert linear.ok and f"{name} {path}" in linear.detail
 
 
 def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):

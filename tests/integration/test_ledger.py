@@ -1,6 +1,6 @@
-"""The ledger is whole: each host symbol that this package relies on, though nobody promised it, has an entry.
+"""The ledger is right: each entry's symbol looks as it says. And it is whole: no host symbol lacks an entry.
 
-They are found in our source and in our classes, not in a list kept by hand:
+The symbols are found in our source and in our classes, not in a list kept by hand:
 
 * a name imported from a host's module, or used as `module.name`, that is private (a leading underscore in any part); of
   verl and vLLM, which document little, also a name that its module does not offer in `__all__`;
@@ -16,21 +16,23 @@ import inspect
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import verl_precision
-from verl_precision.integration.ledger import LEDGER, LedgerEntry
+from verl_precision.errors import RegistrationError
+from verl_precision.integration.ledger import LEDGER, LedgerEntry, check_module, require_expected_signature
 from verl_precision.plugin import REGISTRATIONS
 
 OURS = "verl_precision"
 SOURCE = Path(verl_precision.__file__).parent
 UNDOCUMENTED = ("verl", "vllm")
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
-REMEDY = "add an entry to verl_precision/integration/ledger, or use what the host documents"
+REMEDY = "add an entry to verl_precision/integration/ledger.json, or use what the host documents"
 
 
 class Use(NamedTuple):
@@ -77,70 +79,66 @@ def without_entry(uses: Iterable[Use]) -> list[str]:
     return sorted({str(use) for use in uses if not any(about(entry, use) for entry in LEDGER)})
 
 
-class File:
-    """One source file: what its names stand for, and how it uses them."""
+class Source(ast.NodeVisitor):
+    """One source file: what its names stand for, which names it defines, and how it uses the hosts' symbols."""
 
     def __init__(self, path: Path, hooks: dict[str, str]) -> None:
-        self.path = path
-        self.tree = ast.parse(path.read_text())
-        self.nodes = list(ast.walk(self.tree))
+        self.path, self.uses = path, []
         self.names: dict[str, tuple[str, str]] = {}  # name -> module, dotted name in it ("" for the module itself)
-        for node in self.nodes:
+        self.defined: set[str] = set()
+        tree = ast.parse(path.read_text())
+        declared = {n.target for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and n.value is None}
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    bound = (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
-                    self.names[bound[0]] = (bound[1], "")
+                    top = alias.name.partition(".")[0]
+                    self.names[alias.asname or top] = (alias.name if alias.asname else top, "")
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     self.names[alias.asname or alias.name] = _target(str(node.module), alias.name)
-            elif isinstance(node, ast.FunctionDef) and node.name in hooks:  # called with its host module
-                self.names[node.args.args[0].arg] = (hooks[node.name], "")
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                self.defined.add(node.name)
+                if node.name in hooks:  # called with its host module
+                    self.names[node.args.args[0].arg] = (hooks[node.name], "")
+            elif isinstance(getattr(node, "ctx", None), ast.Store) and node not in declared:
+                if isinstance(node, ast.Name):
+                    self.defined.add(node.id)
+                elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                    self.defined.add(node.attr)
+        self.visit(tree)
 
-    def defined(self) -> Iterator[str]:
-        """Yield every name that this file gives a value to, attributes of others apart."""
-        declared = {node.target for node in self.nodes if isinstance(node, ast.AnnAssign) and node.value is None}
-        for node in self.nodes:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                yield node.name
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                if node not in declared and (isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")):
-                    yield node.id if isinstance(node, ast.Name) else node.attr
+    def _note(self, node: ast.AST, module: str, name: str, what: str) -> None:
+        self.uses.append(Use(f"{self.path}:{node.lineno}", module, name, what))
 
-    def uses(self, own: set[str]) -> Iterator[Use]:
-        """Yield the uses of host symbols; `own` are the names that we define somewhere."""
-        for node in self.nodes:
-            for module, name, what in self._uses_of(node, own):
-                yield Use(f"{self.path}:{getattr(node, 'lineno', 0)}", module, name, what)
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if host(alias.name):
+                self._note(node, alias.name, "", "imported")
 
-    def _uses_of(self, node: ast.AST, own: set[str]) -> Iterator[tuple[str, str, str]]:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                named = isinstance(node, ast.ImportFrom)
-                module, name = self.names[alias.asname or alias.name] if named else (alias.name, "")
-                if host(module):
-                    yield module, name, "imported"
-        elif isinstance(node, ast.Attribute):
-            yield from self._attribute(node.value, node.attr, own, assigned=not isinstance(node.ctx, ast.Load))
-        elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func).rpartition(".")[2]
-            if function in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
-                yield from self._attribute(node.args[0], node.args[1].value, own, function in ("setattr", "delattr"))
-            if function in ("wrap_function_wrapper", "wrap_object") and not _of_entry(node.args[1]):
-                yield "", ast.unparse(node.args[1]), "wrapped"
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            module, name = self.names[alias.asname or alias.name]
+            if host(module):
+                self._note(node, module, name, "imported")
 
-    def _attribute(
-        self, value: ast.expr, attribute: str, own: set[str], assigned: bool
-    ) -> Iterator[tuple[str, str, str]]:
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._attribute(node, node.value, node.attr, assigned=not isinstance(node.ctx, ast.Load))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function = ast.unparse(node.func).rpartition(".")[2]
+        if function in BY_NAME and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            self._attribute(node, node.args[0], node.args[1].value, function in ("setattr", "delattr"))
+        if function in ("wrap_function_wrapper", "wrap_object") and ast.unparse(node.args[1]) != "entry.name":
+            self._note(node, "", ast.unparse(node.args[1]), "wrapped")
+        self.generic_visit(node)
+
+    def _attribute(self, node: ast.AST, value: ast.expr, attribute: str, assigned: bool) -> None:
         module, prefix = self._resolve(value)
-        name = f"{prefix}.{attribute}".strip(".")
-        if module and not host(module):
-            return
-        if module and assigned:
-            yield module, name, "assigned to"
-        elif module:
-            yield module, name, "used"
-        elif private(attribute) and attribute not in own:
-            yield "", attribute, "used"
+        if host(module):
+            self._note(node, module, f"{prefix}.{attribute}".strip("."), "assigned to" if assigned else "used")
+        elif not module and private(attribute):
+            self._note(node, "", attribute, "used")
 
     def _resolve(self, value: ast.expr) -> tuple[str, str]:
         """Return module and dotted name that an expression `a.b.c` stands for; "", "" if the source does not say."""
@@ -148,9 +146,8 @@ class File:
             return self.names.get(value.id, ("", ""))
         if isinstance(value, ast.Attribute):
             module, name = self._resolve(value.value)
-            return (
-                (_target(module, value.attr) if not name else (module, f"{name}.{value.attr}")) if module else ("", "")
-            )
+            if module:
+                return (module, f"{name}.{value.attr}") if name else _target(module, value.attr)
         return "", ""
 
 
@@ -164,22 +161,18 @@ def _target(module: str, name: str) -> tuple[str, str]:
         return module, name
 
 
-def _of_entry(argument: ast.expr) -> bool:
-    return isinstance(argument, ast.Attribute) and argument.attr == "name"
-
-
 def source_uses(files: list[Path]) -> list[Use]:
-    """Return the uses in source files."""
+    """Return the uses in source files, those apart of private names that one of them defines."""
     hooks = {entry.function.partition(":")[2]: entry.host_module for entry in REGISTRATIONS}
-    parsed = [File(path, hooks) for path in files]
-    own = {name for file in parsed for name in file.defined()}
-    return [use for file in parsed for use in file.uses(own)]
+    sources = [Source(path, hooks) for path in files]
+    own = set().union(*(source.defined for source in sources))
+    return [use for source in sources for use in source.uses if use.module or use.name not in own]
 
 
 def overrides(package: str) -> set[Use]:
     """Return the overrides in the classes that a package has by now: each of the host's attribute that ours hides."""
     found = set()
-    for cls in _subclasses(object):
+    for cls in _subclasses():
         for place, ours in enumerate(cls.__mro__):
             if str(ours.__module__).partition(".")[0] != package:
                 continue
@@ -191,12 +184,12 @@ def overrides(package: str) -> set[Use]:
     return found
 
 
-def _subclasses(cls: type, seen: set[type] | None = None) -> set[type]:
-    seen = set() if seen is None else seen
-    for found in type.__subclasses__(cls):
-        if found not in seen:
-            seen.add(found)
-            _subclasses(found, seen)
+def _subclasses() -> set[type]:
+    seen, waiting = set(), [object]
+    while waiting:
+        found = set(type.__subclasses__(waiting.pop())) - seen
+        seen |= found
+        waiting += found
     return seen
 
 
@@ -238,6 +231,46 @@ def everything_registered() -> None:
     for module in pkgutil.walk_packages([str(SOURCE)], f"{OURS}."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.name)
+def test_symbol_looks_as_tested(entry: LedgerEntry):
+    """A failure here reads "verl changed X", before a user meets it."""
+    require_expected_signature(entry, importlib.import_module(entry.module))
+    assert entry.kind in ("patched", "overridden", "used", "relied on")
+    assert all((entry.why, entry.how, entry.upstream, entry.until))
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "refusal"),
+    [
+        ("JSONDecoder", type, ""),
+        ("JSONDecoder.object_hook", None, ""),
+        ("__all__", list, ""),
+        ("detect_encoding", ("b",), ""),
+        ("dumps", ("other",), r"json\.dumps takes \('obj', .*the tested releases take \('other',\)"),
+        ("JSONDecoder", dict, "JSONDecoder is of type type; in the tested releases it is a dict"),
+        ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
+        ("nothing", dict, "nothing does not exist"),
+        ("nothing.here", (), "nothing.here does not exist"),
+        ("__all__", ("self",), "__all__ does not exist"),
+    ],
+)
+def test_a_symbol_that_changed_is_refused(name, form, refusal):
+    entry = LedgerEntry("json", name, form, "used", "a test needs it", "-", "-", "-")
+    expected = pytest.raises(RegistrationError, match=f"{refusal}.*a test needs it") if refusal else nullcontext()
+    with expected:
+        require_expected_signature(entry, importlib.import_module("json"))
+
+
+def test_a_host_that_changed_is_refused_when_it_is_imported(monkeypatch):
+    """In one place for all entries, before anything of ours is registered with the module."""
+    from verl.utils import fsdp_utils
+
+    check_module(fsdp_utils)
+    monkeypatch.setattr(fsdp_utils, "normalize_peft_param_name", lambda state: state)
+    with pytest.raises(RegistrationError, match=r"fsdp_utils.normalize_peft_param_name takes \('state',\)"):
+        check_module(fsdp_utils)
 
 
 def test_every_host_symbol_in_our_source_has_an_entry(everything_registered):
@@ -320,19 +353,3 @@ def test_an_override_without_entry_is_named_with_its_line(tmp_path, monkeypatch,
         f"{path}:5: {engine}.initialize is overridden by Planted: {REMEDY}",
         f"{path}:8: {engine}._build_optimizer is overridden by Mixin: {REMEDY}",
     ]
-
-
-def test_a_host_that_changed_is_refused_when_it_is_imported(run_python):
-    """In one place for all entries, before anything of ours is registered with the module."""
-    done = run_python(
-        """
-import wrapt
-def change(module):
-    module.normalize_peft_param_name = lambda state: state
-wrapt.register_post_import_hook(change, "verl.utils.fsdp_utils")
-import verl
-import verl.utils.fsdp_utils
-"""
-    )
-    assert done.returncode != 0
-    assert "RegistrationError: verl.utils.fsdp_utils.normalize_peft_param_name takes ('state',)" in done.stderr

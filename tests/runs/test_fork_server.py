@@ -96,9 +96,10 @@ def test_signals_reach_it(start):
 def test_it_is_killed_with_the_process_that_stands_for_it_and_the_template_goes_on(start, python):
     process = start(SLEEP)
     seen = report(process)
+    forked = psutil.Process(seen["pid"])
     process.kill()
     process.wait(60)
-    assert psutil.wait_procs([psutil.Process(seen["pid"])], timeout=60)[1] == []
+    assert psutil.wait_procs([forked], timeout=60)[1] == []
     for path in Path(shlex.split(python)[-1]).glob("[!o]*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:  # killed before it had said anything
             client.connect(str(path))

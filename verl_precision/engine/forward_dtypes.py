@@ -1,13 +1,18 @@
-"""Which dtype a forward really computed in: recorded at every module that multiplies by weights, and checked."""
+"""Which dtype a forward really computed in: recorded at every module that multiplies by weights, and checked.
+
+And an output head in FP32 on request: logits are the longest sums of the model, and rounded last.
+"""
 
 import logging
 from collections import Counter
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl_precision.errors import PrecisionContradictionError
+from verl_precision.errors import ConfigurationError, PrecisionContradictionError
 
 logger = logging.getLogger("verl_precision.engine")
 
@@ -19,7 +24,7 @@ class ForwardDtypes:
     """Hooks that record the dtype of each matrix product's result.
 
     Attributes:
-        expected: what the config asks for.
+        expected: What the config asks for.
         seen: dtype -> number of products since the last `check`.
     """
 
@@ -27,10 +32,10 @@ class ForwardDtypes:
         """Put a hook on every module with a matrix of its own, embeddings left out: they look up, and multiply nothing.
 
         Args:
-            module: the model, sharded or not.
-            role: of the engine, as the message names it, e.g. "actor".
-            expected: compute dtype of the config.
-            exempt: a module that computes in another dtype on purpose.
+            module: The model, sharded or not.
+            role: Role of the engine, as the message names it, e.g. "actor".
+            expected: Compute dtype of the config.
+            exempt: A module that computes in another dtype on purpose.
         """
         self.expected = expected
         self.seen: Counter[torch.dtype] = Counter()
@@ -55,9 +60,9 @@ class ForwardDtypes:
         """Compare what the last forward did with the config; once, say what was seen.
 
         Raises:
-            PrecisionContradictionError: naming modules, the dtype found and the one asked for.
+            PrecisionContradictionError: Naming modules, the dtype found and the one asked for.
         """
-        seen, wrong = dict(self.seen), dict(self._wrong)
+        products, wrong = self.seen.total(), dict(self._wrong)
         self.seen.clear()
         self._wrong.clear()
         if wrong:
@@ -72,20 +77,44 @@ class ForwardDtypes:
                 allowed="that dtype everywhere",
                 remedy="Choose the precision that the model supports, e.g. precision=bf16.",
             )
-        if not self._said:
-            self._said = True
-            if seen:
-                logger.info(
-                    "%s forward verified: %d matrix products, all in %s",
-                    self._role,
-                    sum(seen.values()),
-                    _name(self.expected),
-                )
-            else:
-                logger.warning(
-                    "%s forward NOT verified: no module with a matrix of its own was called (fused layers?)", self._role
-                )
+        if self._said:
+            return
+        self._said = True
+        if products:
+            dtype = _name(self.expected)
+            logger.info("%s forward verified: %d matrix products, all in %s", self._role, products, dtype)
+        else:
+            problem = "no module with a matrix of its own was called (fused layers?)"
+            logger.warning("%s forward NOT verified: %s", self._role, problem)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def compute_head_in_fp32(model: nn.Module) -> nn.Module:
+    """Make a model's output head compute x·Wᵀ + b in FP32, and return the head.
+
+    Args:
+        model: A Hugging Face model (or PEFT's wrapper), before it is sharded; changed in place.
+
+    Raises:
+        ConfigurationError: If the head is not a plain linear layer.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear:
+        raise ConfigurationError(
+            f"the output head of {type(model).__name__} is a {type(head).__name__}",
+            setting="fsdp_config.fp32_output_head",
+            value=True,
+            allowed="a model whose head is a linear layer",
+            remedy="Set it to False.",
+        )
+    head.forward = MethodType(_fp32_linear, head)  # type: ignore[method-assign]
+    return head
+
+
+def _fp32_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(hidden.float(), head.weight.float(), bias)

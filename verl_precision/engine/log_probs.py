@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_precision.errors import ConfigurationError
-
 # As in verl: a temperature of zero means greedy sampling, whose log-probs are a limit.
 _MIN_TEMPERATURE = 1e-8
 # exp(-200) is 0 in FP32; keeps 0·(-inf) out of the entropy's gradient where a logit is masked with -inf.
@@ -28,25 +26,16 @@ def log_probs_and_entropy(
     chunk in FP32 and rounded once, to the logits' dtype.
 
     Args:
-        logits_NV: model outputs, any float dtype; kept for the backward as they are.
-        labels_N: int64 token ids.
-        temperature_N: FP32, one per token.
-        chunk_tokens: tokens whose FP32 logits exist at a time; the extra memory is a few times chunk_tokens·V·4 bytes.
-        with_entropy: whether to compute H.
+        logits_NV: Model outputs, any float dtype; kept for the backward as they are.
+        labels_N: Token ids, int64.
+        temperature_N: Temperature of each token, FP32.
+        chunk_tokens: Tokens whose FP32 logits exist at a time, at least 1; the extra memory is a few times
+            chunk_tokens·V·4 bytes.
+        with_entropy: Whether to compute H.
 
     Returns:
-        log-probs and entropy (None without), FP32, shape (N,), in nats.
-
-    Raises:
-        ConfigurationError: for `chunk_tokens` below 1.
+        Log-probs and entropy (None without), FP32, shape (N,), in nats.
     """
-    if chunk_tokens < 1:
-        raise ConfigurationError(
-            setting="fsdp_config.log_prob_chunk_tokens",
-            value=chunk_tokens,
-            allowed="an integer >= 1, in tokens",
-            remedy="Leave it out for the default.",
-        )
     log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy)
     return log_probs, entropy if with_entropy else None
 

@@ -2,13 +2,16 @@
 
 The arithmetic is torch's (`ShardedGradScaler`): scale, unscale, all-reduce of "found inf" over the ranks, skip, grow,
 back off. Added here: the device is the engine's (torch's default, "cuda", switches itself off elsewhere), the loss is
-scaled in FP32, the scale stays within bounds, each step says what happened, and the state holds what is needed to go on
-as if nothing had happened.
+scaled in FP32, the scale stays within bounds, each step says what happened, and a small JSON file beside verl's shards
+holds what is needed to go on as if nothing had happened.
 """
 
+import json
+import logging
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,24 +20,28 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.errors import CheckpointStateError, EnvironmentMismatchError
+from verl_precision.files import write_file
+
+FILE_NAME = "loss_scale.json"
 
 # Elements looked at for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
 _SAMPLE = 1 << 16
+# Parameters named in an error message.
+_SHOWN = 5
+
+logger = logging.getLogger("verl_precision.engine")
 
 
-@dataclass(frozen=True)
-class ScalerStep:
+class ScalerStep(NamedTuple):
     """What happened in one optimizer step.
 
     Attributes:
-        scale: S of this step's backward.
-        overflow_ranks: ranks with a non-finite gradient in their shard; the step is skipped on all ranks if > 0.
-        underflow_fraction: of this rank's sampled non-zero gradient elements g, those with |S·g| < 2⁻¹⁴, FP16's
+        overflow_ranks: Ranks with a non-finite gradient in their shard; the step is skipped on all ranks if > 0.
+        underflow_fraction: Of this rank's sampled non-zero gradient elements g, those with |S·g| < 2⁻¹⁴, FP16's
             smallest normal number: they have lost bits, and smaller neighbours are already zero.
     """
 
-    scale: float
     overflow_ranks: int
     underflow_fraction: float
 
@@ -45,27 +52,26 @@ class ScalerStep:
 
 
 class LossScaler(ShardedGradScaler):
-    """`ShardedGradScaler` as described in the module's docstring; used by verl like its own.
+    """`ShardedGradScaler` with what the module's docstring lists; verl uses it like its own.
 
     The process group is the default one, all ranks of the engine: under HSDP each replica's shards are then part of the
     decision, so that replicas cannot drift apart.
 
     Attributes:
-        settings: as configured.
-        last_step: what happened in the latest `unscale_`; None before it.
-        nonfinite: parameters of this rank whose gradient was non-finite then.
-        steps_at_minimum: consecutive overflowing steps with the scale at its minimum.
+        last_step: What happened in the latest `unscale_`; None before it.
+        nonfinite: Parameters of this rank whose gradient was non-finite then.
+        steps_at_minimum: Consecutive overflowing steps with the scale at its minimum.
     """
 
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
         """Create the scaler.
 
         Args:
-            settings: bounds and factors.
-            device: type of the device that computes the loss, e.g. "cpu" or "cuda".
+            settings: Bounds and factors.
+            device: Type of the device that computes the loss, e.g. "cpu" or "cuda".
 
         Raises:
-            EnvironmentMismatchError: if torch cannot scale on this device here.
+            EnvironmentMismatchError: If torch cannot scale on this device here.
         """
         super().__init__(
             device=device,
@@ -97,16 +103,17 @@ class LossScaler(ShardedGradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by S and agree with all ranks on whether they are finite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        underflow = underflow_fraction(_local(p.grad) for p in parameters)
+        underflow = underflow_fraction(local_part(p.grad) for p in parameters)
         super().unscale_(optimizer)
         found = sum(float(flag) for flag in self._found_inf_per_device(optimizer).values())
         self.nonfinite, ranks = [], 0
         if found:  # on every rank or on none: torch has all-reduced it
-            self.nonfinite = [p for p in parameters if not bool(torch.isfinite(_local(p.grad)).all())]
-            flag = torch.tensor(float(bool(self.nonfinite)), device=self._scale_device())
+            assert self._scale is not None
+            self.nonfinite = [p for p in parameters if not bool(torch.isfinite(local_part(p.grad)).all())]
+            flag = torch.tensor(float(bool(self.nonfinite)), device=self._scale.device)
             dist.all_reduce(flag)
             ranks = int(flag)
-        self.last_step = ScalerStep(self.get_scale(), ranks, underflow)
+        self.last_step = ScalerStep(ranks, underflow)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Grow or back off as torch does, then keep the scale within the bounds of the settings."""
@@ -114,7 +121,9 @@ class LossScaler(ShardedGradScaler):
         super().update(new_scale)
         if self.last_step is not None:
             self.steps_at_minimum = self.steps_at_minimum + 1 if at_minimum and self.last_step.skipped else 0
-        self._keep_bounds()
+        bounded = self._within_bounds(self.get_scale())
+        if bounded != self.get_scale():
+            super().update(bounded)
 
     @property
     def exhausted(self) -> bool:
@@ -124,60 +133,168 @@ class LossScaler(ShardedGradScaler):
     def state_dict(self) -> dict[str, float]:
         """Return what a run needs to go on exactly: scale, growth counter, steps at the minimum."""
         state = super().state_dict()
-        return {
-            "scale": state["scale"],
-            "growth_tracker": state["_growth_tracker"],
-            "steps_at_minimum": self.steps_at_minimum,
-        }
+        scale, tracker = state["scale"], state["_growth_tracker"]
+        return {"scale": scale, "growth_tracker": tracker, "steps_at_minimum": self.steps_at_minimum}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Go on from a state; factors, interval and bounds stay those of the settings.
 
         Args:
-            state_dict: of `state_dict`, or of torch's scaler, which a verl patched to save it hands over.
+            state_dict: From `state_dict`, or from torch's scaler, which a verl patched to save it hands over.
         """
         tracker = state_dict["growth_tracker" if "growth_tracker" in state_dict else "_growth_tracker"]
-        super().load_state_dict(
-            {
-                **super().state_dict(),
-                "scale": min(max(state_dict["scale"], self.settings.bounds()[0]), self.settings.bounds()[1]),
-                "_growth_tracker": int(tracker),
-            }
-        )
+        scale = self._within_bounds(state_dict["scale"])
+        super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": int(tracker)})
         self.steps_at_minimum = int(state_dict.get("steps_at_minimum", 0))
 
-    def _keep_bounds(self) -> None:
+    def _within_bounds(self, scale: float) -> float:
         low, high = self.settings.bounds()
-        if not low <= self.get_scale() <= high:
-            super().update(min(max(self.get_scale(), low), high))
-
-    def _scale_device(self) -> torch.device:
-        assert self._scale is not None, "unscale_ without scale"
-        return self._scale.device
+        return min(max(scale, low), high)
 
 
 def underflow_fraction(scaled_gradients: Iterable[Tensor]) -> float:
     """Return the share of sampled non-zero elements below FP16's smallest normal number, |S·g| < 2⁻¹⁴.
 
     Args:
-        scaled_gradients: gradients before unscaling, any float dtype and device; every n-th element of each is read,
+        scaled_gradients: Gradients before unscaling, any float dtype and device; every n-th element of each is read,
             n chosen such that about 65536 are.
 
     Returns:
         A fraction in [0, 1]; 0 if every sampled element is zero.
     """
     flat = [gradient.detach().reshape(-1) for gradient in scaled_gradients]
+    if not flat:
+        return 0.0
     stride = max(1, sum(gradient.numel() for gradient in flat) // _SAMPLE)
-    tiny, non_zero = 0, 0
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in flat:
-        by_device.setdefault(gradient.device, []).append(gradient[::stride].float().abs())
-    for samples in by_device.values():
-        sample = torch.cat(samples)
-        counts = torch.stack([((sample > 0) & (sample < torch.finfo(torch.float16).tiny)).sum(), (sample > 0).sum()])
-        tiny, non_zero = tiny + int(counts[0]), non_zero + int(counts[1])
+    sample = torch.cat([gradient[::stride].to(flat[0].device).float().abs() for gradient in flat])
+    below = (sample > 0) & (sample < torch.finfo(torch.float16).tiny)
+    tiny, non_zero = torch.stack([below.sum(), (sample > 0).sum()]).tolist()  # one wait for the device
     return tiny / non_zero if non_zero else 0.0
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter or gradient, or the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class StepReport:
+    """Collects the optimizer steps (mini-batches) of one training step."""
+
+    def __init__(self) -> None:
+        self._skipped: list[bool] = []
+        self._steps: list[ScalerStep] = []
+        self._applied_since_schedule = False
+
+    @property
+    def last_skipped(self) -> bool:
+        """Whether the latest optimizer step left the parameters as they were."""
+        return bool(self._skipped) and self._skipped[-1]
+
+    def add(self, grad_norm: float, scaler: LossScaler | None) -> None:
+        """Record one optimizer step.
+
+        Args:
+            grad_norm: As verl returns it; without a scaler verl skips the step if it is not finite.
+            scaler: The scaler after its update, or None when the compute dtype needs none.
+        """
+        if scaler is not None and scaler.last_step is not None:
+            self._steps.append(scaler.last_step)
+            self._skipped.append(scaler.last_step.skipped)
+        else:
+            self._skipped.append(not math.isfinite(grad_norm))
+        self._applied_since_schedule |= not self.last_skipped
+
+    def metrics(self, scaler: LossScaler | None) -> dict[str, float]:
+        """Return the metrics of the steps recorded since the last call, and start anew.
+
+        Returns:
+            `precision/skipped_steps`: updates skipped in this training step; healthy: 0, now and then 1.
+            With a scaler also `precision/loss_scale`: S for the next backward; `precision/overflow_rank_count`: most
+            ranks with a non-finite gradient in one update; `precision/grad_underflow_fraction`: mean share of sampled
+            non-zero scaled gradient elements below FP16's smallest normal number, on this rank.
+        """
+        found = {"precision/skipped_steps": float(sum(self._skipped))}
+        if scaler is not None:
+            underflow = [step.underflow_fraction for step in self._steps]
+            found["precision/loss_scale"] = scaler.get_scale()
+            found["precision/overflow_rank_count"] = float(max((s.overflow_ranks for s in self._steps), default=0))
+            found["precision/grad_underflow_fraction"] = sum(underflow) / max(1, len(underflow))
+        self._skipped, self._steps = [], []
+        return found
+
+    def take_applied(self) -> bool:
+        """Return whether any update was applied since the last call."""
+        applied, self._applied_since_schedule = self._applied_since_schedule, False
+        return applied
+
+
+def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """Say why a run cannot go on with its loss scale at the minimum.
+
+    Args:
+        scaler: An exhausted scaler.
+        named_parameters: Parameters of the model, to name those with a non-finite gradient on this rank.
+    """
+    bad = {id(parameter) for parameter in scaler.nonfinite}
+    names = [name for name, parameter in named_parameters if id(parameter) in bad]
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    ranks = scaler.last_step.overflow_ranks if scaler.last_step is not None else 0
+    return (
+        f"The last {scaler.steps_at_minimum} optimizer steps were skipped with the loss scale at its minimum, "
+        f"loss_scale.minimum={scaler.settings.bounds()[0]:g}, on {ranks} rank(s); non-finite gradients on this rank: "
+        f"{shown or 'none'}. So small a scale does not overflow by itself: the forward does (activations beyond "
+        "FP16's 65504), or the loss or the data hold inf or NaN. Allowed are fewer such steps than "
+        f"loss_scale.stop_after_steps_at_minimum={scaler.settings.stop_after_steps_at_minimum}. Look at loss and "
+        "grad_norm of the steps before. Remedy: lower the learning rate, mend the data, or train with precision=bf16."
+    )
+
+
+def save_scaler(scaler: LossScaler, folder: str) -> None:
+    """Write the scaler's state on rank 0, whole or not at all; all ranks have the same state.
+
+    Args:
+        scaler: The scaler.
+        folder: Folder of the checkpoint; exists.
+    """
+    if dist.get_rank() == 0:
+        write_file(Path(folder) / FILE_NAME, json.dumps(scaler.state_dict()), replace=True)
+
+
+def load_scaler(scaler: LossScaler, folder: str) -> None:
+    """Restore the scaler's state on all ranks; without a state, warn and go on with the scaler as it is.
+
+    Rank 0 reads it for all: a file that only some ranks can read would leave them with different scales.
+
+    Args:
+        scaler: Continues exactly as the one that was saved.
+        folder: Folder of the checkpoint.
+
+    Raises:
+        CheckpointStateError: On every rank, if the file cannot be understood.
+    """
+    message: list[Any] = [_read(Path(folder) / FILE_NAME) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(message, src=0)
+    (found,) = message
+    if isinstance(found, CheckpointStateError):
+        raise found
+    if found is not None:
+        scaler.load_state_dict(found)
+        return
+    logger.warning(
+        f"{folder}: no {FILE_NAME} in this checkpoint (written without verl-precision, or by rank 0 elsewhere). "
+        f"The loss scale starts at {scaler.get_scale():g}; a few steps may be skipped until it has adapted."
+    )
+
+
+def _read(path: Path) -> dict[str, float] | CheckpointStateError | None:
+    if not path.is_file():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        return {key: float(state[key]) for key in ("scale", "growth_tracker", "steps_at_minimum")}
+    except (ValueError, KeyError, TypeError) as error:
+        return CheckpointStateError(
+            f"{path} is not a loss-scale state ({type(error).__name__}: {error})",
+            allowed="what this package wrote",
+            remedy="Restore the file, or delete it to start from loss_scale.initial.",
+        )

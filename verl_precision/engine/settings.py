@@ -1,7 +1,8 @@
 """Settings of this package's FSDP engine, of its loss scale and of its shadow forward, with bounds."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
@@ -11,6 +12,9 @@ from verl_precision.settings import settings
 # What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_NAMES = {long: short for short, long in DTYPES.items()}
+Dtype = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
+
+_PRESET = "Choose a preset: precision=fp16."
 
 
 @settings("fsdp_config.loss_scale.{}".format)
@@ -21,12 +25,12 @@ class LossScaleSettings:
         mode: `dynamic` (scale grows and backs off) or `static` (stays at `initial`; overflowing steps are skipped).
         initial: S of the first step. 2^16 is verl's and torch's.
         growth_factor: S ← S·growth_factor after `growth_interval` consecutive updates without overflow; > 1.
-        growth_interval: optimizer steps; 400 is what verl hard-wires.
+        growth_interval: Optimizer steps; 400 is what verl hard-wires.
         backoff_factor: S ← S·backoff_factor after an overflow; in (0, 1).
         minimum: S never falls below it.
         maximum: S never rises above it. With all gradients zero nothing overflows, and an unbounded S would reach inf
             and stay there.
-        stop_after_steps_at_minimum: consecutive overflowing steps with S at its minimum after which the run stops.
+        stop_after_steps_at_minimum: Consecutive overflowing steps with S at its minimum after which the run stops.
     """
 
     mode: Literal["dynamic", "static"] = "dynamic"
@@ -41,11 +45,7 @@ class LossScaleSettings:
     stop_after_steps_at_minimum: int = Field(default=10, ge=1, strict=True)
 
     def __post_init__(self) -> None:
-        """Check that the initial scale lies between its bounds.
-
-        Raises:
-            ConfigurationError: naming setting, value, what is allowed and what to do.
-        """
+        """Check that the initial scale lies between its bounds."""
         if not self.minimum <= self.initial <= self.maximum:
             raise ConfigurationError(
                 setting="fsdp_config.loss_scale.initial",
@@ -67,11 +67,11 @@ class ShadowSettings:
     precision did. It needs the actor's weights a second time, sharded alike, in that dtype.
 
     Attributes:
-        dtype: of the shadow forward; the rollout's, which the presets put here.
+        dtype: Dtype of the shadow forward; the rollout's, which the presets put here.
         ratio_source: `training`: log-probs as the training forward gives them. `shadow`: the value of every log-prob
             of the actor is the shadow's, while its gradient goes through the training forward (straight-through), so
             that any loss sees the ratio exp(α) without β.
-        every_n_steps: measure α and β in the first update of every n-th training step; 0 is never.
+        every_n_steps: Measure α and β in the first update of every n-th training step; 0 is never.
     """
 
     dtype: str | None = None
@@ -79,16 +79,12 @@ class ShadowSettings:
     every_n_steps: int = Field(default=0, ge=0, strict=True, description="0 measures never, 10 costs little.")
 
     def __post_init__(self) -> None:
-        """Check the dtype of a shadow that is switched on.
-
-        Raises:
-            ConfigurationError: naming setting, value, what is allowed and what to do.
-        """
-        if self.enabled and self.dtype not in DTYPES and self.dtype not in LONG_NAMES:
+        """Check the dtype of a shadow that is switched on."""
+        if self.enabled and self.dtype not in get_args(Dtype):
             raise ConfigurationError(
                 setting="fsdp_config.shadow.dtype",
                 value=self.dtype,
-                allowed=f"{', '.join(DTYPES)} or {', '.join(LONG_NAMES)}",
+                allowed=", ".join(get_args(Dtype)),
                 remedy="Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
             )
 
@@ -98,8 +94,26 @@ class ShadowSettings:
         return self.ratio_source == "shadow" or self.every_n_steps > 0
 
 
-T = TypeVar("T", LossScaleSettings, ShadowSettings)
-MIXED_PRECISION = ("param_dtype", "reduce_dtype", "buffer_dtype")
+@settings("fsdp_config.mixed_precision.{}".format)
+class MixedPrecision:
+    """The dtypes that verl's FSDP engine reads: of the forward, of the gradients' reduction, of the buffers."""
+
+    param_dtype: Dtype = Field(description=_PRESET)
+    reduce_dtype: Dtype = Field(description=_PRESET)
+    buffer_dtype: Dtype = Field(description=_PRESET)
+
+
+@settings("fsdp_config.{}".format)
+class _EngineSettings:
+    """Bounds of single settings of `PrecisionFSDPConfig`."""
+
+    # In 16 bits, Adam's eps=1e-8 is zero, small updates round away, and RoPE's frequencies are rounded.
+    model_dtype: Literal["fp32", "float32"] = Field(
+        default="fp32",
+        description="Master weights and Adam's moments need FP32. The compute dtype is mixed_precision.param_dtype; "
+        "offload_policy=True saves memory.",
+    )
+    log_prob_chunk_tokens: int = Field(default=512, ge=1, strict=True, description="Halve it when memory is short.")
 
 
 def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
@@ -112,27 +126,20 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
         The settings of its shadow.
 
     Raises:
-        ConfigurationError: naming setting, value, what is allowed and what to do.
+        ConfigurationError: Naming setting, value, what is allowed and what to do.
     """
     mixed = found.get("mixed_precision")
-    if mixed is None or set(mixed) != set(MIXED_PRECISION):
+    required = [field.name for field in dataclasses.fields(MixedPrecision)]
+    if mixed is None or set(mixed) != set(required):
         raise ConfigurationError(
             "what is not said would silently be verl's default, bf16 for param_dtype",
             setting="fsdp_config.mixed_precision",
             value=mixed,
-            allowed=f"all of {', '.join(MIXED_PRECISION)}",
-            remedy="Choose a preset: precision=fp16.",
+            allowed=f"all of {', '.join(required)}",
+            remedy=_PRESET,
         )
-    for name in MIXED_PRECISION:
-        if mixed[name] not in DTYPES and mixed[name] not in LONG_NAMES:
-            raise ConfigurationError(
-                setting=f"fsdp_config.mixed_precision.{name}",
-                value=mixed[name],
-                allowed=", ".join(DTYPES),
-                remedy="Choose a preset: precision=fp16.",
-            )
-    dtype, compute = found.get("dtype", "bfloat16"), mixed["param_dtype"]
-    if LONG_NAMES.get(dtype, dtype) != LONG_NAMES.get(compute, compute):
+    compute, dtype = MixedPrecision(**mixed).param_dtype, found.get("dtype", "bfloat16")
+    if short_name(dtype) != short_name(compute):
         raise ConfigurationError(
             f"it contradicts mixed_precision.param_dtype={compute!r}, which is what verl's FSDP engine reads; it "
             "ignores dtype",
@@ -141,25 +148,17 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
             allowed="the same in both",
             remedy="Choose a preset (precision=fp16) instead of setting dtype.",
         )
-    if found.get("model_dtype", "fp32") not in ("fp32", "float32"):
-        raise ConfigurationError(
-            "master weights and Adam's moments would be in 16 bits, where eps=1e-8 is zero and small updates round "
-            "away, and RoPE's frequencies would be rounded",
-            setting="fsdp_config.model_dtype",
-            value=found.get("model_dtype"),
-            allowed="fp32",
-            remedy="The compute dtype is mixed_precision.param_dtype; offload_policy=True saves memory.",
-        )
+    _EngineSettings(**{key: found[key] for key in ("model_dtype", "log_prob_chunk_tokens") if key in found})
     _typed(found, "loss_scale", LossScaleSettings)
-    chunk = found.get("log_prob_chunk_tokens", 1)
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ConfigurationError(
-            setting="fsdp_config.log_prob_chunk_tokens",
-            value=chunk,
-            allowed="an integer >= 1, in tokens",
-            remedy="Leave it out for the default; halve it when memory is short.",
-        )
     return _typed(found, "shadow", ShadowSettings)
+
+
+def short_name(dtype: str) -> str:
+    """Return verl's short name of a dtype: bf16 for bfloat16; any other text as it is."""
+    return LONG_NAMES.get(dtype, dtype)
+
+
+T = TypeVar("T", LossScaleSettings, ShadowSettings)
 
 
 def _typed(found: Mapping[str, Any], name: str, kind: type[T]) -> T:

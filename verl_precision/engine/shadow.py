@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from verl_precision.engine.forward_dtypes import ForwardDtypes
-from verl_precision.engine.settings import DTYPES, LONG_NAMES, ShadowSettings
+from verl_precision.engine.loss_scaling import local_part
+from verl_precision.engine.settings import DTYPES, ShadowSettings, short_name
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -41,47 +41,44 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
     exp(α), and its gradient exp(α)·∇log π_train.
 
     Args:
-        value: any shape, floating; detached by this. Non-finite elements stay as they are and make no NaN gradient.
-        gradient_of: same shape; the result has its dtype.
+        value: Any shape, floating; detached by this. Non-finite elements stay as they are and make no NaN gradient.
+        gradient_of: Same shape; the result has its dtype.
     """
     return _StraightThrough.apply(value.detach(), gradient_of)
 
 
+@dataclasses.dataclass(eq=False)
 class ShadowModel:
     """The actor's weights in another dtype, sharded alike.
 
     Attributes:
-        module: the sharded copy; evaluation mode, no gradients.
-        dtype: that of its parameters and of its forward.
-        dtypes: what its forwards computed in.
+        module: The sharded copy; evaluation mode, no gradients.
+        dtype: Dtype of its parameters and of its forward.
+        dtypes: What its forwards computed in.
+        stale: Whether the actor's weights have changed since they were copied.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, dtypes: ForwardDtypes) -> None:
-        self.module = module
-        self.dtype = dtype
-        self.dtypes = dtypes
-        self._stale = False  # built from the weights the actor starts with
-
-    def invalidate(self) -> None:
-        """Say that the actor's weights have changed."""
-        self._stale = True
+    module: nn.Module
+    dtype: torch.dtype
+    dtypes: ForwardDtypes
+    stale: bool = False  # it is built from the weights the actor starts with
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
         """Round this rank's shards of the actor's weights into the copy, if they have changed.
 
         Args:
-            source: the actor's sharded module, of the same structure.
+            source: The actor's sharded module, of the same structure.
         """
-        if not self._stale:
+        if not self.stale:
             return
         for module in (source, self.module):  # a root that stayed gathered after a forward hides its shards
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
         for mine, theirs in zip(self.module.parameters(), source.parameters(), strict=True):
-            _local(mine).copy_(_local(theirs))
-        self._stale = False
+            local_part(mine).copy_(local_part(theirs))
+        self.stale = False
 
     @contextlib.contextmanager
     def in_place_of_the_actor(self, engine: Any) -> Iterator[None]:
@@ -101,11 +98,11 @@ def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn
 
     Args:
         engine: verl's engine with our config; its config is exchanged while `build` runs.
-        module: the actor's model; left as it is.
+        module: The actor's model; left as it is.
         build: verl's `_build_fsdp_module`.
     """
     config = engine.engine_config
-    short = LONG_NAMES.get(config.shadow.dtype, config.shadow.dtype)
+    short = short_name(config.shadow.dtype)
     dtype = getattr(torch, DTYPES[short])
     copied = copy.deepcopy(module).eval().requires_grad_(False)
     for parameter in copied.parameters():  # not the buffers: RoPE's frequencies stay FP32, as in the rollout
@@ -120,7 +117,3 @@ def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn
         return ShadowModel(build(copied), dtype, engine._dtypes)
     finally:
         engine.engine_config = config
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

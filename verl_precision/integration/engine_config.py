@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig
 
-from verl_precision.engine.settings import LONG_NAMES, LossScaleSettings, ShadowSettings, require_engine_settings
+from verl_precision.engine.settings import LossScaleSettings, ShadowSettings, require_engine_settings, short_name
 
 
 @dataclass
@@ -15,18 +15,18 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     """verl's settings, of which those that decide a dtype must be said and agree, and ours.
 
     Attributes:
-        mixed_precision: compute (`param_dtype`), gradient reduction (`reduce_dtype`) and buffer (`buffer_dtype`) dtype;
+        mixed_precision: Compute (`param_dtype`), gradient reduction (`reduce_dtype`) and buffer (`buffer_dtype`) dtype;
             each bf16, fp16 or fp32; all required.
-        model_dtype: dtype of master weights, and with them of the optimizer's state; fp32.
+        model_dtype: Dtype of master weights, and with them of the optimizer's state; fp32.
         dtype: verl's documented switch, which its FSDP engine never reads; must say what `param_dtype` says.
-        loss_scale: used when the compute dtype is fp16.
-        fp32_log_probs: divide by the temperature, and take log-probs and entropy, in FP32.
-        log_prob_chunk_tokens: tokens of which FP32 logits exist at a time.
-        fp32_output_head: compute the logits themselves in FP32 (weights as gathered, in `param_dtype`). vLLM's head
+        loss_scale: Used when the compute dtype is fp16.
+        fp32_log_probs: Divide by the temperature, and take log-probs and entropy, in FP32.
+        log_prob_chunk_tokens: Tokens of which FP32 logits exist at a time.
+        fp32_output_head: Compute the logits themselves in FP32 (weights as gathered, in `param_dtype`). vLLM's head
             stays in the rollout's dtype, and the logits of a micro-batch take twice the memory.
-        shadow: the actor's second forward in the rollout's dtype; without effect in reference and critic.
-        send_weight_manifest: close every weight stream to the rollout with the digests that
-            `weight_sync.worker.VerifiedWeightSyncExtension` compares; any other receiver would take it for a weight.
+        shadow: The actor's second forward in the rollout's dtype; without effect in reference and critic.
+        send_weight_manifest: Close every weight stream to the rollout with the digests that
+            `weight_sync_worker.VerifiedWeightSyncExtension` compares; any other receiver would take it for a weight.
     """
 
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
@@ -40,7 +40,7 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
         """Check that the dtypes are said, known and without contradiction.
 
         Raises:
-            ConfigurationError: naming setting, value, what is allowed and what to do.
+            ConfigurationError: Naming setting, value, what is allowed and what to do.
         """
         super().__post_init__()
         require_engine_settings(self)
@@ -49,5 +49,4 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     def compute_dtype(self) -> str:
         """The dtype that parameters have in the forward: bf16, fp16 or fp32."""
         assert self.mixed_precision is not None
-        name = self.mixed_precision["param_dtype"]
-        return LONG_NAMES.get(name, name)
+        return short_name(self.mixed_precision["param_dtype"])

@@ -1,11 +1,12 @@
-"""The rim: mixins that put loss scaling, FP32 log-probs and verified dtypes into verl's FSDP engines.
+"""Mixins that put loss scaling, FP32 log-probs and verified dtypes into verl's FSDP engines.
 
 verl builds and drives the scaler as it does its own; these mixins choose which scaler that is, and read what happened.
 An engine whose config is not `PrecisionFSDPConfig` takes verl's path in every method.
 """
 
-import functools
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,29 +18,29 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
-from verl_precision.engine.checkpoint import load_scaler, save_scaler
-from verl_precision.engine.forward_dtypes import ForwardDtypes
+from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.engine.loss_scaling import LossScaler
-from verl_precision.engine.output_head import compute_in_fp32
-from verl_precision.engine.report import StepReport, diagnosis
+from verl_precision.engine.loss_scaling import LossScaler, StepReport, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.settings import DTYPES
-from verl_precision.errors import LossScaleError, RegistrationError
+from verl_precision.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.shadow_engine import ShadowForward
 from verl_precision.integration.weight_export import ExactWeights, write_export_dtype
 
-NVIDIA = ("cuda", "nvidia")  # (device, vendor): wins over verl's device-only key without clashing with it
+# (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
+NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
 
 
-class ScaledLoss:
-    """Loss scaling by our settings, its metrics, a schedule that waits, and state in checkpoints."""
+class VerifiedScaledTraining:
+    """Loss scaling by our settings, its metrics, a schedule that waits, state in checkpoints, and verified dtypes."""
 
     engine_config: Any
+    model_config: Any
     checkpoint_manager: Any
     lr_scheduler: Any
     module: Any
     scaler: Any
+    _dtypes: ForwardDtypes
     _report: StepReport
 
     @property
@@ -49,14 +50,30 @@ class ScaledLoss:
     def _build_fsdp_module(self, module):
         if not self._precise:
             return super()._build_fsdp_module(module)
+        config, head = self.engine_config, None
+        if config.fp32_output_head and self.model_config.model_type == "language_model":
+            head = compute_head_in_fp32(module)
         with warnings.catch_warnings():  # verl's scaler, replaced below, says that it is off without CUDA
             warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
             module = super()._build_fsdp_module(module)
         self._report = StepReport()
         if self.scaler is not None:
-            forward_only = self.engine_config.forward_only
-            self.scaler = None if forward_only else LossScaler(self.engine_config.loss_scale, get_device_name())
+            self.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
+        role = "critic" if self.model_config.model_type == "value_model" else "actor"
+        self._dtypes = ForwardDtypes(
+            module,
+            role="reference" if config.forward_only else role,
+            expected=getattr(torch, DTYPES[config.compute_dtype]),
+            exempt=head,
+        )
         return module
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        """Do verl's forward step, then compare the dtypes seen in the model with the config."""
+        result = super().forward_step(micro_batch, loss_function, forward_only)
+        if self._precise:
+            self._dtypes.check()
+        return result
 
     def train_batch(self, data, loss_function):
         """Train on a mini-batch as verl does; at the last one of a step also report what the scaler did."""
@@ -71,14 +88,7 @@ class ScaledLoss:
         return outputs
 
     def optimizer_step(self):
-        """Unscale, clip, step or skip, and update the scale, as verl does with the scaler it finds.
-
-        Returns:
-            Norm of the unscaled gradients before clipping; non-finite if the step was skipped.
-
-        Raises:
-            LossScaleError: when the gradients stay non-finite with the scale at its minimum.
-        """
+        """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""
         grad_norm = super().optimizer_step()
         if self._precise:
             self._report.add(grad_norm, self.scaler)
@@ -87,11 +97,7 @@ class ScaledLoss:
         return grad_norm
 
     def lr_scheduler_step(self):
-        """Advance the schedule, unless every update since the last call was skipped.
-
-        Returns:
-            The learning rate of the first parameter group.
-        """
+        """Advance the schedule, unless every update since the last call was skipped."""
         if not self._precise or self._report.take_applied():
             return super().lr_scheduler_step()
         return self.lr_scheduler.get_last_lr()[0]
@@ -117,46 +123,11 @@ class ScaledLoss:
         return self._precise and isinstance(self.scaler, LossScaler)
 
 
-class VerifiedForward:
-    """Every forward is checked against the compute dtype of the config; the output head is FP32 if asked for."""
-
-    engine_config: Any
-    model_config: Any
-    _dtypes: ForwardDtypes
-    _precise: bool
-
-    def _build_fsdp_module(self, module):
-        if not self._precise:
-            return super()._build_fsdp_module(module)
-        head = None
-        if self.engine_config.fp32_output_head and self.model_config.model_type == "language_model":
-            head = compute_in_fp32(module)
-        module = super()._build_fsdp_module(module)
-        role = "critic" if self.model_config.model_type == "value_model" else "actor"
-        self._dtypes = ForwardDtypes(
-            module,
-            role="reference" if self.engine_config.forward_only else role,
-            expected=getattr(torch, DTYPES[self.engine_config.compute_dtype]),
-            exempt=head,
-        )
-        return module
-
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step, then compare the dtypes seen in the model with the config.
-
-        Raises:
-            PrecisionContradictionError: if a matrix product gave another dtype.
-        """
-        result = super().forward_step(micro_batch, loss_function, forward_only)
-        if self._precise:
-            self._dtypes.check()
-        return result
-
-
 class FP32LogProbs:
     """Temperature, log-probs and entropy in FP32, chunk by chunk."""
 
     engine_config: Any
+    _precise: bool
     _gather_and_unpad_packed: Any
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
@@ -165,13 +136,13 @@ class FP32LogProbs:
         Fused kernels never show their logits: verl's path. Distillation and Σπ² need the whole logits: verl's path on
         FP32 logits, whose memory no chunk bounds.
         """
-        ask = functools.partial(tu.get_non_tensor_data, data=micro_batch, default=False)
-        config = self.engine_config
-        if not isinstance(config, PrecisionFSDPConfig) or not config.fp32_log_probs or ask(key="use_fused_kernels"):
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        verls = partial(super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func)
+        ask = partial(tu.get_non_tensor_data, data=micro_batch, default=False)
+        if not self._precise or not self.engine_config.fp32_log_probs or ask(key="use_fused_kernels"):
+            return verls()
         if any(ask(key=k) for k in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")):
             output.logits = output.logits.float()
-            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+            return verls()
         logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
         offsets = micro_batch["input_ids"].offsets()
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
@@ -185,7 +156,7 @@ class FP32LogProbs:
             logits_NV,
             output_args["input_ids_rmpad_rolled"],
             temperature_N,
-            chunk_tokens=config.log_prob_chunk_tokens,
+            chunk_tokens=self.engine_config.log_prob_chunk_tokens,
             with_entropy=bool(ask(key="calculate_entropy")),
         )
         outputs = {"log_probs": log_probs, **({} if entropy is None else {"entropy": entropy})}
@@ -194,27 +165,56 @@ class FP32LogProbs:
         return {k: torch.nested.nested_tensor_from_jagged(v, offsets) for k, v in outputs.items()}
 
 
-def precision_variant(base: type, name: str, *mixins: type, module: str = __name__) -> type:
-    """Subclass one of verl's FSDP engines.
+class AlwaysManifest:
+    """Weights can be loaded again on a CPU by `VerifiedWeightSyncExtension` only, which reads the manifest."""
 
-    Args:
-        base: FSDPEngineWithLMHead or FSDPEngineWithValueHead.
-        name: of the new class.
-        mixins: further ones, first in the order of method resolution.
-        module: who defines it.
-    """
-    ours: tuple[type, ...] = (VerifiedForward, ScaledLoss)
+    _sends_manifest = True
+
+
+class FSDP1Refused:
+    """FSDP1 cannot broadcast CPU parameters (`sync_module_states=True`): refused by name, not deep inside torch."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        raise ConfigurationError(
+            "FSDP1 cannot wrap CPU parameters",
+            setting="strategy",
+            value="fsdp",
+            allowed="fsdp2 on a CPU",
+            remedy="Set actor_rollout_ref.actor.strategy=fsdp2 (and ref, critic), as scale=cpu does.",
+        )
+
+
+def precision_variant(base: type, name: str, *mixins: type) -> type:
+    """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
+    ours: tuple[type, ...] = (VerifiedScaledTraining,)
     if not issubclass(base, FSDPEngineWithValueHead):
-        ours = (ShadowForward, FP32LogProbs, VerifiedForward, ExactWeights, ScaledLoss)
-    return type(name, (*mixins, *ours, base), {"__module__": module, "__doc__": f"{base.__name__}; see {module}."})
+        ours = (ShadowForward, FP32LogProbs, ExactWeights, VerifiedScaledTraining)
+    return type(name, (*mixins, *ours, base), {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}."})
 
 
-def register_variant(engine: type, model_type: str, backend: str, key: tuple[str, str]) -> None:
-    """Register an engine under a (device, vendor) key, once.
+def register_nvidia_engines(transformer_impl: ModuleType) -> None:
+    """Register our variant of each FSDP engine under (device=cuda, vendor=nvidia)."""
+    for model_type, base in _bases(transformer_impl):
+        engine = precision_variant(base, f"Precision{base.__name__}")
+        for backend in ("fsdp", "fsdp2"):
+            _register(engine, model_type, backend, NVIDIA)
 
-    Raises:
-        RegistrationError: if another package owns the key.
-    """
+
+def register_cpu_engines(transformer_impl: ModuleType) -> None:
+    """Register a CPU variant of each FSDP engine under (device=cpu, vendor=cpu); `strategy=fsdp` is refused there."""
+    for model_type, base in _bases(transformer_impl):
+        name = f"{base.__name__}OnCPU"
+        _register(precision_variant(base, name, AlwaysManifest), model_type, "fsdp2", CPU)
+        _register(precision_variant(base, f"Refused{name}", FSDP1Refused), model_type, "fsdp", CPU)
+
+
+def _bases(transformer_impl: ModuleType) -> Iterator[tuple[str, type]]:
+    yield "language_model", transformer_impl.FSDPEngineWithLMHead
+    yield "value_model", transformer_impl.FSDPEngineWithValueHead
+
+
+def _register(engine: type, model_type: str, backend: str, key: tuple[str, str]) -> None:
+    """Register an engine under a (device, vendor) key, once; refuse a key that another package owns."""
     owner = EngineRegistry._engines.get(model_type, {}).get(backend, {}).get(key)
     if owner is not None and owner.__module__ != engine.__module__:
         raise RegistrationError(
@@ -224,14 +224,3 @@ def register_variant(engine: type, model_type: str, backend: str, key: tuple[str
         )
     if owner is None:
         EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)
-
-
-def register_nvidia_engines(transformer_impl: ModuleType) -> None:
-    """Register our variant of each FSDP engine under (device=cuda, vendor=nvidia)."""
-    for model_type, base in (
-        ("language_model", transformer_impl.FSDPEngineWithLMHead),
-        ("value_model", transformer_impl.FSDPEngineWithValueHead),
-    ):
-        engine = precision_variant(base, f"Precision{base.__name__}")
-        for backend in ("fsdp", "fsdp2"):
-            register_variant(engine, model_type, backend, NVIDIA)

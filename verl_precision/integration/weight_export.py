@@ -76,8 +76,8 @@ def write_export_dtype(folder: str, dtype: str) -> None:
     round the weights to it. The weights themselves are exported in FP32.
 
     Args:
-        folder: of a Hugging Face model; nothing is done without a config.json in it.
-        dtype: torch's name, e.g. "float16".
+        folder: Folder of a Hugging Face model; nothing is done without a config.json in it.
+        dtype: Name of the dtype in torch, e.g. "float16".
     """
     path = Path(folder) / "config.json"
     if not path.is_file():

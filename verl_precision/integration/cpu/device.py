@@ -3,9 +3,12 @@
 Memory figures are those of this process (`psutil`), so verl's `perf/max_memory_*` metrics mean something on a CPU.
 """
 
+import resource
+
 import psutil
 import torch
-from torch.cpu import (  # noqa: F401 - re-exported: verl reaches them through the platform's device_module
+from torch import get_rng_state, manual_seed, set_rng_state  # noqa: F401 - verl stores the state in its checkpoints
+from torch.cpu import (  # noqa: F401 - verl reaches them through the platform's device_module
     Event,
     Stream,
     StreamContext,
@@ -18,6 +21,8 @@ from torch.cpu import (  # noqa: F401 - re-exported: verl reaches them through t
     synchronize,
 )
 
+manual_seed_all = manual_seed
+
 
 def current_device() -> torch.device:
     """Return the device; verl passes the answer to `Tensor.to` and to FSDP."""
@@ -27,24 +32,6 @@ def current_device() -> torch.device:
 def get_device_name(device: object = None) -> str:
     """Return the name shown in verl's FLOPs table; unknown to it, so MFU is not computed."""
     return "CPU"
-
-
-def manual_seed(seed: int) -> None:
-    """Seed torch's CPU generator."""
-    torch.manual_seed(seed)
-
-
-manual_seed_all = manual_seed
-
-
-def get_rng_state(device: object = None) -> torch.Tensor:
-    """Return the CPU generator's state; verl stores it in its checkpoints."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, device: object = None) -> None:
-    """Restore the CPU generator's state."""
-    torch.set_rng_state(state)
 
 
 def mem_get_info(device: object = None) -> tuple[int, int]:
@@ -58,30 +45,16 @@ def memory_allocated(device: object = None) -> int:
     return psutil.Process().memory_info().rss
 
 
-memory_reserved = memory_allocated
-
-
 def max_memory_allocated(device: object = None) -> int:
     """Return the peak resident bytes of this process."""
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-max_memory_reserved = max_memory_allocated
+memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 
-def reset_peak_memory_stats(device: object = None) -> None:
-    """Do nothing: the kernel's peak cannot be reset."""
+def do_nothing(*args: object, **kwargs: object) -> None:
+    """Do nothing: a CPU has no caching allocator, no memory limit, no profiler and no second device."""
 
 
-def empty_cache() -> None:
-    """Do nothing: there is no caching device allocator."""
-
-
-def ipc_collect() -> None:
-    """Do nothing: weights travel through shared memory."""
-
-
-def set_per_process_memory_fraction(fraction: float, device: object = None) -> None:
-    """Do nothing: the CPU allocator has no such limit."""
+empty_cache = ipc_collect = reset_peak_memory_stats = set_per_process_memory_fraction = do_nothing

@@ -39,7 +39,7 @@ def kernel_library() -> Path:
     """Return the library of kernels that vLLM loads on this CPU (an x86-64; `CpuPlatform.import_kernels`).
 
     Raises:
-        EnvironmentMismatchError: if this CPU has too few instructions for any, or this vLLM lacks the library.
+        EnvironmentMismatchError: If this CPU has too few instructions for any, or this vLLM lacks the library.
     """
     found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
     if not torch.cpu._is_avx2_supported():
@@ -67,11 +67,11 @@ def has_attention_kernel(head_size: int, dtype: torch.dtype) -> bool:
     """Ask vLLM's library whether its attention takes heads of this size. vLLM itself is not imported.
 
     Args:
-        head_size: elements of a head.
-        dtype: what the rollout computes in.
+        head_size: Elements of a head.
+        dtype: Dtype that the rollout computes in.
 
     Raises:
-        EnvironmentMismatchError: if there is no library for this CPU.
+        EnvironmentMismatchError: If there is no library for this CPU.
     """
     torch.ops.load_library(str(kernel_library()))
     plan = torch.ops._C.get_scheduler_metadata
@@ -94,7 +94,7 @@ def attention_head_sizes(dtype: torch.dtype) -> list[int]:
     """Return every head size that vLLM's attention takes on this CPU, up to 1024.
 
     Args:
-        dtype: what the rollout computes in.
+        dtype: Dtype that the rollout computes in.
     """
     return [size for size in range(8, 1025, 8) if has_attention_kernel(size, dtype)]
 
@@ -103,7 +103,7 @@ def head_size(model: dict) -> int | None:
     """Return the size of a head as vLLM takes it from a `config.json`, None where that says nothing.
 
     Args:
-        model: the content of the model's `config.json`.
+        model: Content of the model's `config.json`.
     """
     if "kv_lora_rank" in model:  # latent attention has kernels of its own
         return None

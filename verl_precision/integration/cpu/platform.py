@@ -1,11 +1,11 @@
-"""verl's platform for a machine without accelerator: `VERL_PLATFORM=cpu`.
+"""verl's platform for a machine without accelerator, `VERL_PLATFORM=cpu`, and its process group there.
 
-Never chosen by auto-detection: on a GPU cluster the driver often sees no device, and verl's own fall-back must stay
-what it is. `scale=cpu` sets the variable.
+The platform is never chosen by auto-detection: on a GPU cluster the driver often sees no device, and verl's own
+fall-back must stay what it is. `scale=cpu` sets the variable.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +13,14 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from verl_precision.errors import RegistrationError
 from verl_precision.integration.cpu import device as cpu_device
+from verl_precision.integration.ledger import wrap_once
 
 PLATFORM_NAME = "cpu"
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a method that gives one answer, whatever it is asked with."""
+    return lambda *args, **kwargs: answer
 
 
 class PlatformCPU(PlatformBase):
@@ -22,86 +28,23 @@ class PlatformCPU(PlatformBase):
 
     device_name = "cpu"
     vendor_name = "cpu"
+    device_module = cpu_device
 
-    @property
-    def device_module(self) -> ModuleType:
-        """Return the stand-in for `torch.cuda`."""
-        return cpu_device
-
-    def is_available(self) -> bool:
-        """Return True: there is always a CPU."""
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """Return False, so that auto-detection never picks this platform; see the module's docstring."""
-        return False
-
-    def current_device(self) -> Any:
-        """Return `torch.device("cpu")`; verl only passes it on to torch."""
-        return cpu_device.current_device()
-
-    def device_count(self) -> int:
-        """Return 1 per process."""
-        return 1
-
-    def set_device(self, device_index: int) -> None:
-        """Do nothing: there is one device."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Do nothing: CPU operations are synchronous."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Seed torch."""
-        cpu_device.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed torch."""
-        cpu_device.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Do nothing: there is no device allocator to configure."""
-
-    def empty_cache(self) -> None:
-        """Do nothing: there is no caching allocator."""
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        """Return (None, None), verl's answer for "not a CUDA device"."""
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        """Return gloo."""
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        """Return the variable Ray sets for its GPU resource."""
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        """Do nothing: there is no NVTX."""
-        yield
-
-    def profiler_start(self) -> None:
-        """Do nothing: there is no device profiler."""
-
-    def profiler_stop(self) -> None:
-        """Do nothing: there is no device profiler."""
-
-    def ray_resource_name(self) -> str:
-        """Return GPU: verl counts only GPU or NPU, so `scale=cpu` tells Ray of one logical GPU per worker."""
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        """Return the variable that keeps Ray from hiding devices."""
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        """Return False: weights go to the rollout through shared memory."""
-        return False
-
-    def cudart(self) -> None:
-        """Return None: there is no CUDA runtime."""
-        return None
+    is_available = _always(True)
+    is_platform_available = _always(False)  # asked by auto-detection; see the module's docstring
+    current_device = _always(cpu_device.current_device())
+    device_count = _always(1)  # per process
+    get_device_capability = _always((None, None))  # verl's answer for "not a CUDA device"
+    communication_backend_name = _always("gloo")
+    is_ipc_supported = _always(False)  # weights go to the rollout through shared memory
+    ray_resource_name = _always("GPU")  # verl counts only GPU or NPU: `scale=cpu` tells Ray of a logical GPU per worker
+    ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])  # keeps Ray from hiding devices
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")  # what Ray sets for its GPU resource
+    manual_seed = manual_seed_all = staticmethod(cpu_device.manual_seed)
+    # A CPU is one synchronous device, without caching allocator, profiler, NVTX or CUDA runtime.
+    set_device = synchronize = set_allocator_settings = empty_cache = _always(None)
+    profiler_start = profiler_stop = cudart = _always(None)
+    nvtx_range = _always(contextlib.nullcontext())
 
 
 def register_platform(platform_manager: ModuleType) -> None:
@@ -116,3 +59,19 @@ def register_platform(platform_manager: ModuleType) -> None:
             "VERL_USE_EXTERNAL_PLUGINS=<the other plugin>.",
         )
     PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
+
+
+def patch_process_group(distributed: ModuleType) -> None:
+    """Give verl's process group one gloo backend on a CPU; elsewhere nothing changes.
+
+    verl asks for `cpu:gloo,<device>:<backend>`. With device cpu that names the CPU twice, and torch refuses it.
+    """
+    wrap_once(distributed.__name__, "initialize_global_process_group_ray", _with_single_backend)
+
+
+def _with_single_backend(wrapped, instance, args, kwargs):
+    from verl.utils.device import get_device_name
+
+    if get_device_name() == "cpu" and kwargs.get("backend") is None and args[1:] in ((), (None,)):
+        args, kwargs = args[:1], {**kwargs, "backend": "cpu:gloo"}
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,158 @@
+"""Ledger of every host symbol that this package patches, overrides, or uses although nobody promised it.
+
+The entries are data, in `ledger.json`: each says what is touched, why, how, where upstream discusses it, and when it
+can go. When a host module is imported, the plugin compares it with its entries (`check_module`). A symbol that no
+longer looks as it did in the tested releases is an error that names the entry; a patch is never applied to something
+else. `tests/integration/test_ledger.py` finds symbols that have no entry.
+"""
+
+import builtins
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import wrapt
+
+from verl_precision.errors import RegistrationError
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One host symbol that this package depends on.
+
+    Attributes:
+        module: Module that holds it.
+        name: Dotted name inside the module.
+        parameters: Its form in the tested releases. Of a callable: the names of its parameters. Of a class, a registry
+            or a constant: the type it is an instance of. None: an attribute that instances of the class get.
+        kind: `patched` (wrapped; `how` says for whom anything changes), `overridden` (in a subclass of ours), `used`
+            (called, read or registered with) or `relied on` (reached through another entry's symbol).
+        why: What fails without it.
+        how: What this package does with it.
+        upstream: Issue or pull request, or why there is none.
+        until: When the entry can go.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] | type | None
+    kind: str
+    why: str
+    how: str
+    upstream: str
+    until: str
+
+
+def _read_entries() -> Iterator[LedgerEntry]:
+    """Yield an entry for each symbol in `ledger.json`, where symbols of one module and one reason stand together."""
+    for group in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")):
+        for name, form in group.pop("symbols").items():
+            if isinstance(form, str):  # "self, config"
+                form = tuple(form.replace(",", " ").split())
+            elif form is not None:  # {"type": "dict"}
+                form = getattr(builtins, form["type"])
+            yield LedgerEntry(name=name, parameters=form, **group)
+
+
+LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
+
+
+def modules_to_check(on_cpu: bool) -> list[str]:
+    """Return the host modules that have entries; vLLM's only on a CPU, since elsewhere verl's own pin decides.
+
+    Args:
+        on_cpu: Whether the rollout is vLLM's CPU build.
+    """
+    modules = dict.fromkeys(entry.module for entry in LEDGER)
+    return [module for module in modules if on_cpu or not module.startswith("vllm.")]
+
+
+def check_module(module: ModuleType) -> None:
+    """Compare an imported host module with its entries.
+
+    Args:
+        module: The host module.
+
+    Raises:
+        RegistrationError: Naming the first symbol that has changed.
+    """
+    for entry in LEDGER:
+        if entry.module == module.__name__:
+            require_expected_signature(entry, module)
+
+
+def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
+    """Wrap a function of the host that has an entry of kind `patched`; a second call does nothing.
+
+    Args:
+        module_name: Module of the entry.
+        name: Name of the entry.
+        wrapper: Called with (wrapped, instance, args, kwargs), as `wrapt` does.
+
+    Raises:
+        RegistrationError: If the function no longer looks as it did in the tested releases.
+    """
+    (entry,) = (e for e in LEDGER if (e.module, e.name, e.kind) == (module_name, name, "patched"))
+    module = importlib.import_module(module_name)
+    owner, last = _owner(entry, module)
+    if isinstance(inspect.getattr_static(owner, last, None), wrapt.FunctionWrapper):
+        return
+    require_expected_signature(entry, module)
+    wrapt.wrap_function_wrapper(module, entry.name, wrapper)
+
+
+def require_expected_signature(entry: LedgerEntry, module: ModuleType) -> None:
+    """Raise unless the symbol exists and has the form it had in the tested releases.
+
+    Args:
+        entry: The ledger entry.
+        module: The imported host module.
+
+    Raises:
+        RegistrationError: Naming the symbol, what was found and what is expected.
+    """
+    owner, last = _owner(entry, module)
+    symbol = getattr(owner, last, None)
+    form = entry.parameters
+    if form is None:
+        exists = isinstance(owner, type) and _gives_its_instances(owner, last)
+    else:
+        exists = symbol is not None and (callable(symbol) or not isinstance(form, tuple))
+    if not exists:
+        changed = "does not exist in the installed version"
+    elif isinstance(form, tuple) and (found := tuple(inspect.signature(symbol).parameters)) != form:  # type: ignore[arg-type]
+        changed = f"takes {found}; the tested releases take {form}"
+    elif isinstance(form, type) and not isinstance(symbol, form):
+        changed = f"is of type {type(symbol).__name__}; in the tested releases it is a {form.__name__}"
+    else:
+        return
+    raise RegistrationError(
+        f"{entry.module}.{entry.name} {changed}. It is needed because {entry.why}",
+        remedy="Install a tested release (`verl-precision check` lists them).",
+    )
+
+
+def _owner(entry: LedgerEntry, module: ModuleType) -> tuple[object, str]:
+    """Return the module or class that holds the symbol (None if it is gone), and the last part of its name."""
+    *parents, last = entry.name.split(".")
+    owner: object = module
+    for part in parents:
+        owner = getattr(owner, part, None)
+    return owner, last
+
+
+def _gives_its_instances(owner: type, attribute: str) -> bool:
+    """Tell whether a class declares an attribute, or one of its methods names it: instances have it, the class not."""
+    for base in owner.__mro__:
+        if attribute in vars(base).get("__annotations__", ()):
+            return True
+        for member in vars(base).values():
+            function = getattr(member, "__func__", member)
+            code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+            if code is not None and attribute in code.co_names:
+                return True
+    return False
