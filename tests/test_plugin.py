@@ -194,7 +194,7 @@ def load_again(monkeypatch):
 
 
 def test_untested_verl_is_refused_loudly_with_the_range(monkeypatch, caplog, load_again):
-    monkeypatch.setattr(versions, "TESTED_VERL", SpecifierSet(">=0.1,<0.2"))
+    monkeypatch.setitem(versions.TESTED, "verl", SpecifierSet(">=0.1,<0.2"))
     with pytest.raises(EnvironmentMismatchError, match="<0.2.*VERL_USE_EXTERNAL_PLUGINS=none"):
         load_again()
     (record,) = (record for record in caplog.records if record.levelname == "ERROR")

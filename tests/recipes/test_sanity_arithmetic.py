@@ -11,7 +11,6 @@ from make_task import PROMPT_LENGTH, RESPONSE_LENGTH, Sum, all_sums
 from omegaconf import OmegaConf
 
 from verl_precision.integration.recipe_config import check_recipe
-from verl_precision.rules.rule import Environment
 from verl_precision.sampling.problems import read_data_set
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"
@@ -79,7 +78,7 @@ def test_reward_is_exact(load_script):
 def test_the_check_finds_its_files(tmp_path):
     kept = tmp_path / "kept.parquet"
     kept.write_text("")  # the check asks whether it is there
-    report = check_recipe(RECIPE, [f"task.cpu.train={kept}", f"task.cpu.val={kept}"], Environment())
+    report = check_recipe(RECIPE, [f"task.cpu.train={kept}", f"task.cpu.val={kept}"])
     assert report.ok and not [fault for fault in report.faults if fault.name == "check_files"]
 
 

@@ -23,19 +23,12 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One module of the model.
+    """One module of the model."""
 
-    Attributes:
-        name: its path.
-        activation: largest magnitude of its output.
-        output_gradient: largest magnitude of the gradient of its output, loss scale 1.
-        weight_gradient: largest magnitude of the gradient of its own parameters, loss scale 1.
-    """
-
-    name: str
-    activation: float
-    output_gradient: float
-    weight_gradient: float
+    name: str  # path of the module
+    activation: float  # largest magnitude of its output
+    output_gradient: float  # largest magnitude of the gradient of its output, loss scale 1
+    weight_gradient: float  # largest magnitude of the gradient of its own parameters, loss scale 1
 
     @property
     def gradient(self) -> float:
@@ -45,21 +38,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """A whole model.
+    """A whole model."""
 
-    Attributes:
-        layers: one each module that computes, the ones with least headroom first.
-        loss_scale: what gradients are multiplied by.
-        tokens: tokens looked at.
-    """
-
-    layers: list[LayerReport]
-    loss_scale: float
-    tokens: int
+    layers: list[LayerReport]  # one for each module that computes, the ones with least headroom first
+    loss_scale: float  # factor that gradients are multiplied by
+    tokens: int  # number of tokens looked at
 
     def headroom(self, layer: LayerReport) -> tuple[float | None, float | None]:
         """Return 65504 divided by the activation, and by the scaled gradient; below 1 it overflows, None if zero."""
-        return _divide(FP16_MAX, layer.activation), _divide(FP16_MAX, layer.gradient * self.loss_scale)
+        forward, backward = layer.activation, layer.gradient * self.loss_scale
+        return FP16_MAX / forward if forward else None, FP16_MAX / backward if backward else None
 
     @property
     def largest_safe_scale(self) -> float:
@@ -90,31 +78,26 @@ class ActivationReport:
         """One sentence."""
         if self.forward_overflows:
             return f"not for FP16: the output of {self.forward_overflows[0]} exceeds 65504. Use precision=bf16."
-        scale = self.largest_safe_scale
+        if not self.backward_overflows:
+            return f"activations fit FP16, and gradients at loss scale {self.loss_scale:g}"
+        gradient, scale = f"the gradient of {self.backward_overflows[0]}", self.largest_safe_scale
         if scale < 1:
-            return (
-                f"not for FP16: the gradient of {self.backward_overflows[0]} exceeds 65504 even at loss scale 1. "
-                "Use precision=bf16."
-            )
-        if self.backward_overflows:
-            return (
-                f"fits FP16 at a loss scale of {scale:g} or less; at {self.loss_scale:g} the gradient of "
-                f"{self.backward_overflows[0]} overflows, and dynamic scaling would skip steps until it is down there"
-            )
-        return f"activations fit FP16, and gradients at loss scale {self.loss_scale:g}"
+            return f"not for FP16: {gradient} exceeds 65504 even at loss scale 1. Use precision=bf16."
+        return (
+            f"fits FP16 at a loss scale of {scale:g} or less; at {self.loss_scale:g} {gradient} overflows, and dynamic "
+            "scaling would skip steps until it is down there"
+        )
 
     def as_dict(self) -> dict:
         """Return it for machines."""
+        names = ("headroom", "gradient_headroom")
         return {
             "ok": self.ok,
             "verdict": self.verdict,
             "loss_scale": self.loss_scale,
             "largest_safe_scale": self.largest_safe_scale,
             "tokens": self.tokens,
-            "layers": [
-                {**asdict(layer), **dict(zip(("headroom", "gradient_headroom"), self.headroom(layer), strict=True))}
-                for layer in self.layers
-            ],
+            "layers": [asdict(layer) | dict(zip(names, self.headroom(layer), strict=True)) for layer in self.layers],
         }
 
 
@@ -126,9 +109,9 @@ def measure_activations(
     The model is loaded whole, in FP32: 4 bytes a parameter. Each gradient is dropped once it has been looked at.
 
     Args:
-        path: a folder in Hugging Face format, with tokenizer.
-        prompts: texts; one at a time.
-        loss_scale: what gradients are multiplied by.
+        path: A folder in Hugging Face format, with tokenizer.
+        prompts: Texts, run one at a time.
+        loss_scale: Factor that gradients are multiplied by.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,7 +166,3 @@ def _note(known: dict[str, float], name: str, tensor) -> None:
     """Keep the largest magnitude; NaN counts as infinite, so that it is seen."""
     magnitude = float(tensor.detach().abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max())
     known[name] = max(known.get(name, 0.0), magnitude)
-
-
-def _divide(one: float, other: float) -> float | None:
-    return one / other if other else None

@@ -6,7 +6,7 @@ normal in small numbers (they contribute little), and suspicious in large ones.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,75 +29,57 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor, cast to FP16.
+    """One tensor, cast to FP16."""
 
-    Attributes:
-        name: its name in the checkpoint.
-        dtype: how it is stored.
-        elements: how many it has.
-        largest: max |w| of the finite ones.
-        overflows: elements that become infinite.
-        not_finite: elements that are infinite or NaN already.
-        subnormal: share of all elements that become FP16 subnormals (and lose bits).
-        flushed: share of all elements that are not zero and become zero.
-    """
-
-    name: str
-    dtype: str
+    name: str  # name in the checkpoint
+    dtype: str  # dtype in which it is stored
     elements: int
-    largest: float
-    overflows: int
-    not_finite: int
-    subnormal: float
-    flushed: float
+    largest: float  # max |w| of the finite ones
+    overflows: int  # elements that become infinite
+    not_finite: int  # elements that are infinite or NaN already
+    subnormal: float  # share of all elements that become FP16 subnormals (and lose bits)
+    flushed: float  # share of all elements that are not zero and become zero
 
     @property
-    def severity(self) -> tuple[int, float, float]:
-        """Sorting key: bad elements first, then flushed share, then magnitude."""
-        return (self.overflows + self.not_finite, self.flushed, self.largest)
+    def lost(self) -> int:
+        """Number of elements that are not finite in FP16."""
+        return self.overflows + self.not_finite
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """A whole checkpoint.
+    """A whole checkpoint."""
 
-    Attributes:
-        path: where it is.
-        tensors: the floating-point tensors, worst first.
-        skipped: names of tensors that are not floating-point, or quantised.
-    """
-
-    path: Path
-    tensors: list[TensorReport]
-    skipped: list[str]
+    path: Path  # folder or file
+    tensors: list[TensorReport]  # the floating-point tensors, worst first
+    skipped: list[str]  # names of tensors that are not floating-point, or quantised
 
     @property
     def ok(self) -> bool:
         """Whether every weight is finite in FP16."""
-        return all(tensor.overflows == 0 and tensor.not_finite == 0 for tensor in self.tensors)
+        return not any(tensor.lost for tensor in self.tensors)
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        bad = [tensor for tensor in self.tensors if tensor.overflows or tensor.not_finite]
-        if bad:
-            lost = sum(tensor.overflows + tensor.not_finite for tensor in bad)
-            return f"not for FP16: {lost} weight(s) in {len(bad)} tensor(s) are not finite in FP16. Use precision=bf16."
-        flushed = [tensor for tensor in self.tensors if tensor.flushed > FLUSH_WARNING]
+        lost = [tensor.lost for tensor in self.tensors if tensor.lost]
+        if lost:
+            where = f"{sum(lost)} weight(s) in {len(lost)} tensor(s)"
+            return f"not for FP16: {where} are not finite in FP16. Use precision=bf16."
+        flushed = sum(tensor.flushed > FLUSH_WARNING for tensor in self.tensors)
         if flushed:
-            share = f"{FLUSH_WARNING:.0%}"
-            return f"every weight is finite in FP16, but {len(flushed)} tensor(s) lose more than {share} of it to zero"
+            where = f"{flushed} tensor(s) lose more than {FLUSH_WARNING:.0%} of their weights to zero"
+            return f"every weight is finite in FP16, but {where}"
         return "every weight fits FP16"
 
     def as_dict(self) -> dict:
         """Return it for machines."""
-        elements = sum(tensor.elements for tensor in self.tensors)
         largest = max((tensor.largest for tensor in self.tensors), default=0.0)
         return {
             "model": str(self.path),
             "ok": self.ok,
             "verdict": self.verdict,
-            "elements": elements,
+            "elements": sum(tensor.elements for tensor in self.tensors),
             "headroom": FP16_MAX / largest if largest else None,
             "skipped": self.skipped,
             "tensors": [asdict(tensor) for tensor in self.tensors],
@@ -109,40 +91,47 @@ def audit_checkpoint(
 ) -> CheckpointReport:
     """Audit every floating-point tensor of a safetensors checkpoint.
 
+    Files are read, not mapped: pages of a mapped file count as memory of the process, and a shard has gigabytes.
+
     Args:
-        path: a folder in Hugging Face format, sharded or not, or one .safetensors file.
-        on_progress: called with (bytes done, bytes in all) after each slice.
+        path: A folder in Hugging Face format, sharded or not, or one .safetensors file.
+        on_progress: Called with (bytes done, bytes in all) after each slice.
 
     Returns:
         The report, worst tensors first.
 
     Raises:
-        ConfigurationError: if there is no safetensors checkpoint, or a shard is missing.
+        ConfigurationError: If there is no safetensors checkpoint, or a file of it is missing or broken.
     """
     files = checkpoint_files(path)
-    total = sum(file.stat().st_size for file in files)
-    tensors, skipped, done = [], [], 0
+    total, finished = sum(file.stat().st_size for file in files), 0
+    tensors: list[TensorReport] = []
+    skipped: list[str] = []
 
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        on_progress(min(done, total), total)
+    def on_slice(position: int) -> None:
+        on_progress(finished + position, total)
 
     for file in files:
-        for report in _audit_file(file, advance):
-            if isinstance(report, str):
-                skipped.append(report)
-            else:
-                tensors.append(report)
+        with file.open("rb") as content:
+            start, header = _header(file, content)
+            for name, described in header.items():
+                if described["dtype"] not in DTYPES:
+                    skipped.append(name)
+                    continue
+                begin, end = described["data_offsets"]
+                content.seek(start + begin)
+                tensors.append(_audit_tensor(name, described["dtype"], content, end - begin, on_slice))
+        finished += file.stat().st_size
     on_progress(total, total)
-    return CheckpointReport(path, sorted(tensors, key=lambda t: t.severity, reverse=True), skipped)
+    tensors.sort(key=lambda tensor: (tensor.lost, tensor.flushed, tensor.largest), reverse=True)
+    return CheckpointReport(path, tensors, skipped)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
     Raises:
-        ConfigurationError: naming what is missing.
+        ConfigurationError: Naming what is missing.
     """
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
@@ -161,29 +150,12 @@ def checkpoint_files(path: Path) -> list[Path]:
         )
     for file in files:
         if not file.is_file():
-            raise ConfigurationError(
-                f"{file.name}, which {INDEX} names, is missing",
-                setting="--model",
-                value=path,
-                remedy="Download the checkpoint again.",
-            )
+            raise _broken(path, f"{file.name}, which {INDEX} names, is missing")
     return files
 
 
-def _audit_file(file: Path, advance: Callable[[int], None]) -> Iterator[TensorReport | str]:
-    """Audit a file; yield the name alone of a tensor that is not one of floats of at least 16 bits.
-
-    Read, not mapped: pages of a mapped file count as memory of the process, and a shard has gigabytes of them.
-    """
-    with file.open("rb") as content:
-        start, header = _header(file, content)
-        for name, described in header.items():
-            if described["dtype"] not in DTYPES:
-                yield name
-                continue
-            begin, end = described["data_offsets"]
-            content.seek(start + begin)
-            yield _audit_tensor(file, name, described["dtype"], content, end - begin, advance)
+def _broken(path: Path, problem: str) -> ConfigurationError:
+    return ConfigurationError(problem, setting="--model", value=path, remedy="Download the checkpoint again.")
 
 
 def _header(file: Path, content: BinaryIO) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -194,35 +166,27 @@ def _header(file: Path, content: BinaryIO) -> tuple[int, dict[str, dict[str, Any
         header.pop("__metadata__", None)
         ordered = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"not a readable safetensors file ({error})", setting="--model", value=file, remedy="Get it again."
-        ) from error
+        raise _broken(file, f"not a readable safetensors file ({error})") from error
     return 8 + length, ordered
 
 
-def _audit_tensor(
-    file: Path, name: str, dtype: str, content: BinaryIO, size: int, advance: Callable[[int], None]
-) -> TensorReport:
+def _audit_tensor(name: str, dtype: str, content: BinaryIO, size: int, on_slice: Callable[[int], None]) -> TensorReport:
+    """Audit the tensor that the next `size` bytes hold."""
     import torch
 
     kind = getattr(torch, DTYPES[dtype])
-    elements = size // kind.itemsize
-    largest, overflows, not_finite, subnormal, flushed = 0.0, 0, 0, 0, 0
-    left = size
+    largest, counts, left = 0.0, [0, 0, 0, 0], size
     while left:
         raw = bytearray(content.read(min(left, SLICE_ELEMENTS * kind.itemsize)))
         if not raw:
-            raise ConfigurationError(
-                f"it ends within the tensor {name}", setting="--model", value=file, remedy="Get it again."
-            )
-        counts = _count(torch.frombuffer(raw, dtype=kind))
-        largest = max(largest, counts[0])
-        overflows += counts[1]
-        not_finite += counts[2]
-        subnormal += counts[3]
-        flushed += counts[4]
+            raise _broken(Path(content.name), f"it ends within the tensor {name}")
+        piece_largest, *piece = _count(torch.frombuffer(raw, dtype=kind))
+        largest = max(largest, piece_largest)
+        counts = [sum(pair) for pair in zip(counts, piece, strict=True)]
         left -= len(raw)
-        advance(len(raw))
+        on_slice(content.tell())
+    elements = size // kind.itemsize
+    overflows, not_finite, subnormal, flushed = counts
     share = 1 / max(elements, 1)
     return TensorReport(name, dtype, elements, largest, overflows, not_finite, subnormal * share, flushed * share)
 

@@ -21,31 +21,18 @@ REST = 6 * GIB
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A transformer, as its `config.json` says.
-
-    Attributes:
-        layers: number of them.
-        hidden: hidden size.
-        vocabulary: its size.
-        heads: of queries.
-        kv_heads: of keys and values.
-        head_dim: of each.
-        intermediate: of one (expert's) MLP.
-        experts: number of them; 1 for a dense model.
-        experts_per_token: used at a time.
-        tied: whether the output head is the embedding.
-    """
+    """A transformer, as its `config.json` says."""
 
     layers: int
     hidden: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    experts: int = 1
-    experts_per_token: int = 1
-    tied: bool = False
+    vocabulary: int  # size of the vocabulary
+    heads: int  # heads of queries
+    kv_heads: int  # heads of keys and values
+    head_dim: int  # size of a head
+    intermediate: int  # inner size of one (expert's) MLP
+    experts: int = 1  # number of experts; 1 for a dense model
+    experts_per_token: int = 1  # experts that each token uses
+    tied: bool = False  # whether the output head is the embedding
 
     @property
     def layer_parameters(self) -> int:
@@ -97,10 +84,10 @@ def training_bytes(model: ModelShape, gpus: int, tokens: int, offload_policy: bo
     """Return the peak of a GPU while the trainer works and vLLM sleeps.
 
     Args:
-        model: the model.
-        gpus: over which the state is sharded.
-        tokens: of a micro-batch, `ppo_max_token_len_per_gpu`.
-        offload_policy: the state lives on the host (`fsdp_config.offload_policy`).
+        model: The model.
+        gpus: Number of GPUs over which the state is sharded.
+        tokens: Tokens of a micro-batch, `ppo_max_token_len_per_gpu`.
+        offload_policy: Whether the state lives on the host (`fsdp_config.offload_policy`).
     """
     state = 0 if offload_policy else state_bytes(model, gpus)
     return state + gathered_bytes(model) + activation_bytes(model, tokens) + REST
@@ -110,11 +97,11 @@ def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, of
     """Return the peak of a GPU while vLLM works: its share, and the trainer's state without gradients beside it.
 
     Args:
-        model: the model.
-        gpus: over which the state is sharded.
-        share: `rollout.gpu_memory_utilization`.
-        gpu_bytes: memory of the GPU.
-        offloaded: the state is on the host, for good (`offload_policy`) or meanwhile (`param_offload` and
+        model: The model.
+        gpus: Number of GPUs over which the state is sharded.
+        share: Fraction of the GPU that vLLM takes, `rollout.gpu_memory_utilization`.
+        gpu_bytes: Memory of the GPU.
+        offloaded: Whether the state is on the host, for good (`offload_policy`) or meanwhile (`param_offload` and
             `optimizer_offload`).
     """
     state = 0 if offloaded else (STATE - SINGLE) * model.parameters // gpus
@@ -125,11 +112,11 @@ def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: 
     """Return how many tokens of KV cache a replica of vLLM holds, one tenth of its share set aside for its own work.
 
     Args:
-        model: the model.
+        model: The model.
         tensor_parallel: GPUs of a replica, `rollout.tensor_model_parallel_size`.
-        share: `rollout.gpu_memory_utilization`.
-        gpu_bytes: memory of a GPU.
-        width: bytes of a weight and of a cached value: 2, or 4 with an FP32 rollout.
+        share: Fraction of the GPU that vLLM takes, `rollout.gpu_memory_utilization`.
+        gpu_bytes: Memory of a GPU.
+        width: Bytes of a weight and of a cached value: 2, or 4 with an FP32 rollout.
     """
     left = 0.9 * share * gpu_bytes - width * model.parameters / tensor_parallel
     # a key and a value; with fewer heads than GPUs each GPU keeps one

@@ -48,7 +48,8 @@ def show_checkpoint(report: CheckpointReport, console: Console) -> None:
     console.print(table)
     _rest(len(report.tensors), "tensors", console)
     if report.skipped:
-        console.print(f"not floats of 16 bits or more, not looked at: {len(report.skipped)}", highlight=False)
+        skipped = f"{len(report.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits"
+        console.print(skipped, highlight=False)
     console.print(Text(f"weights: {report.verdict}", "green" if report.ok else "red"), soft_wrap=True)
 
 

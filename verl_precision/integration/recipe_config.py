@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,7 +11,7 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.integration.machine import look
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtypes import engines, rollout_dtype, transport_dtype
-from verl_precision.rules.rule import Environment, Fault
+from verl_precision.rules.rule import Fault
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,10 @@ class Row:
 
 @dataclass(frozen=True)
 class RecipeReport:
-    """What a recipe will do.
+    """What a recipe will do."""
 
-    Attributes:
-        rows: what runs in which dtype.
-        faults: every fault, errors first.
-    """
-
-    rows: list[Row]
-    faults: list[Fault]
+    rows: list[Row]  # what runs in which dtype
+    faults: list[Fault]  # every fault, errors first
 
     @property
     def ok(self) -> bool:
@@ -43,15 +37,11 @@ class RecipeReport:
 
     def as_json(self) -> str:
         """Return it for machines."""
-        content: dict[str, Any] = {
-            "ok": self.ok,
-            "dtypes": [vars(row) for row in self.rows],
-            "findings": [{**vars(fault), "value": _plain(fault.value)} for fault in self.faults],
-        }
-        return json.dumps(content, indent=2)
+        rows, faults = [vars(row) for row in self.rows], [vars(fault) for fault in self.faults]
+        return json.dumps({"ok": self.ok, "dtypes": rows, "findings": faults}, indent=2, default=str)
 
 
-def check_recipe(path: Path, overrides: Sequence[str], environment: Environment) -> RecipeReport:
+def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = ()) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here: a recipe is often checked on
@@ -60,55 +50,43 @@ def check_recipe(path: Path, overrides: Sequence[str], environment: Environment)
     Args:
         path: Recipe's YAML.
         overrides: Hydra overrides.
-        environment: vLLM and GPUs of the machine that the run is meant for.
+        gpus: Names of the GPUs that the run is meant for.
 
     Raises:
-        ConfigurationError: if the recipe is missing or does not compose.
+        ConfigurationError: If the recipe is missing or does not compose.
     """
     config = compose_recipe(path, overrides)
-    return RecipeReport(list(table(config)), find_faults(config, look(config, environment), elsewhere=True))
+    return RecipeReport(list(table(config)), find_faults(config, look(config, gpus), elsewhere=True))
 
 
 def table(config: DictConfig) -> Iterator[Row]:
-    """Yield what will run in which dtype.
-
-    Args:
-        config: the composed config.
-    """
+    """Yield what will run in which dtype."""
     for engine in engines(config):
+        mixed_precision, model_dtype = f"{engine.setting}.mixed_precision", f"{engine.setting}.model_dtype"
         yield Row(f"{engine.role} forward", engine.compute, engine.source)
+        yield Row(f"{engine.role} {'master weights, Adam' if engine.trains else 'weights'}", engine.master, model_dtype)
         if engine.trains:
-            yield Row(f"{engine.role} master weights, Adam", engine.master, f"{engine.setting}.model_dtype")
-            yield Row(
-                f"{engine.role} gradient reduction", engine.reduce, f"{engine.setting}.mixed_precision.reduce_dtype"
-            )
-        else:
-            yield Row(f"{engine.role} weights", engine.master, f"{engine.setting}.model_dtype")
+            yield Row(f"{engine.role} gradient reduction", engine.reduce, f"{mixed_precision}.reduce_dtype")
     yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
     yield Row("weights to the rollout", *transport_dtype(config))
-    yield Row(
-        "rollout log-probs",
-        "fp32",
-        "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else "",
-    )
+    takes = "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else ""
+    yield Row("rollout log-probs", "fp32", takes)
     actor = engines(config)[0]
-    on_cpu = config.trainer.device == "cpu" and not actor.ours
-    yield Row(
-        "trainer log-probs",
-        actor.compute if on_cpu else "fp32",
-        "log-softmax in the logits' dtype (device cpu)" if on_cpu else "autocast and flash-attn lift them to FP32",
-    )
+    if config.trainer.device == "cpu" and not actor.ours:
+        yield Row("trainer log-probs", actor.compute, "log-softmax in the logits' dtype (device cpu)")
+    else:
+        yield Row("trainer log-probs", "fp32", "autocast and flash-attn lift them to FP32")
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     """Return the composed config with Hydra's own node.
 
     Args:
-        path: the recipe's YAML.
+        path: Recipe's YAML.
         overrides: Hydra overrides.
 
     Raises:
-        ConfigurationError: if the recipe is missing, or does not compose: Hydra's own message.
+        ConfigurationError: If the recipe is missing, or does not compose: Hydra's own message.
     """
     if not path.is_file():
         raise ConfigurationError(
@@ -121,16 +99,11 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     own = OmegaConf.select(OmegaConf.load(path), "hydra.searchpath") or []
     folders = ["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"]
     quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
+    overrides = [f"hydra.searchpath=[{quoted}]", *overrides]
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base=None):
-            config = compose(
-                path.stem, overrides=[f"hydra.searchpath=[{quoted}]", *overrides], return_hydra_config=True
-            )
+            config = compose(path.stem, overrides=overrides, return_hydra_config=True)
             OmegaConf.resolve(config.actor_rollout_ref)
     except HydraException as error:
-        raise ConfigurationError(f"{path} with {list(overrides)}: does not compose. {error}") from error
+        raise ConfigurationError(f"{path} with {overrides[1:]}: does not compose. {error}") from error
     return config
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool | list) or value is None else str(value)

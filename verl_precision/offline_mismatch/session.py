@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from verl_precision.check import versions
 from verl_precision.files import write_file
 from verl_precision.integration.fsdp_scorer import TrainerEngine
 from verl_precision.integration.vllm_sampler import VllmEngine
@@ -21,6 +20,7 @@ from verl_precision.offline_mismatch.table import markdown, summary
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
 from verl_precision.sampling.work import start_engine, work_through
+from verl_precision.versions import installed_versions
 
 
 def measure_mismatch(
@@ -55,7 +55,7 @@ def measure_mismatch(
     recorded = {
         **asdict(job),
         "model_fingerprint": model.fingerprint,
-        **{f"version of {name}": version for name, version in versions().items()},
+        **{f"version of {name}": version for name, version in installed_versions().items()},
         "prompt_token_ids": prompt_ids,
     }
     with closing(open_journal(folder, recorded)) as journal:
@@ -81,9 +81,9 @@ def measure_mismatch(
 
 
 def _write(folder: Path, pairs: list[Pair], job: MismatchJob, prompts: int, console: Console) -> None:
-    table = markdown(pairs, job, versions(), prompts)
+    table = markdown(pairs, job, installed_versions(), prompts)
     write_file(folder / "table.md", table, replace=True)
-    write_file(folder / "summary.json", summary(pairs, job, versions(), prompts, sys.argv), replace=True)
+    write_file(folder / "summary.json", summary(pairs, job, installed_versions(), prompts, sys.argv), replace=True)
     figures = write_figures(folder, pairs, title=Path(job.model).name)
     console.print(Markdown(table))
     names = ", ".join(["table.md", "summary.json", *figures])

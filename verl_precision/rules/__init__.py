@@ -1,4 +1,4 @@
-"""What can be wrong with a config: every rule once, as data.
+"""What can be wrong with a config: every rule once. How to add one: the docstring of `rules/rule.py`.
 
     rule            Rule, Fault, Environment, Machine; the decorator `rule`
     book            all rules, and `find_faults`, which asks them
@@ -9,7 +9,8 @@
     engine_rules    this package's engine: loss scale, shadow
     run_rules       the plugin, the model, files, memory, Ray's resources
 
-`verl-precision check` shows the faults, the preflight refuses the errors among them. A rule is a pure function of the
-composed config and of what was found on the machine; nothing here imports verl or vLLM. Where a loss or an engine must
-refuse a value by itself, the bound stands beside it (`losses/settings.py`, `engine/settings.py`); the rule asks there.
+`verl-precision check` shows the faults, and the preflight refuses the errors among them. A rule is a pure function of
+the composed config and of what was found on the machine; nothing here imports verl or vLLM. Where a loss or an engine
+must refuse a value by itself, the bound stands beside it (`losses/settings.py`, `engine/settings.py`), and the rule
+asks there.
 """

@@ -1,7 +1,7 @@
 """The dtypes a composed config asks for, and where each comes from.
 
-The rules are those of verl 0.9.1: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never
-reads `dtype`; Megatron reads `dtype` only; the other engines compute in BF16 whatever is set.
+As verl 0.9.1 does it: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never reads
+`dtype`; Megatron reads `dtype` only; the other engines compute in BF16 whatever is set.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,6 @@ ALIASES = {
 }
 HALF = ("bf16", "fp16")
 FSDP = ("fsdp", "fsdp2")
-# config node of an engine, by strategy; actor and ref / critic name FSDP's differently
-_NODES = {"fsdp": ("fsdp_config", "fsdp"), "fsdp2": ("fsdp_config", "fsdp")}
 
 
 def short(value: object) -> str:
@@ -32,31 +30,18 @@ def short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """One of verl's training-side engines as configured.
+    """One of verl's training-side engines as configured."""
 
-    Attributes:
-        role: actor, ref or critic.
-        setting: path of its config node.
-        node: that node.
-        optim: its optimizer's settings, or None for the reference.
-        strategy: verl's strategy.
-        compute: dtype of forward and backward.
-        reduce: dtype of the gradient reduction.
-        master: dtype of the parameters the optimizer updates.
-        source: the setting `compute` comes from.
-        ours: whether it is this package's engine, which has its own settings and guards.
-    """
-
-    role: str
-    setting: str
-    node: DictConfig
-    optim: DictConfig | None
-    strategy: str
-    compute: str
-    reduce: str
-    master: str
-    source: str
-    ours: bool
+    role: str  # actor, ref or critic
+    setting: str  # path of its config node
+    node: DictConfig  # that node
+    optim: DictConfig | None  # settings of its optimizer, or None for the reference
+    strategy: str  # verl's strategy
+    compute: str  # dtype of forward and backward
+    reduce: str  # dtype of the gradient reduction
+    master: str  # dtype of the parameters the optimizer updates
+    source: str  # the setting `compute` comes from
+    ours: bool  # whether it is this package's engine, which has its own settings and guards
 
     @property
     def trains(self) -> bool:
@@ -64,54 +49,47 @@ class Engine:
         return self.optim is not None
 
     @property
+    def verls_fsdp(self) -> bool:
+        """Whether it is verl's own FSDP engine."""
+        return self.strategy in FSDP and not self.ours
+
+    @property
     def half_master(self) -> bool:
         """Whether one of torch's optimizers updates 16-bit weights; this package's engine refuses that by itself."""
         optimizer = (self.optim or {}).get("optimizer_impl", "torch.optim")  # torchao's are made for it
-        halves = self.strategy in FSDP and self.master in HALF and not self.ours
-        return halves and self.trains and optimizer.startswith("torch.optim")
-
-
-def uses_reference(config: DictConfig) -> bool:
-    """Return whether verl starts a reference policy (verl.trainer.ppo.utils.need_reference_policy)."""
-    return bool(config.algorithm.get("use_kl_in_reward") or config.actor_rollout_ref.actor.use_kl_loss)
-
-
-def uses_critic(config: DictConfig) -> bool:
-    """Return whether verl starts a critic (verl.trainer.ppo.utils.need_critic, which also warns)."""
-    enabled = config.critic.get("enable")
-    return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
+        return self.verls_fsdp and self.master in HALF and self.trains and optimizer.startswith("torch.optim")
 
 
 def engines(config: DictConfig) -> list[Engine]:
-    """Return the engines that verl will start, the actor first.
-
-    Args:
-        config: the composed config.
-    """
-    found = [_engine("actor", "actor_rollout_ref.actor", config.actor_rollout_ref.actor, 0)]
-    if uses_reference(config):
-        found.append(_engine("ref", "actor_rollout_ref.ref", config.actor_rollout_ref.ref, 0))
-    if uses_critic(config):
-        found.append(_engine("critic", "critic", config.critic, 1))
+    """Return the engines that verl will start, the actor first."""
+    model = config.actor_rollout_ref
+    found = [_engine("actor", "actor_rollout_ref.actor", model.actor)]
+    # verl.trainer.ppo.utils: need_reference_policy
+    if config.algorithm.get("use_kl_in_reward") or model.actor.use_kl_loss:
+        found.append(_engine("ref", "actor_rollout_ref.ref", model.ref))
+    # need_critic, which also warns
+    enabled = config.critic.get("enable")
+    if enabled or (enabled is None and config.algorithm.adv_estimator == "gae"):
+        found.append(_engine("critic", "critic", config.critic))
     return found
 
 
-def _engine(role: str, path: str, owner: DictConfig, column: int) -> Engine:
+def _engine(role: str, path: str, owner: DictConfig) -> Engine:
     strategy = str(owner.strategy)
-    key = _NODES[strategy][column] if strategy in _NODES else strategy
+    key = strategy
+    if strategy in FSDP:
+        key = "fsdp" if role == "critic" else "fsdp_config"
     node = owner.get(key) or DictConfig({})
     setting = f"{path}.{key}"
-    mixed = node.get("mixed_precision") or {}
+    compute, reduce, master = "bf16", "fp32", "fp32"
     if strategy in FSDP:
+        mixed = node.get("mixed_precision") or {}
         compute, reduce = short(mixed.get("param_dtype", "bf16")), short(mixed.get("reduce_dtype", "fp32"))
-        default = "fp32" if role != "ref" else "bf16"
-        master = short(node.get("model_dtype") or default)
+        master = short(node.get("model_dtype") or ("bf16" if role == "ref" else "fp32"))
         source = f"{setting}.mixed_precision.param_dtype" + ("" if "param_dtype" in mixed else " (not set: BF16)")
     elif strategy == "megatron":
-        compute, reduce, master = short(node.get("dtype", "bf16")), "fp32", "fp32"
-        source = f"{setting}.dtype"
+        compute, source = short(node.get("dtype", "bf16")), f"{setting}.dtype"
     else:
-        compute, reduce, master = "bf16", "fp32", "fp32"
         source = f"{path}.strategy={strategy} (BF16 is hard-wired)"
     ours = str(node.get("_target_", "")).startswith("verl_precision.")
     optim = owner.get("optim") if role != "ref" else None
@@ -147,10 +125,9 @@ def _lora_rank(config: DictConfig) -> int:
 def transport_dtype(config: DictConfig) -> tuple[str, str]:
     """Return the dtype of weights on their way to the rollout, and where it comes from."""
     actor = engines(config)[0]
-    rollout = config.actor_rollout_ref.rollout
-    backend = (rollout.get("checkpoint_engine") or {}).get("backend", "naive")
+    backend = (config.actor_rollout_ref.rollout.get("checkpoint_engine") or {}).get("backend", "naive")
     if backend != "naive":
         return "bf16", f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} (its default rollout_dtype)"
-    if lora_is_merged(config) and actor.strategy in FSDP and not actor.ours:
+    if lora_is_merged(config) and actor.verls_fsdp:
         return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
     return actor.master, "the master weights' own; the rollout casts on arrival"

@@ -1,143 +1,130 @@
 """Rules of the rollout: log-probs, truncated sampling, what the installed vLLM does."""
 
-from collections.abc import Iterator
-
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
+from verl_precision.errors import ConfigurationError
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.rules.dtypes import HALF, engine_kwargs, engines, uses_adapter
-from verl_precision.rules.rule import Case, Environment, rule
+from verl_precision.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.versions import loads_adapters
 
 ROLLOUT = "actor_rollout_ref.rollout"
+# What leaves the distribution as it is.
+NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0)}
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
 
 
-@rule(
-    "raw-logprobs",
-    setting=f"{ROLLOUT}.logprobs_mode",
-    problem="the rollout's log-probs are compared with the trainer's as those of the policy it sampled from, {effect}.",
-    allowed="processed_logprobs",
-    remedy=f"Set {ROLLOUT}.logprobs_mode=processed_logprobs.",
-)
-def raw_logprobs(config: DictConfig, environment: Environment) -> Iterator[Case]:
+@rule("raw-logprobs")
+def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
     """Raw log-probs are taken before temperature and truncation: another distribution than the one sampled from."""
     rollout = config.actor_rollout_ref.rollout
     mode = engine_kwargs(config).get("logprobs_mode", rollout.get("logprobs_mode"))
     if mode == "processed_logprobs" or not _needs_logprobs(config):
         return
-    changed = [f"{key}={rollout[key]}" for key in ("temperature", "top_p", "top_k") if _is_set(rollout, key)]
+    changed = [f"{key}={rollout[key]}" for key in NEUTRAL if _is_set(rollout, key)]
     effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
-    harmless = mode == "raw_logprobs" and not changed
-    yield {"value": mode, "effect": effect, "severity": "warning" if harmless else "error"}
+    yield Fault(
+        severity="warning" if mode == "raw_logprobs" and not changed else "error",
+        setting=f"{ROLLOUT}.logprobs_mode",
+        value=mode,
+        problem="the rollout's log-probs are compared with the trainer's as those of the policy it sampled from, "
+        + effect,
+        allowed="processed_logprobs",
+    )
 
 
-@rule(
-    "truncated-sampling",
-    setting=ROLLOUT + ".{key}",
-    problem="the rollout renormalises over the tokens it kept, the trainer over the whole vocabulary: {effect}.",
-    allowed="{allowed}",
-    remedy="Set " + ROLLOUT + ".{key}={allowed}{otherwise}.",
-)
-def truncated_sampling(config: DictConfig, environment: Environment) -> Iterator[Case]:
+@rule("truncated-sampling")
+def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
     """With top_p or top_k the rollout's log-probs are renormalised over what is left; the trainer's are not."""
     ratios = importance_ratios(config)
     for key, allowed in (("top_p", "1.0"), ("top_k", "-1")):
         if not _is_set(config.actor_rollout_ref.rollout, key) or not _needs_logprobs(config):
             continue
-        if ratios:
-            effect, otherwise, severity = f"{ratios} divides one by the other", "", "error"
-        else:
-            effect, severity = "the mismatch metrics show the truncation", "warning"
-            otherwise = ", or do not read the mismatch metrics as precision"
-        yield {"key": key, "allowed": allowed, "effect": effect, "otherwise": otherwise, "severity": severity}
+        setting = f"{ROLLOUT}.{key}"
+        effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
+        otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
+        yield Fault(
+            severity="error" if ratios else "warning",
+            setting=setting,
+            problem=f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}",
+            allowed=allowed,
+            remedy=f"Set {setting}={allowed}{otherwise}.",
+        )
 
 
-@rule(
-    "temperature-in-half",
-    "warning",
-    setting=f"{ROLLOUT}.temperature",
-    problem="verl divides {dtype} logits by it in {dtype}, vLLM divides in FP32: one more rounding.",
-    allowed="1.0",
-    remedy=f"Set {ROLLOUT}.temperature=1.0.",
-)
-def temperature_in_half(config: DictConfig, environment: Environment) -> Iterator[Case]:
+@rule("temperature-in-half", "warning")
+def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     """verl divides logits by the temperature in their 16-bit dtype, vLLM in FP32."""
-    actor = engines(config)[0]
-    if actor.compute in HALF and not actor.ours and _needs_logprobs(config):
-        if config.actor_rollout_ref.rollout.temperature != 1:
-            yield {"dtype": actor.compute}
+    actor, temperature = engines(config)[0], config.actor_rollout_ref.rollout.temperature
+    if temperature != 1 and actor.compute in HALF and not actor.ours and _needs_logprobs(config):
+        yield Fault(
+            setting=f"{ROLLOUT}.temperature",
+            problem=f"verl divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
+            "rounding",
+            allowed="1.0",
+        )
 
 
-@rule(
-    "logprobs-missing",
-    setting=f"{ROLLOUT}.calculate_log_probs",
-    problem="{reason} needs the rollout's log-probs.",
-    allowed="True",
-    remedy=f"Set {ROLLOUT}.calculate_log_probs=True.",
-)
-def logprobs_missing(config: DictConfig, environment: Environment) -> Iterator[Case]:
-    """Without the rollout's log-probs there is no ratio to them, and no mismatch that a preset asks to measure."""
-    measured = OmegaConf.select(config, "mismatch.enabled") is True
-    reason = importance_ratios(config) or ("mismatch.enabled=True" if measured else None)
-    if reason and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield {"reason": reason}
-
-
-@rule(
-    "logprobs-missing",
-    "warning",
-    setting=f"{ROLLOUT}.calculate_log_probs",
-    problem="trainer_mode={mode} has no mismatch to report.",
-    allowed="True",
-    remedy=f"Set {ROLLOUT}.calculate_log_probs=True.",
-)
-def nothing_to_report(config: DictConfig, environment: Environment) -> Iterator[Case]:
-    """The measuring trainer was chosen by its name, and has nothing to measure."""
-    mode = str((config.trainer.get("v1") or {}).get("trainer_mode", ""))
-    if mode.startswith("vp_") and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        if not [*logprobs_missing.faults(config, environment)]:
-            yield {"mode": mode}
-
-
-@rule(
-    "cascade-attention",
-    "warning",
-    setting=f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn",
-    problem="vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on {gpu} it "
-    "has been reported to raise the mismatch by orders of magnitude.",
-    allowed="True",
-    remedy=f"Set +{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn=True.",
-)
-def cascade_attention(config: DictConfig, environment: Environment) -> Iterator[Case]:
-    """Cascade attention of older vLLM raises the mismatch on A100; vLLM has turned it off by default."""
-    if config.actor_rollout_ref.rollout.name != "vllm" or environment.vllm is None:
+@rule("logprobs-missing")
+def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
+    """Without the rollout's log-probs there is no ratio to them, and no mismatch to measure."""
+    if config.actor_rollout_ref.rollout.calculate_log_probs:
         return
+    measured = OmegaConf.select(config, "mismatch.enabled") is True
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    if reason := importance_ratios(config) or ("mismatch.enabled=True" if measured else None):
+        yield missing_log_probs(f"{reason} needs the rollout's log-probs")
+    elif mode.startswith("vp_"):
+        setting, problem = f"{ROLLOUT}.calculate_log_probs", f"trainer_mode={mode} has no mismatch to report"
+        yield Fault(severity="warning", setting=setting, problem=problem, allowed="True")
+
+
+def missing_log_probs(problem: str) -> ConfigurationError:
+    """Return the error for a rollout that keeps its log-probs to itself."""
+    setting = f"{ROLLOUT}.calculate_log_probs"
+    return ConfigurationError(problem, setting=setting, value=False, allowed="True", remedy=f"Set {setting}=True.")
+
+
+@rule("cascade-attention", "warning")
+def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
+    """Cascade attention of older vLLM raises the mismatch on A100; vLLM has turned it off by default."""
+    vllm = environment.vllm
     gpu = next((name for name in environment.gpus if any(model in name for model in CASCADE_GPUS)), None)
-    off = engine_kwargs(config).get("disable_cascade_attn", Version(environment.vllm) >= CASCADE_OFF_SINCE)
-    if gpu is not None and not off:
-        yield {"vllm": environment.vllm, "gpu": gpu, "value": False}
+    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or gpu is None:
+        return
+    if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
+        setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
+        yield Fault(
+            setting=setting,
+            value=False,
+            problem=f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
+            f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
+            allowed="True",
+            remedy=f"Set +{setting}=True.",
+        )
 
 
-@rule(
-    "adapter-not-loadable",
-    setting="actor_rollout_ref.model.lora.merge",
-    problem="verl 0.9.1 cannot load a LoRA adapter into vLLM {vllm}: it calls WeightsMapper.get_unstacked_mapper, "
-    "which vLLM has not had since 0.29, and the first weight sync raises AttributeError.",
-    allowed="vLLM < 0.29, or True",
-    remedy="Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True: the rollout then gets merged "
-    "weights, in FP32 with a precision preset, and in BF16 with verl's own FSDP engine, which merges in BF16.",
-)
-def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterator[Case]:
+@rule("adapter-not-loadable")
+def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults:
     """verl calls a method of vLLM to load LoRA adapters that vLLM has since renamed."""
     vllm = environment.vllm
     if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
         return
     if uses_adapter(config):
-        yield {"vllm": vllm, "value": False}
+        yield Fault(
+            setting="actor_rollout_ref.model.lora.merge",
+            value=False,
+            problem=f"verl 0.9.1 cannot load a LoRA adapter into vLLM {vllm}: it calls "
+            "WeightsMapper.get_unstacked_mapper, which vLLM has not had since 0.29, and the first weight sync raises "
+            "AttributeError",
+            allowed="vLLM < 0.29, or True",
+            remedy="Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True: the rollout then gets "
+            "merged weights, in FP32 with a precision preset, and in BF16 with verl's own FSDP engine, which merges in "
+            "BF16.",
+        )
 
 
 def importance_ratios(config: DictConfig) -> str | None:
@@ -157,4 +144,4 @@ def _needs_logprobs(config: DictConfig) -> bool:
 
 
 def _is_set(rollout: DictConfig, key: str) -> bool:
-    return rollout.get(key) not in {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0)}[key]
+    return rollout.get(key) not in NEUTRAL[key]

