@@ -13,7 +13,7 @@ from verl_precision.losses.aggregation import aggregate
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.rule import Environment
 
-NAMES = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis", "grpo", "vp_gspo", "grpo_unclipped", "ratio_one"}
+NAMES = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis", "grpo", "vp_gspo", "vp_cispo", "grpo_unclipped", "ratio_one"}
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 

@@ -98,6 +98,8 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
         case "gspo":
             s = (pi - proximal).mean().exp()
             return torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+        case "cispo":
+            return (r.detach().clamp(0.0, 6.0) * pi * advantage).sum()
         case "dapo":  # with the dual clip of verl's vanilla loss at 10
             dual = torch.maximum(clipped, 10.0 * advantage) if advantage < 0 else clipped
             return dual.sum()
@@ -124,7 +126,7 @@ def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:
                 case.advantages[row],
                 THRESHOLDS.get(name, 3.0),
             )
-    scale = {"gspo": 1 / responses, "dapo": 1 / tokens}.get(name, 1 / (responses * normalizer))
+    scale = {"gspo": 1 / responses, "dapo": 1 / tokens, "cispo": 1 / tokens}.get(name, 1 / (responses * normalizer))
     (gradient,) = torch.autograd.grad(-total * scale, trainer)
     return gradient
 

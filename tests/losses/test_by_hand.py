@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from composer import actor_config, compose_estimator
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.losses import (
     POLICY_LOSSES,
     Aggregation,
+    cispo,
     grpo,
     gspo,
     pg_seq_is,
@@ -88,6 +90,38 @@ def test_gspo_by_hand():
     assert not gradient.any()
 
 
+def test_cispo_by_hand():
+    """r = e, e^2, 1/e with bounds [0, 6]: weights e, 6 (held at the bound), 1/e, and no gradient is lost."""
+    trainer = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
+    _, gradient, metrics = run(cispo, trainer, torch.zeros_like(trainer), [1.0])
+    torch.testing.assert_close(gradient, -torch.tensor([[math.e, 6.0, 1 / math.e]], dtype=torch.float64))
+    assert metrics["actor/truncated_fraction"] == pytest.approx(1 / 3)
+
+
+def test_the_weight_of_a_masked_token_spoils_verls_cispo_and_not_ours():
+    """verl's own step gives the weight NaN to a masked token that both engines hold impossible."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    proximal, mask = torch.full((1, 3), -1.0), torch.tensor([[1, 1, 0]])
+    gradients = {}
+    for name in ("cispo", "vp_cispo"):
+        trainer = torch.tensor([[-1.0, -1.5, -1.0]], requires_grad=True)
+        config = actor_config(compose_estimator("cispo"), dp_size=1, batch_num_tokens=2, global_batch_size=1)
+        loss, _ = get_policy_loss_fn(name)(
+            old_log_prob=proximal,
+            log_prob=trainer,
+            advantages=torch.ones(1, 3),
+            response_mask=mask,
+            loss_agg_mode="token-mean",
+            config=config,
+            rollout_is_weights=torch.tensor([[1.0, 1.0, torch.nan]]),
+        )
+        loss.backward()
+        gradients[name] = trainer.grad
+    assert gradients["cispo"].isnan().any()
+    torch.testing.assert_close(gradients["vp_cispo"], -torch.tensor([[0.5, math.exp(-0.5) / 2, 0.0]]))
+
+
 def test_weights_by_hand():
     """Row 1: log ρₜ = ln 2, -ln 4: token weights 2, 1/4; ρ = 1/2. Row 2: ln 2, ln 2: 2, 2; ρ = 4 > 3, rejected."""
     two, quarter = math.log(2.0), -math.log(4.0)
@@ -150,7 +184,9 @@ def test_guard_does_not_touch_what_is_in_range(loss):
     for dtype, log_ratio in ((torch.float32, 65.0), (torch.float64, 686.0)):
         trainer = torch.full((1, 1), log_ratio, dtype=dtype)
         _, gradient, _ = run(loss, trainer, torch.zeros_like(trainer), [-1.0])
-        weight = {"pg_seq_tis": 3.0, "pg_seq_mis": 0.0, "ratio_one": 1.0}.get(loss.__name__, math.exp(log_ratio))
+        weight = {"pg_seq_tis": 3.0, "pg_seq_mis": 0.0, "ratio_one": 1.0, "cispo": 6.0}.get(
+            loss.__name__, math.exp(log_ratio)
+        )
         assert gradient.item() == pytest.approx(weight, rel=1e-5)
 
 

@@ -4,6 +4,7 @@
     grpo              grpo (8); interventions grpo_unclipped, ratio_one; the clipped objective
     rollout_weights   token_tis_weights (9), seq_mis_weights (10): with them, `grpo` is those equations
     gspo              gspo
+    cispo             cispo
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks
@@ -20,6 +21,7 @@ import importlib
 import pkgutil
 
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.cispo import cispo
 from verl_precision.losses.grpo import grpo, grpo_unclipped, ratio_one
 from verl_precision.losses.gspo import gspo
 from verl_precision.losses.metrics import LossOutput, Statistic
@@ -33,6 +35,7 @@ __all__ = [
     "LossOutput",
     "PolicyLoss",
     "Statistic",
+    "cispo",
     "grpo",
     "grpo_unclipped",
     "gspo",

@@ -1,0 +1,60 @@
+"""CISPO: the ratio is a bounded weight of the gradient. Registered with verl as `vp_cispo` (`cispo` is verl's)."""
+
+from torch import Tensor
+
+from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.grpo import surrogate_loss
+from verl_precision.losses.metrics import LossOutput, fraction
+from verl_precision.losses.ratios import bounded_exp, checked_batch
+from verl_precision.losses.registry import policy_loss
+from verl_precision.losses.settings import require_clip_range
+
+
+@policy_loss("vp_cispo", "the bounded token ratio as a weight; no token loses its gradient", "arXiv 2506.13585 eq. (4)")
+def cispo(
+    trainer_log_probs: Tensor,
+    proximal_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    clip_low: float = 1.0,
+    clip_high: float = 5.0,
+    rollout_is_weights: Tensor | None = None,
+) -> LossOutput:
+    """Clipped importance-sampling policy optimisation.
+
+        ∇J = Σₜ wₜ clip(rₜ, 1-ε_low, 1+ε_high) A ∇log π(yₜ; θ),   rₜ = π(yₜ; θ) / π(yₜ; θ')
+
+    π trainer's policy, θ' the weights the rollout was drawn with, A advantage, wₜ = 1 unless given. Equations (4) and
+    (5) of https://arxiv.org/abs/2506.13585, whose authors set no lower bound (ε_low = 1 here). GRPO's clip sets the
+    gradient of a token to zero, whether the policy has moved or two engines have rounded differently. CISPO holds the
+    token's weight at the bound instead, so phantom clipping cannot occur.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: Mode and constants; "token-mean" for the paper's.
+        clip_low: ε_low in (0, 1].
+        clip_high: ε_high > 0.
+        rollout_is_weights: [B, T] floating, wₜ, constants in the gradient.
+
+    Returns:
+        The loss in float32 (float64 if the log-probs are), minus the aggregated sum of wₜ clip(rₜ) A. Its gradient is
+        minus the equation's, aggregated; only `trainer_log_probs` receives one, and the bounded ratio is a constant in
+        it. `actor/ratio_*` are of the bounded ratio, `actor/truncated_fraction` is the share of tokens at a bound.
+        Masked tokens never matter, whatever they hold (in verl's `cispo` a weight of NaN on a masked token makes the
+        gradient NaN). Empty rows and rows with NaN or inf are treated as in `grpo`.
+
+    Raises:
+        ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
+    """
+    low, high = require_clip_range(clip_low, clip_high)
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
+    ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
+    bounded_BT = ratio_BT.clamp(1 - low, 1 + high)
+    output = surrogate_loss(trainer_log_probs, bounded_BT, batch, aggregation, None)
+    at_bound = fraction((ratio_BT != bounded_BT) & batch.valid_BT, batch.lengths_B)
+    return LossOutput(output.loss, {**output.metrics, "actor/truncated_fraction": at_bound})
