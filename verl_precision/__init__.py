@@ -18,6 +18,7 @@ Map of the package; imports point downwards only (tests/test_layers.py):
     patching/          the series of patches/, for a verl that cannot load the plugin (`patch`)
     presets/           Hydra groups precision=..., estimator=..., scale=..., one small YAML each
     tiny_model         tiny models with tokenizer, built in seconds, for CPU runs
+    mergeable          statistics that merge: those of micro-batches and ranks give that of the whole
     settings           pydantic dataclasses whose errors are ours; files: complete or not at all; processes; errors
 
 Importing this module, or `verl_precision.plugin`, imports neither vLLM nor transformers nor Ray.
