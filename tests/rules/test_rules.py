@@ -28,6 +28,10 @@ ref-differs-from-actor    warning ref.fsdp_config.mixed_precision.param_dtype \
 critic-differs-from-actor warning critic.fsdp.mixed_precision.param_dtype \
     +fsdp.mixed_precision=FP16 rollout.dtype=float16 critic.enable=True
 half-master-weights       error   model_dtype            fsdp.model_dtype=bf16
+token-budget-too-small    error   actor.ppo_max_token_len_per_gpu \
+    actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
+token-budget-too-small    error   rollout.log_prob_max_token_len_per_gpu \
+    rollout.log_prob_use_dynamic_bsz=True rollout.log_prob_max_token_len_per_gpu=1023
 half-master-weights       error   critic.fsdp.model_dtype  critic.enable=True critic.fsdp.model_dtype=bf16
 half-master-weights       warning model_dtype            fsdp.model_dtype=bf16 model.lora_rank=8
 half-weights              warning ref.fsdp_config.model_dtype \
@@ -166,6 +170,18 @@ def test_what_is_known_beyond_the_config_decides(name, environment, overrides, f
     (here,) = find_faults(composed(overrides), environment, elsewhere=True) or [None]
     of_machine = environment.machine is not None or name == "cascade-attention"
     assert here is None or here.severity == ("warning" if of_machine else "error")
+
+
+def test_verl_stops_at_a_sequence_that_is_longer_than_the_token_budget():
+    import torch
+    from tensordict import TensorDict
+    from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+    ids = torch.ones(2, 8, dtype=torch.long)
+    batch = TensorDict({"input_ids": ids, "attention_mask": ids}, batch_size=2)
+    assert len(rearrange_micro_batches(batch, max_token_len=8)[0]) == 2
+    with pytest.raises(AssertionError, match="max_token_len must be greater"):
+        rearrange_micro_batches(batch, max_token_len=7)
 
 
 def test_every_rule_has_a_row_here_and_in_the_docs(root):

@@ -65,6 +65,26 @@ def tokenizer(config: DictConfig, environment: Environment) -> Faults:
         yield environment.tokenizer_problem
 
 
+@rule("token-budget-too-small")
+def token_budget(config: DictConfig, environment: Environment) -> Faults:
+    """With dynamic batch sizes verl asserts that every response fits into a micro-batch, after the first rollout."""
+    model, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
+    names = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    sequence_parallel = max(OmegaConf.select(model.actor, name, default=1) for name in names)
+    for path, node, dynamic, budget in (
+        ("actor", model.actor, "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
+        ("rollout", model.rollout, "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+    ):
+        if node.get(dynamic) and node[budget] * sequence_parallel < longest:
+            yield Fault(
+                setting=f"actor_rollout_ref.{path}.{budget}",
+                problem=f"the longest sequence, data.max_prompt_length + data.max_response_length, has {longest} tokens"
+                " and fits into no micro-batch: verl stops at the first one that is longer",
+                allowed=f"at least {-(-longest // sequence_parallel)}",
+                remedy="Raise it, or shorten the responses.",
+            )
+
+
 @rule("check_files", of_machine=True)
 def missing_files(config: DictConfig, machine: Machine) -> Faults:
     """Data files and the reward function are there. One missing file is enough."""
