@@ -74,6 +74,8 @@ def mismatch(responses, c=3.0):
             "log_prob_gap_abs_mean": np.abs(g).mean(),
             "log_prob_gap_min": g.min(),
             "log_prob_gap_max": g.max(),
+            "trainer_perplexity": np.exp((-pi).mean()),
+            "rollout_perplexity": np.exp((-mu).mean()),
             "k1_kl": (-g).mean(),
             "k3_kl": (np.expm1(capped) - capped).mean(),
             "total_variation": np.abs(np.expm1(capped)).mean() / 2,

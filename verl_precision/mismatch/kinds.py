@@ -7,10 +7,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.mergeable import Statistic, added, largest, same
+from verl_precision.mergeable import Mean, Statistic, added, largest, same
 
 # Below this variance (a standard deviation of 1e-6) probabilities are constant up to rounding, and a correlation noise.
 SMALLEST_VARIANCE = 1e-12
+
+
+@dataclass(frozen=True)
+class Perplexity(Mean):
+    """e to the mean of -log p over tokens."""
+
+    def value(self) -> float:
+        """Return the perplexity; it is not finite where the mean is above 709 nats."""
+        return (self.total / self.number).exp().item()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from verl_precision.mergeable import (
     merge_by_name,
 )
 from verl_precision.mismatch.histogram import GapHistogram, gap_counts, gap_edges
-from verl_precision.mismatch.kinds import Correlation, RatioSampleSize, Slope
+from verl_precision.mismatch.kinds import Correlation, Perplexity, RatioSampleSize, Slope
 from verl_precision.mismatch.packing import Chunk, packed_chunks
 from verl_precision.mismatch.token_bins import BinShares, ClassMean, class_totals, token_classes
 
@@ -124,6 +124,8 @@ def _token_statistics(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: T
         "log_prob_gap_max": Maximum(gap_max),
         "log_prob_gap": GapHistogram(histogram, gap_min, gap_max),
         "token_fraction": BinShares(tokens_C),
+        "trainer_perplexity": Perplexity(-pi_N.sum(), n),
+        "rollout_perplexity": Perplexity(-mu_N.sum(), n),
         "k1_kl": Mean(-gap_C, n),
         "k3_kl": Mean(k3, n),
         "total_variation": Mean(distance / 2, n),
