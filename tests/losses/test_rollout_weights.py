@@ -80,7 +80,7 @@ def test_nonfinite_response_is_counted_and_left_out(level, batch):
 
 def test_bad_threshold_in_verls_step():
     with pytest.raises(ConfigurationError) as error:
-        through_verl(torch.zeros(1, 1), ONE, "vp_seq_mis", None)
+        through_verl(torch.zeros(1, 1), ONE, "vp_seq_mis", 0.5)
     assert error.value.setting == "algorithm.rollout_correction.rollout_is_threshold"
 
 

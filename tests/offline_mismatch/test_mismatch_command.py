@@ -112,7 +112,7 @@ def test_other_settings_versions_and_prompts_are_refused(measure, tmp_path, monk
         with pytest.raises(ConfigurationError, match=words):
             run(**changes)
     with monkeypatch.context() as patch:
-        patch.setattr(session, "versions", lambda: {"verl": "0"})
+        patch.setattr(session, "installed_versions", lambda: {"verl": "0"})
         with pytest.raises(ConfigurationError, match="version of verl: '.*' there, '0' now"):
             run()
     monkeypatch.setattr(session, "tokenize", lambda prompts, model: [(1, 2)] * 2)

@@ -1,17 +1,18 @@
 """The loop of every job: ask for what is missing, wait, write it down, show how far it is."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from verl_precision.sampling.engine import Engine, Request, Response
 from verl_precision.sampling.engine_process import EngineProcess
 
+_SECONDS_BETWEEN_UPDATES = 0.5
 Key = tuple[str, int]  # (problem, index of the response)
 
 
@@ -34,17 +35,6 @@ class Work(Protocol):
         """Say in words what `done` counts."""
 
 
-class _Words(ProgressColumn):
-    """The words beside a progress bar, asked for only when it is drawn."""
-
-    def __init__(self, words: Callable[[], str]) -> None:
-        self._words = words
-        super().__init__()
-
-    def render(self, task: Task) -> Text:
-        return Text(self._words())
-
-
 def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
     """Ask an engine until the work is finished; what is still in flight then is left unfinished.
 
@@ -54,17 +44,19 @@ def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -
         in_flight: Responses in flight for each engine; enough to keep it full.
         console: Where progress is shown: as a live bar on a terminal, as a line for each tenth elsewhere.
     """
-    asked, tenth = 0, -1
+    asked, tenth, due = 0, -1, 0.0
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
-        _Words(work.progress),
+        TextColumn("{task.description}"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=work.total)
         while True:
-            bar.update(task, completed=work.done)
+            if time.monotonic() >= due or work.done == work.total:  # the words of a large job take a while to make
+                bar.update(task, completed=work.done, description=work.progress())
+                due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
             if not console.is_terminal and work.done * 10 // work.total > tenth:
                 tenth = work.done * 10 // work.total
                 console.print(f"{work.done}/{work.total} {work.progress()}", highlight=False)
