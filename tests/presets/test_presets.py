@@ -16,7 +16,7 @@ from verl_precision.rules.rule import Environment
 
 PROMISED = {
     "precision": "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
-    "fp32_train_bf16_rollout",
+    "fp32_train_bf16_rollout fp32_train_fp16_rollout",
     "estimator": "cispo dapo grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis "
     "ratio_one",
     "scale": "1x8_a100 1x8_h100 2x8_h100 8x8_h100 cpu cpu_2nodes",
