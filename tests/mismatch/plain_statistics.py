@@ -74,8 +74,6 @@ def mismatch(responses, c=3.0):
             "log_prob_gap_abs_mean": np.abs(g).mean(),
             "log_prob_gap_min": g.min(),
             "log_prob_gap_max": g.max(),
-            "trainer_perplexity": np.exp((-pi).mean()),
-            "rollout_perplexity": np.exp((-mu).mean()),
             "k1_kl": (-g).mean(),
             "k3_kl": (np.expm1(capped) - capped).mean(),
             "total_variation": np.abs(np.expm1(capped)).mean() / 2,
@@ -85,6 +83,9 @@ def mismatch(responses, c=3.0):
             "log_prob_gap_mean_positive_advantage": mean(g[advantage > 0]),
             "log_prob_gap_mean_negative_advantage": mean(g[advantage < 0]),
         }
+        for name, values in (("trainer", pi), ("rollout", mu)):
+            if -values.mean() < math.log(np.finfo(np.float64).max):
+                found[f"{name}_perplexity"] = np.exp(-values.mean())
         for name, quantile in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
             found[f"log_prob_gap_{name}"] = histogram_quantile(g, quantile)
         for name, quantile in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p999", 0.999)):

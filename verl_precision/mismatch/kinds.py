@@ -18,7 +18,7 @@ class Perplexity(Mean):
     """e to the mean of -log p over tokens."""
 
     def value(self) -> float:
-        """Return the perplexity; it is not finite where the mean is above 709 nats."""
+        """Return the perplexity; infinite, and so left out of the metrics, where the mean is above 709 nats."""
         return (self.total / self.number).exp().item()
 
 
