@@ -18,9 +18,9 @@ RUNS = {
     ("moe", "fp16"): "grpo_seq_mis",
     ("moe", "bf16"): "pg_seq_tis",
     ("dense_14b", "fp16"): "dapo",
-    ("dense_14b", "bf16"): "cispo",
+    ("dense_14b", "bf16"): "dapo",
     ("lora", "fp16"): "grpo_token_tis",
-    ("lora", "bf16"): "grpo_token_tis",
+    ("lora", "bf16"): "cispo",
     ("octothinker", "fp16"): "grpo",
     ("octothinker", "bf16"): "ratio_one",
 }

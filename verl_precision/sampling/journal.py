@@ -146,7 +146,8 @@ def _cut_torn_line(file: BinaryIO) -> bool:
     file.seek(0)
     complete = sum(len(line) for line in file if line.endswith(b"\n"))
     torn = file.seek(0, os.SEEK_END) > complete
-    file.truncate(complete)
+    if torn:
+        file.truncate(complete)
     return torn
 
 
