@@ -110,7 +110,7 @@ def _token_statistics(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: T
     capped_N = gap_N if gap_max <= LARGEST_GAP else gap_N.clamp(max=LARGEST_GAP)
     excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
     k3, distance = excess_N.sum() - capped_N.sum(), excess_N.abs().sum()
-    probs_N = mu_N.exp()
+    mu, probs_N = mu_N.sum(), mu_N.exp()
     if gap_max <= LARGEST_GAP:
         diff_N = excess_N.mul_(probs_N)  # π - μ = μ (e^g - 1)
     else:
@@ -124,8 +124,8 @@ def _token_statistics(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: T
         "log_prob_gap_max": Maximum(gap_max),
         "log_prob_gap": GapHistogram(histogram, gap_min, gap_max),
         "token_fraction": BinShares(tokens_C),
-        "trainer_perplexity": Perplexity(-pi_N.sum(), n),
-        "rollout_perplexity": Perplexity(-mu_N.sum(), n),
+        "trainer_perplexity": Perplexity(-mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
+        "rollout_perplexity": Perplexity(-mu, n),
         "k1_kl": Mean(-gap_C, n),
         "k3_kl": Mean(k3, n),
         "total_variation": Mean(distance / 2, n),
