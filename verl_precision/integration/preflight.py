@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from verl_precision.errors import VerlPrecisionError
 from verl_precision.integration.machine import look
 from verl_precision.integration.trainers import measured_mode
+from verl_precision.integration.weight_socket import choose_name
 from verl_precision.rules.book import find_faults
 
 
@@ -35,7 +36,7 @@ class PreflightCallback(Callback):
             config.trainer.v1.trainer_mode = measured
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow `VERL_PLATFORM` as the config sets it, then ask every rule.
+        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, then choose the name of the weight sockets.
 
         Raises:
             SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into
@@ -48,6 +49,7 @@ class PreflightCallback(Callback):
             problems = [str(error)]
         if problems:
             _end(problems)
+        choose_name()
 
 
 def _end(problems: Sequence[str]) -> NoReturn:

@@ -53,6 +53,7 @@ class Registration(NamedTuple):
     function: str
 
 
+_ROLLOUT = "verl.workers.rollout.vllm_rollout"
 _ENGINES = "verl.workers.engine.fsdp.transformer_impl"
 _LOSSES = "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one"
 _TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
@@ -67,6 +68,7 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainers:register_trainers"),
     Registration(_LOSSES, "verl.trainer.ppo.core_algos", "policy_losses:register_losses"),
     Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "rollout_weights:register_weights"),
+    Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "weight_socket:name_at_the_sender"),
     Registration("presets precision, estimator, scale", "hydra.main", "search_path:register_search_path"),
     Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),
 )

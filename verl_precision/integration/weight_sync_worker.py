@@ -20,6 +20,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl_precision.errors import WeightSyncError
 from verl_precision.integration.cpu.vllm_reload import layerwise_reload
 from verl_precision.integration.load_recorder import choose_layers, comparable, record_loads
+from verl_precision.integration.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
 from verl_precision.weight_sync.manifest import TensorDigest
 from verl_precision.weight_sync.report import SyncReport
@@ -130,6 +131,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
             sync.failure = error.with_traceback(None)
         return None
+
+    def _get_zmq_handle(self) -> str:
+        return own_path(super()._get_zmq_handle())
 
     def _iter_all_models_with_config(self):
         """Yield nothing during a layer-wise reload, which packs the layers itself."""

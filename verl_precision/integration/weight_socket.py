@@ -1,0 +1,43 @@
+"""A weight socket of its own for each run: two runs on one host must not load each other's weights.
+
+verl's trainer sends the weights to vLLM through a UNIX socket in /tmp, named after the Ray job. The first job of every
+Ray cluster has the same name, 01000000. So two runs on one host, each with a Ray of its own, would share one path. The
+driver therefore chooses a name before Ray starts, and both ends find it in their environment. In a Ray that was there
+before, neither end has it, and the job's name is unique.
+"""
+
+import os
+import uuid
+from types import ModuleType
+from typing import Any
+
+from verl_precision.integration.ledger import wrap_once
+
+VARIABLE = "VERL_PRECISION_WEIGHT_SOCKET"
+
+
+def choose_name() -> None:
+    """Choose the name of this run's sockets, for every process that this one starts."""
+    os.environ[VARIABLE] = uuid.uuid4().hex[:12]
+
+
+def own_path(path: str) -> str:
+    """Return verl's path of a weight socket, with this run's name in it."""
+    name = os.environ.get(VARIABLE)
+    return path.replace("/rl-colocate-zmq-", f"/rl-colocate-zmq-{name}-") if name else path
+
+
+def name_at_the_sender(module: ModuleType) -> None:
+    """Wrap the trainer's end, once; the receiver's is `VerifiedWeightSyncExtension`.
+
+    Args:
+        module: `verl.workers.rollout.vllm_rollout.vllm_rollout`.
+    """
+    wrap_once(module.__name__, "ServerAdapter.__init__", _rename)
+
+
+def _rename(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    wrapped(*args, **kwargs)
+    extension = (instance.config.engine_kwargs.get("vllm") or {}).get("worker_extension_cls")
+    if str(extension).startswith("verl_precision."):  # else the receiver is verl's
+        instance.zmq_handle = own_path(instance.zmq_handle)
