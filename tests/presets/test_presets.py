@@ -19,7 +19,7 @@ PROMISED = {
     "fp32_train_bf16_rollout fp32_train_fp16_rollout",
     "estimator": "cispo dapo grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis "
     "ratio_one",
-    "scale": "1x8_a100 1x8_h100 2x8_h100 8x8_h100 cpu cpu_2nodes",
+    "scale": "1x1_gpu 1x8_a100 1x8_h100 2x8_h100 8x8_h100 cpu cpu_2nodes",
 }
 PRESETS = [(group, name) for group in PROMISED for name in preset_names(group)]
 DTYPES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16"), "fp32": ("fp32", "float32")}
@@ -183,13 +183,28 @@ def test_gpu_scales_say_hosts_and_gpus(scale):
     hosts, gpus = scale.partition("_")[0].split("x")
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (int(hosts), int(gpus))
     assert config.trainer.device == "cuda" and config.actor_rollout_ref.ref.strategy == "fsdp2"
-    assert config.ray_kwargs.ray_init.get("address") == (None if hosts == "1" else "auto")
+    address = "local" if scale == "1x1_gpu" else None if hosts == "1" else "auto"
+    assert config.ray_kwargs.ray_init.get("address") == address
     kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert kwargs.get("disable_cascade_attn", False) is ("a100" in scale)
     assert "worker_extension_cls" in kwargs, "the precision's own settings stay"
     assert not config.actor_rollout_ref.actor.fsdp_config.offload_policy
     asked = compose_verl(f"+scale={scale}", "+state_exceeds_8_gpus=True")
-    assert asked.actor_rollout_ref.actor.fsdp_config.offload_policy is (hosts == "1")
+    assert asked.actor_rollout_ref.actor.fsdp_config.offload_policy is (hosts == "1" and scale != "1x1_gpu")
+
+
+def test_one_gpu_runs_the_tiny_model_with_the_settings_of_gpus():
+    one, many, cpu = (compose_verl(f"+scale={scale}", FP16) for scale in ("1x1_gpu", "1x8_h100", "cpu"))
+    for key in (
+        *("model.use_remove_padding", "model.enable_gradient_checkpointing", "actor.use_dynamic_bsz"),
+        *("actor.use_torch_compile", "rollout.enforce_eager", "rollout.free_cache_engine", "rollout.load_format"),
+    ):
+        assert OmegaConf.select(one, f"actor_rollout_ref.{key}") == OmegaConf.select(many, f"actor_rollout_ref.{key}")
+    assert one.data == cpu.data and one.actor_rollout_ref.model.path == cpu.actor_rollout_ref.model.path
+    assert one.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
+    assert "env_vars" not in (one.ray_kwargs.ray_init.get("runtime_env") or {})
+    rough = compose_verl("+scale=1x1_gpu", FP16, "+tiny_architecture=qwen3_rough")
+    assert "qwen3_rough" in rough.actor_rollout_ref.model.path
 
 
 def test_scale_cpu_gives_driver_and_workers_one_environment():

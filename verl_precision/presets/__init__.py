@@ -4,7 +4,7 @@ A run = recipe x precision x estimator x scale. Each preset is a small YAML of d
 
     precision/    bf16, fp16, fp32: actor, ref, critic and rollout set together
     estimator/    grpo, pg_seq_is, gspo, dapo, ...: loss, advantage, aggregation, clipping, bypass (docs/math.md)
-    scale/        cpu, cpu_2nodes: a tiny model of the same architecture through the same code path
+    scale/        cpu, cpu_2nodes, 1x1_gpu: a tiny model of the same architecture through the same code path
                   1x8_a100, 1x8_h100, 2x8_h100, 8x8_h100: layout, offload and memory on GPUs (docs/scales.md)
     parts/        what several presets include by their defaults list; `checked` is in every preset
 
