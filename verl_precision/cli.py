@@ -196,6 +196,40 @@ def _check_cluster(address: str, config: Path | None, overrides: list[str], path
     return all(finding.ok for finding in found)
 
 
+@verb("selftest")
+def selftest(
+    only: Annotated[
+        list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
+    ] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
+    side_by_side: Annotated[
+        int, Option(min=1, help="Runs of part B at a time. Each needs 3 GB of GPU memory and 8 GB of RAM.")
+    ] = 1,
+    output: Annotated[
+        Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
+    ] = None,
+) -> None:
+    """Test whether this machine is fit for FP16 RL: overflows, log-probs, weight syncs, short runs, planted faults.
+
+    Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
+    need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if
+    a check failed.
+    """
+    import torch
+
+    from verl_precision.selftest.session import run_selftest, show_summary
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu"):
+        raise BadParameter(f"--device {device}: allowed: cuda, cpu")
+    folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    with after_ctrl_c(f"every process has ended. --output {folder} continues"):
+        outcomes = run_selftest(folder, device, only or [], side_by_side, console)
+    show_summary(outcomes, console)
+    console.print(f"Results: {folder}", soft_wrap=True)
+    raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
+
+
 @verb("compare", context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],

@@ -94,3 +94,7 @@ class MismatchAlarmError(VerlPrecisionError, RuntimeError):
 
 class RunFailedError(VerlPrecisionError):
     """A process that was started for a job ended with an error; the message shows the cause and names the log."""
+
+
+class CheckFailedError(VerlPrecisionError, AssertionError):
+    """In the self-test: this machine, or the software on it, does not do what training depends on."""
