@@ -1,50 +1,30 @@
-"""Faults that `verl-precision selftest` plants in a run of its own, to see whether the run stops.
+"""Faults that `verl-precision selftest` plants in the rollout of a run of its own: does the run stop?"""
 
-Loaded through verl's `VERL_USE_EXTERNAL_MODULES` in every process of such a run, and in no other.
-"""
-
-import os
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-import torch
-import wrapt
 from torch import Tensor
 
-from verl_precision.weight_sync.manifest import MANIFEST_NAME, bit_view
-
-_FAULT = os.environ.get("VERL_PRECISION_SELFTEST_FAULT", "")
-
-
-def _damage_arrivals(module: Any) -> None:
-    extension = module.VerifiedWeightSyncExtension
-    update = extension._update_weights
-    done: list[bool] = []
-
-    def damaged(self: Any, weights: list[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> None:
-        weights = list(weights)
-        if not done and weights and weights[0][0] != MANIFEST_NAME:
-            done.append(True)
-            name, tensor = weights.pop(0)
-            if _FAULT == "flipped_bit":
-                tensor = tensor.clone()
-                bit_view(tensor)[0] ^= 1
-                weights.insert(0, (name, tensor))
-        return update(self, weights, *args, **kwargs)
-
-    extension._update_weights = damaged
+from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
+from verl_precision.weight_sync.manifest import bit_view
 
 
-def _round_what_is_sent(module: Any) -> None:
-    send = module.send_with_manifest
+class FlippedBit(VerifiedWeightSyncExtension):
+    """The worker extension, with one bit flipped in the first tensor that arrives."""
 
-    def rounded(weights: Iterable[tuple[str, Tensor]], *args: Any) -> Iterator[tuple[str, Tensor]]:
-        return send(((name, tensor.to(torch.bfloat16)) for name, tensor in weights), *args)
+    _planted = False
 
-    module.send_with_manifest = rounded
+    def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:
+        if not self._planted and weights:
+            self._planted = True
+            weights = self._damaged(*weights[0]) + weights[1:]
+        super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
+
+    def _damaged(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        tensor = tensor.clone()
+        bit_view(tensor)[0] ^= 1
+        return [(name, tensor)]
 
 
-if _FAULT in ("flipped_bit", "lost_tensor"):
-    wrapt.register_post_import_hook(_damage_arrivals, "verl_precision.integration.weight_sync_worker")
-elif _FAULT == "bf16_sender":
-    wrapt.register_post_import_hook(_round_what_is_sent, "verl_precision.integration.weight_export")
+class LostTensor(FlippedBit):
+    """The worker extension, without the first tensor that arrives."""
+
+    def _damaged(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        return []

@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from verl_precision.errors import CheckFailedError, RunFailedError
@@ -13,8 +11,9 @@ from verl_precision.runs.read import Rows, read_metrics
 from verl_precision.selftest.checks import Figures, require
 
 RECIPE = Path(__file__).with_name("stack.yaml")
-FAULTS = "verl_precision.integration.selftest_faults"
-FAULT = "VERL_PRECISION_SELFTEST_FAULT"
+_EXTENSION = (
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_precision.integration.selftest_faults.{}"
+)
 K3 = "mismatch/kl_k3"
 
 
@@ -78,28 +77,28 @@ def fsdp1(device: str, folder: Path) -> Figures:
 
 def flipped_bit(device: str, folder: Path) -> Figures:
     """Flip one bit of one tensor on its way to the rollout."""
-    return _fault_stops_the_run(device, folder, "flipped_bit", "arrived with other values")
+    return _fault_stops_the_run(device, folder, "arrived with other values", _EXTENSION.format("FlippedBit"))
 
 
 def lost_tensor(device: str, folder: Path) -> Figures:
     """Lose one tensor on its way to the rollout."""
-    return _fault_stops_the_run(device, folder, "lost_tensor", "never received")
+    return _fault_stops_the_run(device, folder, "never received", _EXTENSION.format("LostTensor"))
 
 
 def bf16_sender(device: str, folder: Path) -> Figures:
     """Round the weights to BF16 before they are sent to an FP16 rollout."""
-    return _fault_stops_the_run(device, folder, "bf16_sender", "too coarse for a rollout in float16")
+    os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_precision.integration.selftest_bf16_sender"  # of this process
+    return _fault_stops_the_run(device, folder, "too coarse for a rollout in float16")
 
 
-def _fault_stops_the_run(device: str, folder: Path, fault: str, words: str) -> Figures:
-    with _environment(**{FAULT: fault, "VERL_USE_EXTERNAL_MODULES": FAULTS}):
-        try:
-            _run(device, folder, "trainer.total_training_steps=1")
-        except RunFailedError as error:
-            first = next((line for line in str(error).splitlines() if words in line), None)
-            require(first is not None, f"the run stopped for another reason: {error}")
-            return {"message": str(first).strip()[:200]}
-    raise CheckFailedError(f"the run went on with the planted fault: {fault}")
+def _fault_stops_the_run(device: str, folder: Path, words: str, *plant: str) -> Figures:
+    try:
+        _run(device, folder, "trainer.total_training_steps=1", *plant)
+    except RunFailedError as error:
+        first = next((line for line in str(error).splitlines() if words in line), None)
+        require(first is not None, f"the run stopped for another reason: {error}")
+        return {"message": str(first).strip()[:200]}
+    raise CheckFailedError("the run went on with the planted fault")
 
 
 def resume(device: str, folder: Path) -> Figures:
@@ -140,7 +139,7 @@ def _healthy(rows: Rows, steps: int) -> None:
 
 
 def _run(device: str, folder: Path, *overrides: str, on_progress=lambda progress: None) -> Rows:
-    data = _prompts(folder.parent / f"{folder.name}.jsonl")
+    data = _prompts(folder / "prompts.jsonl")
     own = [
         f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}",
         f"data.train_files={quoted(data)}",
@@ -151,8 +150,8 @@ def _run(device: str, folder: Path, *overrides: str, on_progress=lambda progress
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
     with fork_server_on_cpu() as python:
-        run_verl(RECIPE, [*own, *overrides], folder, on_progress, python)
-    return read_metrics(folder / "metrics.jsonl")
+        run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python)
+    return read_metrics(folder / "run" / "metrics.jsonl")
 
 
 def _prompts(path: Path) -> Path:
@@ -164,17 +163,3 @@ def _prompts(path: Path) -> Path:
             row = {"data_source": "selftest", "prompt": prompt, "ability": "length", "reward_model": model}
             file.write(json.dumps({**row, "extra_info": {"index": index}}) + "\n")
     return path
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
