@@ -7,6 +7,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +162,69 @@ class EnginePair:
         tokens = torch.cat([given, torch.tensor([list(c.token_ids) for c in completions])], dim=1)
         rows = [[e[t].logprob for e, t in zip(c.logprobs, c.token_ids, strict=True)] for c in completions]
         return tokens, torch.tensor(rows)
+
+
+class WorkerPair:
+    """A trainer's model, and our extension over a vLLM model that was loaded as verl loads it (random weights)."""
+
+    def __init__(self, architecture: str = "qwen3", dtype: str = "float32", **arguments) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader import get_model
+
+        from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
+
+        path = str(cached_tiny_model(architecture))
+        self.config = EngineArgs(
+            model=path, dtype=dtype, load_format="dummy", enforce_eager=True, **arguments
+        ).create_engine_config()
+        with set_current_vllm_config(self.config):
+            self.model = get_model(vllm_config=self.config)
+        handle = f"ipc:///tmp/vp-test-{uuid.uuid4().hex}.sock"
+        self.worker = object.__new__(VerifiedWeightSyncExtension)
+        self.worker.__dict__.update(
+            device=torch.device("cpu"),
+            local_rank=0,
+            model_runner=SimpleNamespace(model=self.model, vllm_config=self.config),
+            _is_qat_model=False,
+            _is_modelopt_qat=False,
+            _get_zmq_handle=lambda: handle,
+        )
+        self.trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def sync(self, damage=lambda stream: stream, before=lambda stream: stream, manifest=True) -> SyncReport | None:
+        """Send the trainer's weights, changed `before` the manifest or damaged on the way; return the report."""
+        from vllm.config import set_current_vllm_config
+
+        box, stream = ReportBox(), before(full_weights(self.trainer))
+        if manifest:
+            stream = send_with_manifest(stream, box.new_address())
+        with set_current_vllm_config(self.config):
+            send(
+                damage(stream), self.worker._get_zmq_handle(), lambda: self.worker.update_weights_from_ipc(use_shm=True)
+            )
+        return box.take()
+
+    @torch.no_grad()
+    def head_gap(self) -> float:
+        """Largest difference of the output head's result on one hidden state, relative to its size."""
+        hidden = torch.randn(3, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(1))
+        head = self.model.lm_head
+        ours = head.quant_method.apply(head, hidden.to(head.params_dtype), bias=None).float()
+        theirs = self.trainer.lm_head(hidden)
+        return float((ours[:, : theirs.shape[1]] - theirs).abs().max() / theirs.abs().max())
+
+    @torch.no_grad()
+    def experts_gap(self) -> float:
+        """Likewise of one expert block's result; 0 without experts."""
+        from vllm.config import set_current_vllm_config
+        from vllm.forward_context import set_forward_context
+
+        if not hasattr(self.trainer.model.layers[0].mlp, "experts"):
+            return 0.0
+        hidden = torch.randn(6, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(2))
+        with set_current_vllm_config(self.config), set_forward_context(None, self.config):
+            ours = self.model.model.layers[0].mlp(hidden.to(self.config.model_config.dtype)).float()
+        theirs = self.trainer.model.layers[0].mlp(hidden[None])
+        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+        return float((ours - theirs.reshape(ours.shape)).abs().max() / theirs.abs().max())

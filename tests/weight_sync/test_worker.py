@@ -1,21 +1,16 @@
 """The worker extension on real vLLM models, fed by verl's real sender: what takes passes, what does not is named."""
 
-import uuid
 from collections import Counter
 from importlib import metadata
-from types import SimpleNamespace
 
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
-from engine_pair import full_weights, move, send
+from engine_pair import WorkerPair, full_weights, move
 from packaging.version import Version
-from transformers import AutoModelForCausalLM
 
 from verl_precision.errors import WeightSyncError
-from verl_precision.tiny_model import cached_tiny_model
-from verl_precision.weight_sync.manifest import send_with_manifest
-from verl_precision.weight_sync.report import ReportBox, SyncReport
+from verl_precision.weight_sync.manifest import ANNOUNCEMENT_NAME, MANIFEST_NAME
 
 pytestmark = pytest.mark.usefixtures("vllm_process")
 
@@ -26,72 +21,6 @@ SINCE_0_28 = pytest.mark.skipif(
 )
 ARCHITECTURES = ("qwen3", "qwen3_tied", "qwen3_moe")
 RELOAD = "verl_precision.integration.cpu.vllm_reload"
-
-
-class WorkerPair:
-    """A trainer's model, and our extension over a vLLM model that was loaded as verl loads it (random weights)."""
-
-    def __init__(self, architecture: str = "qwen3", dtype: str = "float32") -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader import get_model
-
-        from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
-
-        path = str(cached_tiny_model(architecture))
-        self.config = EngineArgs(
-            model=path, dtype=dtype, load_format="dummy", enforce_eager=True
-        ).create_engine_config()
-        with set_current_vllm_config(self.config):
-            self.model = get_model(vllm_config=self.config)
-        handle = f"ipc:///tmp/vp-test-{uuid.uuid4().hex}.sock"
-        self.worker = object.__new__(VerifiedWeightSyncExtension)
-        self.worker.__dict__.update(
-            device=torch.device("cpu"),
-            local_rank=0,
-            model_runner=SimpleNamespace(model=self.model, vllm_config=self.config),
-            _is_qat_model=False,
-            _is_modelopt_qat=False,
-            _get_zmq_handle=lambda: handle,
-        )
-        self.trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-    def sync(self, damage=lambda stream: stream, before=lambda stream: stream, manifest=True) -> SyncReport | None:
-        """Send the trainer's weights, changed `before` the manifest or damaged on the way; return the report."""
-        from vllm.config import set_current_vllm_config
-
-        box, stream = ReportBox(), before(full_weights(self.trainer))
-        if manifest:
-            stream = send_with_manifest(stream, box.new_address())
-        with set_current_vllm_config(self.config):
-            send(
-                damage(stream), self.worker._get_zmq_handle(), lambda: self.worker.update_weights_from_ipc(use_shm=True)
-            )
-        return box.take()
-
-    @torch.no_grad()
-    def head_gap(self) -> float:
-        """Largest difference of the output head's result on one hidden state, relative to its size."""
-        hidden = torch.randn(3, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(1))
-        head = self.model.lm_head
-        ours = head.quant_method.apply(head, hidden.to(head.params_dtype), bias=None).float()
-        theirs = self.trainer.lm_head(hidden)
-        return float((ours[:, : theirs.shape[1]] - theirs).abs().max() / theirs.abs().max())
-
-    @torch.no_grad()
-    def experts_gap(self) -> float:
-        """Likewise of one expert block's result; 0 without experts."""
-        from vllm.config import set_current_vllm_config
-        from vllm.forward_context import set_forward_context
-
-        if not hasattr(self.trainer.model.layers[0].mlp, "experts"):
-            return 0.0
-        hidden = torch.randn(6, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(2))
-        with set_current_vllm_config(self.config), set_forward_context(None, self.config):
-            ours = self.model.model.layers[0].mlp(hidden.to(self.config.model_config.dtype)).float()
-        theirs = self.trainer.model.layers[0].mlp(hidden[None])
-        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-        return float((ours - theirs.reshape(ours.shape)).abs().max() / theirs.abs().max())
 
 
 # What a kernel computes, for the kernels that this CPU's vLLM has not: vLLM's own dispatch runs all the same.
@@ -227,6 +156,14 @@ def _drop_one(stream):
     return ((name, tensor) for name, tensor in stream if not name.endswith("layers.1.self_attn.q_norm.weight"))
 
 
+def _drop_the_manifest(stream):
+    return ((name, tensor) for name, tensor in stream if name != MANIFEST_NAME)
+
+
+def _drop_the_announcement(stream):
+    return ((name, tensor) for name, tensor in stream if name != ANNOUNCEMENT_NAME)
+
+
 def _round(stream):
     return ((name, tensor.bfloat16()) for name, tensor in stream)
 
@@ -238,6 +175,8 @@ def _round(stream):
         ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, never received"),
         ({"before": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync was loaded into it"),
         ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
+        ({"damage": _drop_the_manifest}, "the manifest: announced by the trainer, never received"),
+        ({"damage": _drop_the_announcement}, r"embed_tokens\.weight: sent by the trainer, never received"),
         ({"before": _round}, "arrived in bfloat16, too coarse for a rollout in float16"),
     ],
 )

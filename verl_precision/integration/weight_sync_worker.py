@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout import utils as verl_vllm
@@ -22,7 +23,7 @@ from verl_precision.integration.cpu.vllm_reload import layerwise_reload
 from verl_precision.integration.load_recorder import choose_layers, comparable, record_loads
 from verl_precision.integration.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
-from verl_precision.weight_sync.manifest import TensorDigest
+from verl_precision.weight_sync.manifest import StreamDigest, TensorDigest
 from verl_precision.weight_sync.report import SyncReport
 from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError
 
@@ -44,7 +45,8 @@ class _Sync:
     on_cpu: bool
     sent: dict[str, TensorDigest] | None = None  # None: the trainer sends no manifest
     reply_to: str | None = None
-    received: dict[str, TensorDigest] = field(default_factory=dict)
+    received: dict[str, torch.dtype] = field(default_factory=dict)
+    digests: StreamDigest | None = None  # of what was received; None: the trainer announces no manifest
     loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
     failure: Exception | None = None
     report: SyncReport = field(default_factory=SyncReport)
@@ -116,13 +118,18 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         try:
             tensors = []
             for name, tensor in weights:
-                if name == manifest.MANIFEST_NAME:
+                if name == manifest.ANNOUNCEMENT_NAME:
+                    sync.digests = StreamDigest()
+                elif name == manifest.MANIFEST_NAME:
                     sync.sent, sync.reply_to = manifest.read_manifest(tensor)
                 else:
                     # The layer-wise reload reads tensors after this bucket's memory has been reused.
                     tensors.append((name, tensor.clone() if sync.on_cpu else tensor))
             start = time.perf_counter()
-            sync.received.update((name, manifest.digest(tensor)) for name, tensor in tensors)  # of what is loaded below
+            for name, tensor in tensors:  # what is loaded below
+                sync.received[name] = tensor.dtype
+                if sync.digests is not None:
+                    sync.digests.add(name, tensor)
             sync.report.seconds += time.perf_counter() - start
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
@@ -149,10 +156,15 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     def _arrival_problems(self, sync: _Sync) -> list[str]:
         dtype = self.model_runner.vllm_config.model_config.dtype
         if self._sync_index == 0:
-            kinds = Counter(digest.dtype for digest in sync.received.values())
+            kinds = Counter(map(manifest.dtype_name, sync.received.values()))
             came = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
-            logger.info("first weight sync: %s arrived; the rollout holds %s", came, str(dtype).removeprefix("torch."))
-        lost = [] if sync.sent is None else manifest.differences(sync.sent, sync.received)
+            logger.info("first weight sync: %s arrived; the rollout holds %s", came, manifest.dtype_name(dtype))
+        start, lost = time.perf_counter(), []
+        if sync.digests is not None and sync.sent is None:
+            lost = ["the manifest: announced by the trainer, never received"]
+        elif sync.sent is not None:
+            lost = manifest.differences(sync.sent, {} if sync.digests is None else sync.digests.fetch())
+        sync.report.seconds += time.perf_counter() - start
         return lost + manifest.rounded_on_the_way(sync.received, dtype)
 
     def _adapter_problems(self, sync: _Sync) -> list[str]:

@@ -1,6 +1,8 @@
 """A digest of every tensor that the trainer sends, as the last item of its weight stream.
 
-The digest sees bits, not values: two tensors that differ in one rounding differ here, and NaN equals itself.
+The digest sees bits, not values: two tensors that differ in one rounding differ here, and NaN equals itself. Each
+tensor is read once. Its sums stay on the device, and all of them are fetched together, so that nothing waits for the
+device while weights are sent.
 """
 
 import json
@@ -10,61 +12,105 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor, nn
 
+ANNOUNCEMENT_NAME = "__verl_precision_manifest_follows__"  # of the stream's first item; without it nobody digests
 MANIFEST_NAME = "__verl_precision_manifest__"
 
-_PERIOD = 65521  # p; prime, so that the cycle of positions does not align with a tensor's rows
-_ROWS = 256  # rows of p elements summed at a time, so that an int64 copy takes 128 MiB at most
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PERIOD = 4093  # p; prime, so that the cycle of positions does not align with a tensor's rows
 
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """Dtype, shape and two sums over the elements' bit patterns bᵢ, read as integers."""
+    """Dtype, shape and two sums over the tensor's bytes.
+
+    The bytes, filled up with zeros, are read as words of 64 bits. Word i belongs to column i mod 4093, and a column is
+    the sum of its words mod 2⁶⁴, with the low half l and the high half h, each read as a signed number of 32 bits.
+    """
 
     dtype: str  # without "torch."
     shape: list[int]
-    plain: int  # Σ bᵢ mod 2⁶⁴
-    weighted: int  # Σ (1 + i mod 65521)·bᵢ mod 2⁶⁴, which depends on the order
+    plain: int  # Σ l + 2³²·h mod 2⁶⁴, which changes with any one bit
+    weighted: int  # Σ (2j + 1)·l + (2j + 2)·h mod 2⁶⁴ over columns j = 0, 1, ..., which depends on the order
 
 
-def bit_view(tensor: Tensor) -> Tensor:
-    """Return the elements' bit patterns as integers, flat: NaN equals itself, -0.0 differs from 0.0."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
+class StreamDigest:
+    """The digests of a stream of tensors, on their way.
+
+    `add` only gives work to the device, and so a tensor's memory can be used again by what the device does next.
+    `fetch` waits for the device, once.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no tensors."""
+        self._described: dict[str, tuple[str, list[int]]] = {}
+        self._sums: dict[str, Tensor] = {}  # name -> the two sums, on the tensor's device
+        self._weights: dict[torch.device, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Digest a tensor's bits: equal for equal bits, dtype and shape, on every device.
+
+        Args:
+            name: Name in the stream.
+            tensor: Any shape, dtype and device, but no DTensor.
+        """
+        words = _words(tensor)
+        whole = words.numel() // _PERIOD * _PERIOD
+        columns = words
+        if whole:  # the only pass over a large tensor
+            columns = words[:whole].view(-1, _PERIOD).sum(0)
+            columns[: words.numel() - whole].add_(words[whole:])
+        if words.device not in self._weights:
+            self._weights[words.device] = _weights(words.device)
+        self._described[name] = dtype_name(tensor.dtype), list(tensor.shape)
+        self._sums[name] = (columns.view(torch.int32) * self._weights[words.device][:, : 2 * columns.numel()]).sum(1)
+
+    def fetch(self) -> dict[str, TensorDigest]:
+        """Return name -> digest of the tensors so far, in their order."""
+        sums: dict[str, list[int]] = {}
+        for device in self._weights:
+            names = [name for name, both in self._sums.items() if both.device == device]
+            sums.update(zip(names, torch.stack([self._sums[name] for name in names]).tolist(), strict=True))
+        return {
+            name: TensorDigest(*described, *(one % 2**64 for one in sums[name]))
+            for name, described in self._described.items()
+        }
 
 
 def digest(tensor: Tensor) -> TensorDigest:
-    """Digest a tensor's bits: equal for equal bits, dtype and shape.
+    """Digest one tensor, and wait for it.
 
     Args:
         tensor: Any shape, dtype and device, but no DTensor.
     """
-    bits = bit_view(tensor)
-    whole = bits.numel() // _PERIOD * _PERIOD
-    columns = bits[whole:].to(torch.int64)
-    if whole:  # rows of p elements: those of a column have the same weight, so that columns are summed first
-        columns = nn.functional.pad(columns, (0, _PERIOD - columns.numel()))
-        for rows in bits[:whole].split(_ROWS * _PERIOD):
-            columns += rows.view(-1, _PERIOD).sum(0, dtype=torch.int64)
-    position = torch.arange(1, columns.numel() + 1, device=bits.device)
-    plain, weighted = torch.stack([columns.sum(), (columns * position).sum()]).tolist()
-    return TensorDigest(_name(tensor.dtype), list(tensor.shape), plain % 2**64, weighted % 2**64)
+    stream = StreamDigest()
+    stream.add("", tensor)
+    return stream.fetch()[""]
+
+
+def bit_view(tensor: Tensor) -> Tensor:
+    """Return the elements' bit patterns as integers, flat: NaN equals itself, -0.0 differs from 0.0."""
+    return tensor.detach().contiguous().reshape(-1).view(integers(tensor.dtype))
+
+
+def integers(dtype: torch.dtype) -> torch.dtype:
+    """Return the integers of a dtype's size."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
 def send_with_manifest(
     weights: Iterable[tuple[str, Tensor]], reply_to: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stream unchanged, then the manifest as a uint8 tensor of JSON.
+    """Yield an announcement, the stream unchanged, then the manifest as a uint8 tensor of JSON.
 
     Args:
         weights: (name, tensor) in the order in which they are sent.
         reply_to: File for the receiver's report, on a file system that both sides see, or None.
     """
-    digests: dict[str, TensorDigest] = {}
+    yield ANNOUNCEMENT_NAME, torch.empty(0, dtype=torch.uint8)  # no bytes: it moves no tensor in the buffer
+    digests = StreamDigest()
     for name, tensor in weights:
-        digests[name] = digest(tensor)
+        digests.add(name, tensor)
         yield name, tensor
-    content = {"tensors": {name: asdict(digest) for name, digest in digests.items()}, "reply_to": reply_to}
+    content = {"tensors": {name: asdict(digest) for name, digest in digests.fetch().items()}, "reply_to": reply_to}
     yield MANIFEST_NAME, torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
 
@@ -90,20 +136,34 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
     return problems
 
 
-def rounded_on_the_way(received: dict[str, TensorDigest], rollout_dtype: torch.dtype) -> list[str]:
+def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dtype) -> list[str]:
     """Return one line for each tensor that arrived with fewer bits of mantissa than the rollout holds.
 
     Args:
-        received: Name -> digest of what arrived. 8-bit floats, which only quantised rollouts get, are allowed.
+        received: Name -> dtype of what arrived. 8-bit floats, which only quantised rollouts get, are allowed.
         rollout_dtype: Dtype of the rollout's model.
     """
-    problems = []
-    for name, arrived in sorted(received.items()):
-        dtype = getattr(torch, arrived.dtype)
+    problems, rollout = [], dtype_name(rollout_dtype)
+    for name, dtype in sorted(received.items()):
         if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:
-            problems.append(f"{name}: arrived in {arrived.dtype}, too coarse for a rollout in {_name(rollout_dtype)}")
+            problems.append(f"{name}: arrived in {dtype_name(dtype)}, too coarse for a rollout in {rollout}")
     return problems
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as int64 words, flat: a view, but for the few tensors where bytes are missing."""
+    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if octets.numel() % 8 or octets.storage_offset() % 8:
+        octets = nn.functional.pad(octets, (0, -octets.numel() % 8))
+    return octets.view(torch.int64)
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Return what the halves of the columns are multiplied by, low half before high: for each sum a row."""
+    order = torch.arange(1, 2 * _PERIOD + 1, device=device)
+    return torch.stack([torch.where(order % 2 == 1, 1, 2**32), order])
