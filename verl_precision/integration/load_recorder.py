@@ -1,7 +1,6 @@
-"""Choose layers to verify, and record what they are sent where loading again needs no special reload."""
+"""Choose layers to verify, and load them afresh beside the live ones where loading needs no special reload."""
 
 import contextlib
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,19 +8,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_precision.weight_sync.verify import LayerRecord, layers_with_parameters
+from verl_precision.weight_sync.manifest import integers
+from verl_precision.weight_sync.verify import LayerRecord, fresh_parameter, layers_with_parameters, not_built
 
 # Methods, by class name, that change no parameter after loading on an accelerator, so that parameters can be compared
-# as they are. Others (quantised, shuffled expert weights) are not verified, and counted.
+# as they are. Others (quantised ones) are not verified, and counted.
 _COMPARABLE_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}
+_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+# Its kernels that compute with expert weights as they were loaded: vLLM's choice on H100. The others shuffle them.
+_COMPARABLE_EXPERT_KERNELS = {"TRITON", "BATCHED_TRITON"}
 
-# Parameter elements verified in one sync: all layers of a tiny model; 128 MiB in BF16, milliseconds on an accelerator.
+# Parameter elements verified in one sync beside the first, the last and a larger layer; docs/scales.md adds them up.
 ELEMENTS_PER_SYNC = 1 << 26
 
 
 def comparable(layer: nn.Module) -> bool:
     """Return whether a layer's parameters stay, on an accelerator, what its loaders wrote."""
-    return type(getattr(layer, "quant_method", None)).__name__ in _COMPARABLE_METHODS
+    method: Any = getattr(layer, "quant_method", None)
+    if type(method).__name__ != _EXPERTS_METHOD:
+        return type(method).__name__ in _COMPARABLE_METHODS
+    padded = method.moe.hidden_dim != method.moe.hidden_dim_unpadded  # nobody writes the padding
+    return method.unquantized_backend.name in _COMPARABLE_EXPERT_KERNELS and not padded
 
 
 def choose_layers(
@@ -33,7 +40,7 @@ def choose_layers(
         model: Model of the rollout.
         sync_index: 0, 1, ...; every accepted layer is chosen within a bounded number of syncs.
         accept: Tells which layers can be verified.
-        budget: Largest number of parameter elements to verify; the first and the last layer are always chosen.
+        budget: Largest number of parameter elements in the window. One layer that is larger is verified beside it.
 
     Returns:
         Names of layers with parameters of their own.
@@ -42,44 +49,51 @@ def choose_layers(
     sizes = {name: sum(p.numel() for p in layer.parameters(recurse=False)) for name, layer in layers.items()}
     names = list(sizes)
     chosen = {*names[:1], *names[-1:]}
-    spent = sum(sizes[name] for name in chosen)
     # Each sync starts at another layer; the golden ratio spreads the starts evenly over the model.
     start = int(sync_index * 0.618033988749895 * len(names)) % max(1, len(names))
+    spent, larger = 0, False
     for name in names[start:] + names[:start]:
-        if name not in chosen and spent + sizes[name] <= budget:
-            chosen.add(name)
+        if name in chosen:
+            continue
+        if sizes[name] > budget:
+            if larger:
+                continue
+            larger = True
+        elif spent + sizes[name] > budget:
+            continue
+        else:
             spent += sizes[name]
+        chosen.add(name)
     return chosen
 
 
 @contextlib.contextmanager
 def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
-    """Record the calls of the named layers' weight loaders inside the block.
+    """Load the named layers' parameters twice inside the block: the live ones, and others to compare them with.
+
+    What is sent is read while it is there, since transfer buffers are reused, and nothing of it is kept but this rank's
+    part in the rollout's dtype.
 
     Args:
         model: Model of the rollout.
         layers: Names of the layers to record.
 
     Yields:
-        Layer name -> what it was sent, filled while loading. Tensors are copied, since transfer buffers are reused.
+        Layer name -> what it was sent, filled while loading.
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     records: dict[str, LayerRecord] = {}
-    holders: dict[Any, list[tuple[str, LayerRecord]]] = defaultdict(
-        list
-    )  # parameter -> who holds it; tied layers share
+    # Parameter -> who holds it, and under what name; tied layers share one.
+    holders: dict[Any, list[tuple[str, LayerRecord]]] = defaultdict(list)
     for name in layers:
         template = dict(model.get_submodule(name).named_parameters(recurse=False))
-        loaders = {
-            key: getattr(parameter, "weight_loader", default_weight_loader) for key, parameter in template.items()
-        }
-        records[name] = LayerRecord(template, loaders)
+        records[name] = LayerRecord(template, loaders={})
         for key, parameter in template.items():
             holders[parameter].append((key, records[name]))
     before = {parameter: getattr(parameter, "weight_loader", None) for parameter in holders}
     for parameter, held_by in holders.items():
-        parameter.weight_loader = _recording(before[parameter] or default_weight_loader, held_by)
+        parameter.weight_loader = _loading_twice(parameter, before[parameter] or default_weight_loader, held_by)
     try:
         yield records
     finally:
@@ -90,17 +104,34 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
                 parameter.weight_loader = loader
 
 
-def _recording(loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]]) -> Callable[..., Any]:
-    """Return a loader that notes each call for every layer that holds the parameter, then loads."""
-    signature = inspect.signature(loader)
+def _loading_twice(live: Any, loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]]) -> Callable[..., Any]:
+    """Return a loader that loads the live parameter, then one that all layers which hold it are compared with."""
+    fresh: Any = None
 
-    def recording_loader(*args: Any, **kwargs: Any) -> Any:
-        copies: Any = {
-            key: value.detach().clone() if isinstance(value, torch.Tensor) and key != "param" else value
-            for key, value in signature.bind(*args, **kwargs).arguments.items()
-        }
-        for parameter_name, record in holders:
-            record.calls.append((parameter_name, inspect.BoundArguments(signature, dict(copies))))
-        return loader(*args, **kwargs)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fresh
+        result = loader(*args, **kwargs)
+        try:
+            if not any(argument is live for argument in (*args, *kwargs.values())):
+                raise TypeError("its loader was not given the parameter")
+            if fresh is None:
+                fresh = _unlike(live)
+                fresh.weight_loader = loader
+            again = [fresh if argument is live else argument for argument in args]
+            loader(*again, **{key: fresh if value is live else value for key, value in kwargs.items()})
+            for name, record in holders:
+                record.loaded[name] = fresh
+        except Exception as error:  # the live one is loaded: this layer is not verified, and the sync goes on
+            for _, record in holders:
+                record.failure = not_built(error)
+        return result
 
-    return recording_loader
+    return load
+
+
+def _unlike(live: Any) -> Any:
+    """Return a fresh parameter whose elements all differ from the live one's, so that those nobody writes show."""
+    fresh = fresh_parameter(live, live.device)
+    bits = integers(live.dtype)
+    torch.bitwise_not(live.data.view(bits), out=fresh.data.view(bits))
+    return fresh

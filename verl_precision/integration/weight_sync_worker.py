@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from verl.utils.device import get_torch_device
 from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -73,19 +74,20 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         """
         self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
         model: Any = self.model_runner.model
-        adapter_only = bool(peft_config and base_sync_done)
-        by_layer = not adapter_only and not self._is_quantised()
-        parameters = {name for name, _ in model.named_parameters()}
+        adapter_only, by_layer = bool(peft_config and base_sync_done), False
+        parameters: set[str] = set()
         records: dict[str, LayerRecord] = {}
         try:
             with ExitStack() as stack:
-                if by_layer:
-                    try:
+                try:
+                    by_layer = not adapter_only and not self._is_quantised()
+                    if by_layer:
+                        parameters = {name for name, _ in model.named_parameters()}
                         records = stack.enter_context(self._recording(model, sync))
                         _collect_loaded(model, sync)
                         stack.callback(delattr, model, "load_weights")
-                    except Exception as error:  # raised once the sender has been answered
-                        sync.failure = error.with_traceback(None)
+                except Exception as error:  # raised once the sender has been answered
+                    sync.failure = error.with_traceback(None)
                 super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
                 if sync.failure is not None:
                     raise sync.failure
@@ -98,6 +100,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 sync.report.unverified_layers = len(verify.layers_with_parameters(model))
         finally:
             self._sync = None
+            records.clear()
+            get_torch_device().empty_cache()  # verl emptied it while the records were there; the KV cache comes next
         if problems:
             for problem in problems:
                 logger.error("weight sync %d: %s", self._sync_index, problem)
@@ -183,7 +187,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             if record is None:
                 sync.report.unverified_layers += not sync.on_cpu and not comparable(layer)
                 continue
-            if not record.calls and name not in tied:
+            if record.empty and name not in tied:
                 continue  # nothing was sent to it; whether something was due is asked by name
             try:
                 damage = verify.find_damage(layer, record, repack=sync.on_cpu, model_dtype=dtype)

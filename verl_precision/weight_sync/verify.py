@@ -27,8 +27,16 @@ class LayerRecord:
 
     template: dict[str, nn.Parameter]  # the parameters before any packing, on the meta device or live
     loaders: dict[str, Callable[..., Any]]  # parameter name -> the layer's own weight loader, without wrappers
-    # (parameter name, bound arguments) of each loader call, in order, with private copies of the tensors.
+    # To be loaded afresh: (parameter name, bound arguments) of each loader call, in order, with private tensors.
     calls: list[tuple[str, inspect.BoundArguments]] = field(default_factory=list)
+    # Loaded afresh already, by the same calls as the live parameters: parameter name -> parameter.
+    loaded: dict[str, nn.Parameter] = field(default_factory=dict)
+    failure: str | None = None  # why it could not be loaded afresh
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was sent to the layer."""
+        return not (self.calls or self.loaded or self.failure)
 
 
 class NotVerifiableError(Exception):
@@ -70,10 +78,12 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
     Raises:
         NotVerifiableError: If no reference can be built, or it cannot be compared: an unknown layout is no damage.
     """
+    if record.failure is not None:
+        raise NotVerifiableError(record.failure)
     try:
         reference = _rebuild(layer, record, repack, model_dtype)
     except Exception as error:
-        raise NotVerifiableError(f"it cannot be built afresh ({type(error).__name__}: {error})") from error
+        raise NotVerifiableError(not_built(error)) from error
     packed_away = hasattr(reference, "cpu_linear")
     for name, expected in reference.named_parameters(recurse=False):
         found = layer._parameters.get(name)
@@ -91,6 +101,25 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
     if packed_away and not _same_outputs(layer, reference, record):
         return "it computes with a packed copy of other weights than it was sent"
     return None
+
+
+def not_built(error: Exception) -> str:
+    """Return why a layer is not verified that could not be built afresh."""
+    return f"it cannot be built afresh ({type(error).__name__}: {error})"
+
+
+def fresh_parameter(template: nn.Parameter, device: torch.device) -> Any:
+    """Return a parameter as vLLM's loaders want it, with a template's layout, class and attributes but not its values.
+
+    Args:
+        template: Parameter of the layer, or its like on the meta device.
+        device: Device of the fresh one.
+    """
+    # empty_like would take a slow path, written in Python, where the template is on the meta device.
+    fresh: Any = torch.empty_strided(template.size(), template.stride(), dtype=template.dtype, device=device)
+    fresh.__class__ = template.__class__
+    fresh.__dict__ = template.__dict__.copy()
+    return fresh
 
 
 def pack(layer: nn.Module) -> None:
@@ -125,15 +154,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> Any:
     """Return a shallow copy with fresh parameters, loaded with what was sent; everything else is shared."""
     reference: Any = copy.copy(layer)
-    reference._parameters = dict(layer._parameters)
+    reference._parameters = {**layer._parameters, **record.loaded}
     for name in {name for name, _ in record.calls}:
-        template = record.template[name]
-        device: Any = layer._parameters[name].device  # type: ignore[union-attr]
-        # empty_like would take a slow path, written in Python, where the template is on the meta device.
-        fresh: Any = torch.empty_strided(template.size(), template.stride(), dtype=template.dtype, device=device)
-        fresh.__class__ = template.__class__
-        fresh.__dict__ = template.__dict__.copy()
-        reference._parameters[name] = fresh
+        live: Any = layer._parameters[name]
+        reference._parameters[name] = fresh_parameter(record.template[name], live.device)
     for name, arguments in record.calls:
         arguments.arguments["param"] = reference._parameters[name]
         record.loaders[name](*arguments.args, **arguments.kwargs)

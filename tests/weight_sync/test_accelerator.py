@@ -1,0 +1,171 @@
+"""The guard as it runs on an accelerator, on vLLM's own models: without a reload, and parameters stay as loaded.
+
+What a CPU does of its own is put aside. The worker's device is not known yet, as vLLM leaves it on some platforms, and
+linear and expert kernels keep weights as they are. The transfer buffer is shared memory, which cannot be released while
+anything holds a view of it.
+"""
+
+import weakref
+
+import pytest
+import torch
+import verl  # noqa: F401 - loads the plugin
+from engine_pair import WorkerPair, move
+
+from verl_precision.errors import WeightSyncError
+from verl_precision.integration import load_recorder, weight_sync_worker
+from verl_precision.weight_sync.manifest import StreamDigest
+
+
+def like_an_accelerator(patch: pytest.MonkeyPatch) -> None:
+    """Have vLLM choose the kernels of an H100 for experts, and none that packs for linear layers."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    triton = experts.UnquantizedMoeBackend.TRITON
+    patch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: None)
+    patch.setattr(experts, "select_unquantized_moe_backend", lambda moe_config: (triton, TritonExperts))
+
+
+class AcceleratorPair(WorkerPair):
+    """A worker whose weights stay in the layout in which they are loaded."""
+
+    def __init__(self, architecture: str, behind_a_graph: bool = False, **arguments) -> None:
+        super().__init__(architecture, "float16", **arguments)
+        if behind_a_graph:
+            from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+            wrapper = object.__new__(CUDAGraphWrapper)  # its constructor asks for a GPU
+            wrapper.runnable, wrapper.is_debugging_mode = self.model, False
+            self.worker.model_runner.model = wrapper
+
+    def sync(self, **arguments):
+        self.worker.device = None
+        return super().sync(**arguments)
+
+
+@pytest.fixture
+def pair(vllm_process, monkeypatch):
+    like_an_accelerator(monkeypatch)
+    return AcceleratorPair
+
+
+def assert_takes(pair: WorkerPair, syncs: int = 3) -> None:
+    """Sync several times; every layer is verified, and nothing stays behind."""
+    loaders = {name: getattr(p, "weight_loader", None) for name, p in pair.model.named_parameters()}
+    for _ in range(syncs):
+        move(pair.trainer)
+        report = pair.sync()
+        assert report.unverified_layers == 0 and report.verified_layers > 20
+    assert {name: getattr(p, "weight_loader", None) for name, p in pair.model.named_parameters()} == loaders
+
+
+@pytest.mark.parametrize("behind_a_graph", [False, True], ids=["", "cuda_graph"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_tied", "qwen3_moe"])
+def test_syncs_take(pair, architecture, behind_a_graph):
+    one = pair(architecture, behind_a_graph)
+    assert_takes(one)
+    embedding = one.trainer.model.embed_tokens.weight
+    assert torch.equal(one.model.model.embed_tokens.weight[: len(embedding)], embedding.half())
+    if architecture == "qwen3_moe":
+        first = one.trainer.model.layers[0].mlp.experts.down_proj
+        assert torch.equal(one.model.get_parameter("model.layers.0.mlp.experts.routed_experts.w2_weight"), first.half())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parameter"),
+    [("qwen3", "self_attn.qkv_proj.weight"), ("qwen3_moe", "mlp.experts.routed_experts.w13_weight")],
+)
+def test_a_parameter_that_is_not_what_was_sent_is_named(pair, architecture, parameter, monkeypatch):
+    one = pair(architecture)
+    victim = one.model.get_parameter(f"model.layers.1.{parameter}")
+    process = "vllm.model_executor.model_loader.utils.process_weights_after_loading"
+    monkeypatch.setattr(process, lambda *_: victim.data.view(-1)[7:8].neg_())  # after loading: another kernel's layout
+    layer, _, leaf = parameter.rpartition(".")
+    with pytest.raises(WeightSyncError, match=rf"layers\.1\.{layer}: {leaf}: 1 of \d+ elements are not those"):
+        one.sync()
+
+
+def test_a_part_of_a_parameter_that_nobody_sends_is_named(pair):
+    """Its name counts as loaded: the query's and the value's weights are in the same parameter."""
+    one = pair("qwen3")
+    move(one.trainer)
+
+    def without_keys(stream):
+        return ((name, tensor) for name, tensor in stream if not name.endswith("layers.1.self_attn.k_proj.weight"))
+
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.self_attn\.qkv_proj: weight: \d+ of \d+ elements"):
+        one.sync(before=without_keys)
+
+
+@pytest.mark.parametrize("kernel", ["FLASHINFER_CUTLASS", "CPU"])
+def test_experts_of_a_kernel_that_shuffles_weights_are_counted_and_not_compared(pair, kernel):
+    one = pair("qwen3_moe")
+    methods = {m.quant_method for m in one.model.modules() if hasattr(m, "w13_weight")}
+    for method in methods:
+        method.unquantized_backend = type(method.unquantized_backend)[kernel]
+    experts = [module for module in one.model.modules() if hasattr(module, "w13_weight")]
+    assert experts and not any(map(load_recorder.comparable, experts))
+
+
+def test_padded_experts_are_not_compared(pair):
+    one = pair("qwen3_moe")
+    experts = next(module for module in one.model.modules() if hasattr(module, "w13_weight"))
+    assert load_recorder.comparable(experts)
+    experts.quant_method.moe.hidden_dim += 64
+    assert not load_recorder.comparable(experts)
+
+
+def test_a_layer_that_cannot_be_loaded_twice_is_counted_and_the_sync_takes(pair, monkeypatch, caplog):
+    one = pair("qwen3")
+    monkeypatch.setattr(load_recorder, "_unlike", lambda live: 1 // 0)
+    with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
+        report = one.sync()
+    assert report.verified_layers == 0 and report.unverified_layers > 20
+    assert "lm_head is not verified: it cannot be built afresh (ZeroDivisionError" in caplog.text
+
+
+def test_the_cache_is_given_back_once_the_copies_have_gone(pair, monkeypatch):
+    """The KV cache takes the memory next; verl empties the cache while the copies are still there."""
+    one, copies, alive = pair("qwen3_moe"), [], []
+    fresh_parameter = load_recorder.fresh_parameter
+
+    def remembered(*arguments):
+        fresh = fresh_parameter(*arguments)
+        copies.append(weakref.ref(fresh))
+        return fresh
+
+    monkeypatch.setattr(load_recorder, "fresh_parameter", remembered)
+    device = weight_sync_worker.get_torch_device()
+    monkeypatch.setattr(device, "empty_cache", lambda: alive.append(sum(copy() is not None for copy in copies)))
+    one.sync()
+    assert len(copies) > 20 and alive[-1] == 0, f"{len(copies)} copies; alive whenever the cache is emptied: {alive}"
+
+
+def test_what_is_kept_is_this_ranks_part_in_the_rollouts_dtype(pair, monkeypatch):
+    """The trainer sends whole tensors in FP32: four times as many bytes at tensor parallel 2."""
+    one, kept = pair("qwen3"), []
+    find_damage = weight_sync_worker.verify.find_damage
+    monkeypatch.setattr(
+        weight_sync_worker.verify,
+        "find_damage",
+        lambda layer, record, **k: (kept.append(record), find_damage(layer, record, **k))[1],
+    )
+    one.sync()
+    assert kept and not any(record.calls for record in kept)
+    assert all(record.loaded[name].dtype == torch.float16 for record in kept for name in record.template)
+
+
+def test_nothing_is_digested_where_no_manifest_comes(pair, monkeypatch):
+    one = pair("qwen3")
+    monkeypatch.setattr(StreamDigest, "add", lambda self, name, tensor: 1 // 0)
+    one.sync(manifest=False)
+
+
+def test_an_error_before_the_first_bucket_reaches_the_caller_and_the_sender_is_answered(pair, monkeypatch):
+    """Else the sender waits for a receiver that never comes, and the error with it."""
+    one = pair("qwen3")
+    monkeypatch.setattr(weight_sync_worker, "is_quantized_model", lambda vllm_config: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        one.sync()

@@ -1,0 +1,53 @@
+"""The guard as it runs on an accelerator, in two ranks that hold half a model each."""
+
+import multiprocessing
+import os
+import traceback
+
+import pytest
+import torch
+import verl  # noqa: F401 - loads the plugin
+from test_accelerator import AcceleratorPair, assert_takes, like_an_accelerator
+
+
+def _one_of_two(rank: int, folder: str, architecture: str) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
+            like_an_accelerator(patch)
+            init_distributed_environment(2, rank, f"file://{folder}/rendezvous", rank, backend="gloo")
+            initialize_model_parallel(2, 1)
+            pair = AcceleratorPair(architecture, tensor_parallel_size=2)
+            assert (
+                pair.model.model.layers[0].self_attn.o_proj.weight.shape[1] * 2
+                == (pair.trainer.model.layers[0].self_attn.o_proj.weight.shape[1])
+            )
+            assert_takes(pair, syncs=2)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_tied", "qwen3_moe"])
+def test_syncs_take_with_tensor_parallel_2(architecture, tmp_path, monkeypatch):
+    from verl.plugin.platform import set_platform
+
+    from verl_precision.integration.cpu.platform import PlatformCPU
+
+    set_platform(PlatformCPU())
+    monkeypatch.setenv("VLLM_DIST_IDENT", f"vp{os.getpid()}")
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_one_of_two, args=(rank, str(tmp_path), architecture)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=60)
+    stuck = [rank for rank in ranks if rank.exitcode is None]
+    for rank in stuck:
+        rank.kill()
+    assert not stuck and [rank.exitcode for rank in ranks] == [0, 0]
