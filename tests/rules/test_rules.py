@@ -14,6 +14,7 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 from verl_precision.rules.rule import RULES, Environment, Machine
+from verl_precision.tiny_model import cached_tiny_model
 
 # Name, severity, end of the setting's path, overrides on verl's own config in the short form that `composed` takes.
 FAULTS = """
@@ -32,6 +33,22 @@ token-budget-too-small    error   actor.ppo_max_token_len_per_gpu \
     actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
 token-budget-too-small    error   rollout.log_prob_max_token_len_per_gpu \
     rollout.log_prob_use_dynamic_bsz=True rollout.log_prob_max_token_len_per_gpu=1023
+attention-refuses-fp32    error   attn_implementation \
+    +precision=fp32 model.override_config.attn_implementation=flash_attention_2
+attention-refuses-fp32    error   attn_implementation \
+    +precision=fp32_train_bf16_rollout model.override_config.attn_implementation=kernels-community/vllm-flash-attn3
+attention-refuses-fp32    error   attn_implementation    +fsdp.mixed_precision=FP32 rollout.dtype=float32
+attention-refuses-fp32    error   attn_implementation \
+    +precision=fp16 actor.use_kl_loss=True \
+    ref.fsdp_config.mixed_precision.param_dtype=fp32 ref.fsdp_config.dtype=float32
+attention-refuses-fp32    error   attn_implementation    +precision=bf16_train_fp32_rollout fsdp.shadow.every_n_steps=1
+attention-refuses-fp32    error   critic.fsdp.mixed_precision.param_dtype   +precision=fp32 critic.enable=True
+ulysses-needs-flash       error   actor.ulysses_sequence_parallel_size \
+    +precision=fp32 actor.ulysses_sequence_parallel_size=2
+ulysses-needs-flash       error   fsdp_config.ulysses_sequence_parallel_size \
+    +model.override_config.attn_implementation=sdpa fsdp.ulysses_sequence_parallel_size=4
+ulysses-needs-flash       error   ref.ulysses_sequence_parallel_size \
+    +scale=1x1_gpu actor.use_kl_loss=True ref.ulysses_sequence_parallel_size=2
 half-master-weights       error   critic.fsdp.model_dtype  critic.enable=True critic.fsdp.model_dtype=bf16
 half-master-weights       warning model_dtype            fsdp.model_dtype=bf16 model.lora_rank=8
 half-weights              warning ref.fsdp_config.model_dtype \
@@ -76,7 +93,7 @@ logprobs-missing          warning calculate_log_probs \
 check_estimator           error   use_v1                 +estimator=pg_seq_is trainer.use_v1=False
 check_estimator           error   clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
 check_engines             error   actor.fsdp_config.shadow.dtype \
-    +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=fp32
+    +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
 check_mismatch            error   mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
 """
 # Faults that come with another, because one setting breaks two things.
@@ -84,6 +101,7 @@ COMPANIONS = {
     "adam-eps-underflow": {"half-master-weights"},
     "dtype-ignored": {"rollout-contradicts-actor"},
     "rollout-contradicts-actor": {"dtype-ignored"},
+    "attention-refuses-fp32": {"ref-differs-from-actor"},
     "megatron-fp16-overflow": {"rollout-contradicts-actor"},
     "raw-logprobs": {"temperature-in-half"},
 }
@@ -136,7 +154,7 @@ def composed(overrides: str = ""):
     text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", overrides)
     text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
     text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
-    text = text.replace("=FP16", "={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}")
+    text = re.sub("=FP(16|32)", r"={param_dtype:fp\1,reduce_dtype:fp32,buffer_dtype:fp32}", text)
     engine = "actor_rollout_ref.actor.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"
     text = text.replace("VERLS_ENGINE", engine)
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
@@ -206,10 +224,41 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
         "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=naive",
         "+precision=fp16 model.lora.merge=True model.lora.rank=8",  # our engine merges in FP32
         "+precision=bf16_train_fp16_rollout",  # the preset names the pair
+        "+precision=fp32",  # it chooses sdpa
+        "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
+        "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
     ],
 )
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp32_train_bf16_rollout", "fp32_train_fp16_rollout"])
+def test_fp32_takes_sdpa_with_packed_sequences_on_gpus_and_verl_builds_that(precision):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = composed(f"+precision={precision} +scale=1x8_h100 model.path={cached_tiny_model('qwen3')}")
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    assert model.hf_config._attn_implementation == "sdpa" and model.use_remove_padding
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is here, and loads")
+def test_verl_loads_a_critic_with_flash_attention_whatever_its_config_says():
+    from transformers import AutoConfig
+    from verl.utils.model import load_valuehead_model
+
+    path = cached_tiny_model("qwen3")
+    config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
+    with pytest.raises((RuntimeError, ImportError)) as refused:
+        load_valuehead_model(path, torch.float32, config, False)
+    assert "FlashAttention2" in f"{refused.value} {refused.value.__cause__}"
+
+
+def test_the_remedy_for_a_critic_in_fp32_cures_it():
+    overrides = "+precision=fp32 critic.enable=True"
+    (fault,) = find_faults(composed(overrides), NOTHING_KNOWN)
+    remedy = fault.remedy.removesuffix(".").rpartition("or set ")[2]
+    assert found(f"{overrides} {remedy}") == ["critic-differs-from-actor"]
 
 
 def test_k1_remedy_keeps_what_was_meant():

@@ -4,6 +4,7 @@
     book            all rules, and `find_faults`, which asks them
     dtypes          the dtypes a composed config asks for
     dtype_rules     settings that are ignored, contradict each other, or lose precision
+    attention_rules flash attention in FP32, Ulysses without it
     loss_rules      aggregation, bypass mode, thresholds, weights
     rollout_rules   log-probs, truncated sampling, vLLM
     engine_rules    this package's engine: loss scale, shadow

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from verl_precision.rules import dtype_rules, engine_rules, loss_rules, rollout_rules, run_rules  # noqa: F401
+from verl_precision.rules import (  # noqa: F401
+    attention_rules,
+    dtype_rules,
+    engine_rules,
+    loss_rules,
+    rollout_rules,
+    run_rules,
+)
 from verl_precision.rules.rule import RULES, Environment, Fault
 
 

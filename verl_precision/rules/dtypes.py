@@ -15,6 +15,7 @@ ALIASES = {
 }
 HALF = ("bf16", "fp16")
 FSDP = ("fsdp", "fsdp2")
+ULYSSES = "ulysses_sequence_parallel_size"
 
 
 def short(value: object) -> str:
@@ -42,6 +43,7 @@ class Engine:
     master: str  # dtype of the parameters the optimizer updates
     source: str  # the setting `compute` comes from
     ours: bool  # whether it is this package's engine, which has its own settings and guards
+    ulysses: tuple[str, int]  # setting that splits sequences over ranks, and over how many
 
     @property
     def trains(self) -> bool:
@@ -93,7 +95,11 @@ def _engine(role: str, path: str, owner: DictConfig) -> Engine:
         source = f"{path}.strategy={strategy} (BF16 is hard-wired)"
     ours = str(node.get("_target_", "")).startswith("verl_precision.")
     optim = owner.get("optim") if role != "ref" else None
-    return Engine(role, setting, node, optim, strategy, compute, reduce, master, source, ours)
+    # verl takes the first, which it calls deprecated, where that is above 1
+    sizes = {place: int(at.get(ULYSSES) or 1) for place, at in ((path, owner), (setting, node))}
+    place = max(sizes, key=lambda place: sizes[place])
+    ulysses = f"{place}.{ULYSSES}", sizes[place]
+    return Engine(role, setting, node, optim, strategy, compute, reduce, master, source, ours, ulysses)
 
 
 def engine_kwargs(config: DictConfig) -> DictConfig:

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.errors import EnvironmentMismatchError
 from verl_precision.mismatch.settings import settings_of
+from verl_precision.rules.dtypes import engines
 from verl_precision.rules.rule import Environment, Fault, Faults, Machine, refused, rule
 from verl_precision.versions import require_tested
 from verl_precision.weight_sync.settings import canary_settings
@@ -69,8 +70,7 @@ def tokenizer(config: DictConfig, environment: Environment) -> Faults:
 def token_budget(config: DictConfig, environment: Environment) -> Faults:
     """With dynamic batch sizes verl asserts that every response fits into a micro-batch, after the first rollout."""
     model, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
-    names = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
-    sequence_parallel = max(OmegaConf.select(model.actor, name, default=1) for name in names)
+    _, sequence_parallel = engines(config)[0].ulysses
     for path, node, dynamic, budget in (
         ("actor", model.actor, "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
         ("rollout", model.rollout, "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
