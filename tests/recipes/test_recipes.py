@@ -80,6 +80,21 @@ def test_on_a_cpu_a_recipe_keeps_what_it_is_about(recipe):
     assert str(tiny.actor_rollout_ref.model.path).rpartition("/")[2].startswith(tiny.tiny_architecture + "-")
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_the_moe_recipe_says_how_experts_are_computed_and_verl_builds_that(implementation):
+    """The key begins with an underscore, as the property of transformers' config that verl sets."""
+    from transformers import AutoModelForCausalLM
+    from verl.utils.config import omega_conf_to_dataclass
+
+    key = "actor_rollout_ref.model.override_config._experts_implementation"
+    change = () if implementation == "grouped_mm" else (f"{key}={implementation}",)
+    config = compose_recipe("recipes/moe/moe.yaml", "scale=cpu", *change)
+    assert OmegaConf.select(config, key) == implementation
+    hf_config = omega_conf_to_dataclass(config.actor_rollout_ref.model).hf_config
+    model = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, config=hf_config)
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == implementation
+
+
 @pytest.mark.parametrize(
     ("precision", "estimator", "name"),
     [
