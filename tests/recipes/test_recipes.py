@@ -68,6 +68,8 @@ def test_on_a_cpu_a_recipe_keeps_what_it_is_about(recipe):
         *("algorithm", "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.optim.lr"),
         *("actor_rollout_ref.actor.loss_agg_mode", "actor_rollout_ref.model.lora_rank", "trainer.v1"),
         *("actor_rollout_ref.actor.fsdp_config.mixed_precision", "actor_rollout_ref.rollout.dtype"),
+        *("actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.model.enable_gradient_checkpointing"),
+        *("actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz"),
     ):
         assert OmegaConf.select(tiny, key) == OmegaConf.select(real, key), key
     for config, ranks in ((tiny, 1), (compose_recipe(recipe, "scale=cpu_2nodes"), 2)):

