@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
-from verl_precision.weight_sync.manifest import bit_view
+from verl_precision.weight_sync.manifest import MANIFEST_NAME, bit_view
 
 
 class FlippedBit(VerifiedWeightSyncExtension):
@@ -12,9 +12,10 @@ class FlippedBit(VerifiedWeightSyncExtension):
     _planted = False
 
     def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:
-        if not self._planted and weights:
-            self._planted = True
-            weights = self._damaged(*weights[0]) + weights[1:]
+        victims = [i for i, (name, tensor) in enumerate(weights) if name != MANIFEST_NAME and tensor.numel()]
+        if victims and not self._planted:
+            self._planted, first = True, victims[0]
+            weights = [*weights[:first], *self._damaged(*weights[first]), *weights[first + 1 :]]
         super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
 
     def _damaged(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

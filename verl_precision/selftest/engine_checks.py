@@ -14,7 +14,7 @@ from verl_precision.engine.loss_scaling import LossScaler
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.selftest.checks import Figures, require
-from verl_precision.weight_sync.manifest import bit_view, digest
+from verl_precision.weight_sync.manifest import StreamDigest, bit_view, digest
 
 GIB = 2**30
 
@@ -86,7 +86,14 @@ def digests(device: str, folder: Path) -> Figures:
     copied = torch.empty_like(large)
     seconds, copy_seconds = timed(lambda: digest(large), device), timed(lambda: copied.copy_(large), device)
     small = list(large[: small_tensors * 4096].view(small_tensors, 64, 64))
-    each = timed(lambda: [digest(tensor) for tensor in small], device, repeats=1) / small_tensors
+
+    def stream() -> None:
+        digests = StreamDigest()
+        for number, tensor in enumerate(small):
+            digests.add(str(number), tensor)
+        digests.fetch()
+
+    each = timed(stream, device, repeats=1) / small_tensors
     gigabytes = large.numel() * 2 / 1e9
     return {
         "gigabytes": gigabytes,
