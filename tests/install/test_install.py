@@ -270,14 +270,15 @@ def test_a_python_that_will_not_do_is_named_with_the_reason(root, tmp_path, modu
     assert f"{python} {said}" in done.stderr and "make quickstart PYTHON=" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["install.sh", "find_python.sh"])
+@pytest.mark.parametrize("script", ["install.sh", "find_python.sh", "refresh_lock.sh"])
 def test_shellcheck_finds_nothing(root, script):
     shellcheck = Path(sys.executable).with_name("shellcheck")
     done = subprocess.run([shellcheck, root / "requirements" / script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_the_lock_has_the_pinned_uv(root):
+@pytest.mark.parametrize("lock", ["cpu.lock", "gpu.lock"])
+def test_the_locks_have_the_pinned_uv(root, lock):
     """The tests above run the uv that users get."""
     pin = re.search(r"^UV=(\S+)", (root / "requirements" / "install.sh").read_text(), re.M).group(1)
-    assert pin in (root / "requirements" / "cpu.lock").read_text().splitlines()
+    assert pin in (root / "requirements" / lock).read_text().splitlines()
