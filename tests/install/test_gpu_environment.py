@@ -1,0 +1,141 @@
+"""The GPUs' environment: its lock agrees with setup.py, verl and our ranges; the image is made of it and checked."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+import setuptools  # noqa: F401  (brings distutils)
+import yaml
+from composer import ROOT
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from verl_precision.versions import loads_adapters, require_tested
+
+LINES = [line for line in (ROOT / "requirements" / "gpu.lock").read_text().splitlines() if not line.startswith("#")]
+PINS = dict(line.split("==") for line in LINES)
+PYTHON = {"python_version": "3.12", "python_full_version": "3.12.0"}
+INSTALL = (ROOT / "docs" / "install.md").read_text()
+IMAGE = "verl-precision:gpu"
+
+
+def _extras() -> list[str]:
+    """Return what setup.py's extras of the lock ask for, from the file itself: the installed copy may be older."""
+    from distutils.core import run_setup
+
+    here = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        setup = run_setup("setup.py", stop_after="init")
+    finally:
+        os.chdir(here)
+    return [
+        *setup.install_requires,
+        *(text for extra in ("gpu", "math", "dev") for text in setup.extras_require[extra]),
+    ]
+
+
+def _unmet(requirement: Requirement, seen: set[str]) -> Iterator[str]:
+    """Yield what the lock lacks of a requirement, and of all that follows from it as far as it is installed here."""
+    name = canonicalize_name(requirement.name)
+    pin = PINS.get(name)
+    if pin is None or not requirement.specifier.contains(pin, prereleases=True):
+        yield f"{requirement}, locked: {pin}"
+    if f"{name}{sorted(requirement.extras)}" in seen:
+        return
+    seen.add(f"{name}{sorted(requirement.extras)}")
+    try:
+        distribution = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return
+    if distribution.version != pin:
+        return
+    for text in distribution.requires or ():
+        wanted = Requirement(text)
+        environments = [default_environment() | PYTHON | {"extra": extra} for extra in ("", *requirement.extras)]
+        if wanted.marker is None or any(wanted.marker.evaluate(environment) for environment in environments):
+            yield from _unmet(wanted, seen)
+
+
+def test_lines_are_pins_and_nothing_else():
+    """No option, no address of an index, no name twice."""
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.]+", line) for line in LINES)
+    assert len(PINS) == len(LINES) > 200
+
+
+def test_setup_and_verl_agree_with_the_lock():
+    assert metadata.version("verl") == PINS["verl"], "else the pins of verl's extras cannot be read here"
+    seen: set[str] = set()
+    assert [problem for text in _extras() for problem in _unmet(Requirement(text), seen)] == []
+    assert len(seen) > 100
+
+
+def test_versions_are_those_we_support_and_document():
+    require_tested("verl", PINS["verl"])
+    assert loads_adapters(PINS["vllm"])
+    table = dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", INSTALL, re.M))
+    assert {"verl", "vllm", "torch", "transformers", "flash-attn"} <= set(table)
+    assert table == {name: PINS[name] for name in table}
+    brought = f"brings vLLM {PINS['vllm']}, torch {PINS['torch']} and transformers {PINS['transformers']} to GPUs"
+    assert brought in (ROOT / "docs" / "versions.md").read_text()
+
+
+def test_there_is_one_cuda():
+    """nvcc 13.2 refuses the headers of 13.0: "CUDA compiler and CUDA toolkit headers are incompatible"."""
+    cuda = PINS["cuda-toolkit"].rpartition(".")[0]
+    parts = ("nvcc", "crt", "cccl", "runtime", "nvrtc")
+    assert {name: PINS[f"nvidia-cuda-{name}"].rpartition(".")[0] for name in parts} == dict.fromkeys(parts, cuda)
+
+
+def _instructions() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions, each with its text on one line."""
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    whole = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.M))
+    return [(word, rest) for word, _, rest in (line.partition(" ") for line in whole.splitlines() if line)]
+
+
+def _of(word: str) -> list[str]:
+    return [text for instruction, text in _instructions() if instruction == word]
+
+
+def test_image_is_made_from_the_lock_on_its_cuda():
+    assert {word for word, _ in _instructions()} == {"FROM", "SHELL", "RUN", "ARG", "ENV", "COPY", "WORKDIR"}
+    (base,) = _of("FROM")
+    assert re.fullmatch(r"nvidia/cuda:[\w.-]+", base) and base.partition(":")[2].startswith(PINS["cuda-toolkit"])
+    assert "requirements/gpu.lock /tmp/gpu.lock" in _of("COPY")
+    for sources in (text.split()[:-1] for text in _of("COPY")):
+        assert all((ROOT / source).exists() for source in sources)
+    assert [text for text in _of("RUN") if "/tmp/gpu.lock" in text and "uv pip install" in text]
+    assert (
+        'FLASH_ATTN_CUDA_ARCHS="80;90"' in _of("ARG") and INSTALL.count('FLASH_ATTN_CUDA_ARCHS="80;90" MAX_JOBS=') == 2
+    )
+
+
+def test_image_checks_itself_last():
+    assert _instructions()[-1] == ("RUN", "verl-precision check")
+
+
+@pytest.mark.parametrize("script", _of("RUN"), ids=lambda text: text.split()[0])
+def test_shell_of_the_image_parses(script):
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_image_leaves_nothing_out_that_is_tracked():
+    ignored = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith(("#", "**/"))}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not ignored & {name.partition("/")[0] for name in listed.splitlines()}
+
+
+def test_everybody_calls_the_image_by_one_name():
+    job = yaml.safe_load((ROOT / "recipes" / "launch" / "rayjob.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["image"] == IMAGE and [container["workingDir"]] == _of("WORKDIR")
+    build = f"docker build -f docker/Dockerfile -t {IMAGE} ."
+    assert build in INSTALL and build in (ROOT / "docker" / "Dockerfile").read_text()
