@@ -1,5 +1,8 @@
 """The scaler in one process: bounds, static mode, underflow, state, refusals."""
 
+import math
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,8 +11,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from verl_precision.engine.loss_scaling import (
     FILE_NAME,
     LossScaler,
-    ScalerStep,
-    StepReport,
     load_scaler,
     save_scaler,
     underflow_fraction,
@@ -91,6 +92,54 @@ def test_underflow_fraction_by_hand():
     assert underflow_fraction([large, torch.ones(1)]) == pytest.approx(1 - 1 / 65537)
 
 
+class BusyDevice(torch.Tensor):
+    """A tensor of a GPU that has work queued: what is copied from it without waiting arrives when it is asked to.
+
+    It stands for CUDA's documented order, on a machine without it. tests/gpu does the same on a real one.
+    """
+
+    under_way: ClassVar = []
+
+    @staticmethod
+    def __new__(cls, value):
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device="cuda:0")
+
+    def __init__(self, value):
+        self.value = value
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        assert operation is torch.ops.aten._to_copy.default and kwargs["device"].type == "cpu"
+        if not kwargs.get("non_blocking"):
+            return args[0].value.clone()
+        cls.under_way.append((on_the_host := torch.full(args[0].shape, torch.nan), args[0].value))
+        return on_the_host
+
+    @classmethod
+    def catch_up(cls):
+        while cls.under_way:
+            on_the_host, value = cls.under_way.pop()
+            on_the_host.copy_(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "unscaled"), [(LossScaler, 1.0, 0.25), (ShardedGradScaler, 0.0, math.nan)], ids=["ours", "torchs"]
+)
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled")
+def test_overflow_of_an_offloaded_gradient_is_found_while_the_device_is_busy(kind, found, unscaled):
+    """With `offload_policy` the scale is on the device and the gradients are on the CPU; pytorch#176429."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    for parameter, gradient in zip(parameters, (1.0, INF), strict=True):
+        parameter.grad = torch.full((2,), gradient)
+    scaler = LossScaler(LossScaleSettings(initial=4.0), "cpu") if kind is LossScaler else kind("cpu", init_scale=4.0)
+    flags = scaler._unscale_grads_(
+        torch.optim.SGD(parameters), BusyDevice(torch.tensor(0.25)), BusyDevice(torch.tensor([0.0]))
+    )
+    BusyDevice.catch_up()
+    assert {device.type: float(flag) for device, flag in flags.items()} == {"cpu": found}
+    assert parameters[0].grad.tolist() == pytest.approx([unscaled] * 2, nan_ok=True)
+
+
 def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
     """That a whole run continues exactly: `ranks.py`."""
     scaler = LossScaler(LossScaleSettings(initial=64.0, growth_interval=4), "cpu")
@@ -119,19 +168,3 @@ def test_state_of_torchs_scaler_is_understood():
     scaler = LossScaler(LossScaleSettings(), "cpu")
     scaler.load_state_dict(theirs.state_dict())
     assert scaler.state_dict() == {"scale": 64, "growth_tracker": 3, "steps_at_minimum": 0}
-
-
-def test_report_adds_up_the_updates_of_a_step():
-    scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
-    assert not report.take_applied(), "nothing happened yet"
-    for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
-        scaler.last_step = ScalerStep(ranks, underflow)
-        report.add(INF if ranks else 1.0, scaler)
-    assert report.last_skipped and report.take_applied() and not report.take_applied()
-    assert report.metrics(scaler) == {
-        "precision/skipped_steps": 2.0,
-        "precision/loss_scale": 65536.0,
-        "precision/overflow_rank_count": 3.0,
-        "precision/grad_underflow_fraction": pytest.approx(0.2),
-    }
-    assert report.metrics(None) == {"precision/skipped_steps": 0.0}, "a new step"

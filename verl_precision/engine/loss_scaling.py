@@ -8,7 +8,6 @@ holds what is needed to go on as if nothing had happened.
 
 import json
 import logging
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +114,15 @@ class LossScaler(ShardedGradScaler):
             ranks = int(flag)
         self.last_step = ScalerStep(ranks, underflow)
 
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        """Unscale as torch does, which copies both values to the gradients' devices, but does not wait for the copies.
+
+        Under `offload_policy` one can land after the CPU has read 1/S, or over the 1.0 of "found inf". `.cpu()` waits.
+        """
+        return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Grow or back off as torch does, then keep the scale within the bounds of the settings."""
         at_minimum = self.get_scale() <= self.settings.bounds()[0]
@@ -177,57 +185,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class StepReport:
-    """Collects the optimizer steps (mini-batches) of one training step."""
-
-    def __init__(self) -> None:
-        self._skipped: list[bool] = []
-        self._steps: list[ScalerStep] = []
-        self._applied_since_schedule = False
-
-    @property
-    def last_skipped(self) -> bool:
-        """Whether the latest optimizer step left the parameters as they were."""
-        return bool(self._skipped) and self._skipped[-1]
-
-    def add(self, grad_norm: float, scaler: LossScaler | None) -> None:
-        """Record one optimizer step.
-
-        Args:
-            grad_norm: As verl returns it; without a scaler verl skips the step if it is not finite.
-            scaler: The scaler after its update, or None when the compute dtype needs none.
-        """
-        if scaler is not None and scaler.last_step is not None:
-            self._steps.append(scaler.last_step)
-            self._skipped.append(scaler.last_step.skipped)
-        else:
-            self._skipped.append(not math.isfinite(grad_norm))
-        self._applied_since_schedule |= not self.last_skipped
-
-    def metrics(self, scaler: LossScaler | None) -> dict[str, float]:
-        """Return the metrics of the steps recorded since the last call, and start anew.
-
-        Returns:
-            `precision/skipped_steps`: updates skipped in this training step; healthy: 0, now and then 1.
-            With a scaler also `precision/loss_scale`: S for the next backward; `precision/overflow_rank_count`: most
-            ranks with a non-finite gradient in one update; `precision/grad_underflow_fraction`: mean share of sampled
-            non-zero scaled gradient elements below FP16's smallest normal number, on this rank.
-        """
-        found = {"precision/skipped_steps": float(sum(self._skipped))}
-        if scaler is not None:
-            underflow = [step.underflow_fraction for step in self._steps]
-            found["precision/loss_scale"] = scaler.get_scale()
-            found["precision/overflow_rank_count"] = float(max((s.overflow_ranks for s in self._steps), default=0))
-            found["precision/grad_underflow_fraction"] = sum(underflow) / max(1, len(underflow))
-        self._skipped, self._steps = [], []
-        return found
-
-    def take_applied(self) -> bool:
-        """Return whether any update was applied since the last call."""
-        applied, self._applied_since_schedule = self._applied_since_schedule, False
-        return applied
-
-
 def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]) -> str:
     """Say why a run cannot go on with its loss scale at the minimum.
 
@@ -236,7 +193,7 @@ def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]
         named_parameters: Parameters of the model, to name those with a non-finite gradient on this rank.
     """
     bad = {id(parameter) for parameter in scaler.nonfinite}
-    names = [name for name, parameter in named_parameters if id(parameter) in bad]
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, parameter in named_parameters if id(parameter) in bad]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     ranks = scaler.last_step.overflow_ranks if scaler.last_step is not None else 0
     return (
