@@ -1,7 +1,10 @@
-"""Tests that run in every rank at once: real FSDP2 over gloo, real verl engines, a tiny Qwen3.
+"""Tests that run in every rank at once: real FSDP1 and FSDP2 over gloo, real verl engines, a tiny Qwen3.
 
 `test_ranks.py` starts pytest on this file in each rank; by its name pytest does not find it otherwise. All ranks run
 the same tests in the same order, and stop at the first that fails.
+
+Three things are arranged that only a CPU needs: torch lets FSDP1 share a CPU's weights at the start, verl's name for
+the device is one that torch can parse (`cpu:0`), and verl's `offload_policy` leaves out pinned memory.
 """
 
 import contextlib
@@ -17,24 +20,34 @@ import torch
 import torch.distributed as dist
 import verl  # noqa: F401 - loads the plugin
 from safetensors import safe_open
+from torch.distributed.fsdp import CPUOffloadPolicy, _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 from verl.trainer.config import CheckpointConfig
+from verl.utils import fsdp_utils
 from verl.utils import model as verl_model
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
+from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
+from verl_precision.engine.shadow import reshard
 from verl_precision.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.fsdp_engine import AlwaysManifest, precision_variant
 from verl_precision.tiny_model import cached_tiny_model
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARED = Path(os.environ["SHARED_FOLDER"])
 INF = float("inf")
+FSDP1_ON_CPU = {
+    "language_model": precision_variant(transformer_impl.FSDPEngineWithLMHead, "FSDP1OnCPU", AlwaysManifest),
+    "value_model": precision_variant(transformer_impl.FSDPEngineWithValueHead, "FSDP1CriticOnCPU"),
+}
+STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +58,22 @@ def process_group():
     dist.destroy_process_group()
 
 
+class TheCPU(str):
+    """The device as `Tensor.to` takes it, which becomes its index in verl's f"{name}:{index}"."""
+
+    def __format__(self, spec):
+        return "0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_only_a_cpu_needs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_init_utils, "_check_module_states_for_sync_module_states", lambda states: None)
+        patch.setattr(fsdp_utils, "get_device_id", lambda: TheCPU("cpu"))
+        patch.setattr(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False))
+        yield
+
+
 def make_engine(
     dtype="fp16",
     plain=False,
@@ -53,11 +82,13 @@ def make_engine(
     fsdp_size=-1,
     lora=None,
     save=("model", "optimizer", "extra"),
+    strategy="fsdp2",
+    packed=False,
     **ours,
 ):
-    """Build an engine of ours with settings `ours`; `plain`: with verl's config."""
+    """Build an engine of ours with settings `ours`; `plain`: with verl's config; `packed`: as on a GPU."""
     settings = dict(
-        strategy="fsdp2",
+        strategy=strategy,
         fsdp_size=fsdp_size,
         use_torch_compile=False,
         dtype=DTYPES[dtype],
@@ -65,14 +96,16 @@ def make_engine(
     )
     model = HFModelConfig(
         path=str(cached_tiny_model("qwen3")),
-        use_remove_padding=False,
-        enable_gradient_checkpointing=False,
+        use_remove_padding=packed,
+        enable_gradient_checkpointing=packed,
         override_config={"attn_implementation": "sdpa"},
         **(lora or {}),
     )
     model.model_type = model_type
     torch.manual_seed(0)  # the value head is drawn
-    engine = (cls or EngineRegistry.get_engine_cls(model_type, "fsdp2"))(
+    if cls is None:  # ours refuses FSDP1 on a CPU
+        cls = FSDP1_ON_CPU[model_type] if strategy == "fsdp" else EngineRegistry.get_engine_cls(model_type, strategy)
+    engine = cls(
         model_config=model,
         engine_config=FSDPEngineConfig(**settings) if plain else PrecisionFSDPConfig(**settings, **ours),
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=100),
@@ -82,28 +115,29 @@ def make_engine(
     return engine
 
 
-def fp16_engine(**settings):
-    return make_engine("fp16", loss_scale=LossScaleSettings(**{"initial": 1024.0, **settings}))
+def fp16_engine(strategy="fsdp2", **settings):
+    return make_engine("fp16", strategy=strategy, loss_scale=LossScaleSettings(**{"initial": 1024.0, **settings}))
 
 
 def nested(tensors):
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 
-def batch(last=True):
+def batch(last=True, packed=False, lengths=(5, 8)):
     generator = torch.Generator().manual_seed(RANK)
-    sequences = [torch.randint(3, 90, (n,), generator=generator) for n in (5, 8)]
+    sequences = [torch.randint(3, 90, (n,), generator=generator) for n in lengths]
     return tu.get_tensordict(
         {
             "input_ids": nested(sequences),
             "position_ids": nested([torch.arange(len(s)) for s in sequences]),
             "loss_mask": nested([torch.ones(len(s)) for s in sequences]),
-            "temperature": torch.tensor([0.7, 1.3]),
+            "temperature": torch.tensor([0.7, 1.3]).repeat(len(lengths) // 2),
         },
         non_tensor_dict=dict(
-            use_dynamic_bsz=False,
+            use_dynamic_bsz=packed,
+            max_token_len_per_gpu=20,
             micro_batch_size_per_gpu=1,
-            use_remove_padding=False,
+            use_remove_padding=packed,
             use_fused_kernels=False,
             calculate_entropy=True,
             update_lr_scheduler=last,
@@ -122,11 +156,11 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gradient(engine, loss=mean_log_prob):
-    """Return the unscaled gradient of all parameters, in float64."""
+def gradient(engine, loss=mean_log_prob, **asked):
+    """Return the unscaled gradient of all parameters, in float64; under FSDP1 this rank's part of it."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
-        engine.forward_backward_batch(batch(), loss)
+        engine.forward_backward_batch(batch(**asked), loss)
         if engine.scaler is not None:
             engine.scaler.unscale_(engine.optimizer)
         found = torch.cat([full(p.grad).flatten().double() for p in engine.module.parameters()])
@@ -139,13 +173,13 @@ def relative_error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-def log_probs(engine):
+def log_probs(engine, **asked):
     with engine.eval_mode():
-        return engine.infer_batch(batch())["model_output"]["log_probs"].values()
+        return engine.infer_batch(batch(**asked))["model_output"]["log_probs"].values()
 
 
 def local_parameters(engine):
-    return torch.cat([p.to_local().flatten() for p in engine.module.parameters()]).detach().clone()
+    return torch.cat([local_part(p).flatten() for p in engine.module.parameters()]).detach().clone()
 
 
 @contextlib.contextmanager
@@ -156,7 +190,7 @@ def poisoned(engine, value=INF, rank=0):
     def with_value(*args, **kwargs):
         outputs = verls(engine, *args, **kwargs)
         if rank == RANK:
-            next(engine.module.parameters()).grad.to_local().view(-1)[0] = value
+            local_part(next(engine.module.parameters()).grad).view(-1)[0] = value
         return outputs
 
     engine.forward_backward_batch = with_value
@@ -178,10 +212,11 @@ def step(engine, last=True):
     )
 
 
-def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_of_fp32():
+@STRATEGIES
+def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_of_fp32(strategy):
     """FP16 has unit roundoff 2^-11 = 4.9e-4; over four layers and two passes the norm may err by a few times that."""
-    engine = fp16_engine(initial=64.0)
-    assert type(engine).__name__ == "FSDPEngineWithLMHeadOnCPU"
+    engine = fp16_engine(strategy, initial=64.0)
+    assert type(engine).__name__ == ("FSDPEngineWithLMHeadOnCPU" if strategy == "fsdp2" else "FSDP1OnCPU")
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}, "master weights"
     rope = {b.dtype for name, b in engine.module.named_buffers() if "inv_freq" in name}
     assert rope == {torch.float32}, "RoPE's frequencies"
@@ -191,16 +226,18 @@ def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_
         seen.update((args[0].dtype, module.weight.dtype, output.dtype))
 
     engine.module.model.layers[0].mlp.up_proj.register_forward_hook(record)
-    reference = gradient(make_engine("fp32"))
+    reference = gradient(make_engine("fp32", strategy=strategy))
     error = relative_error(gradient(engine), reference)
     assert seen == {torch.float16}
     assert error < 8 * 2**-11
-    assert relative_error(gradient(make_engine("bf16", plain=True)), reference) > 4 * error, "BF16 is 8 times coarser"
+    coarse = gradient(make_engine("bf16", plain=True, strategy=strategy))
+    assert relative_error(coarse, reference) > 4 * error, "BF16 is 8 times coarser"
 
 
-def test_inf_on_one_rank_skips_the_step_on_all_and_the_scale_halves_then_grows():
+@STRATEGIES
+def test_inf_on_one_rank_skips_the_step_on_all_and_the_scale_halves_then_grows(strategy):
     """One good step, one with inf on rank 0, two good ones; the scale grows after two. The schedule waits."""
-    engine = fp16_engine(growth_interval=2)
+    engine = fp16_engine(strategy, growth_interval=2)
     steps = [step(engine)]
     with poisoned(engine):
         steps.append(step(engine))
@@ -230,43 +267,99 @@ def test_several_updates_in_one_step_are_reported_once_and_advance_the_schedule_
     assert engine.lr_scheduler.last_epoch == 1
 
 
+@pytest.mark.parametrize(
+    ("strategy", "offloaded"),
+    [("fsdp2", "param_offload"), ("fsdp2", "offload_policy"), ("fsdp", "param_offload")],
+)
+def test_offloading_changes_nothing_and_misses_no_overflow(strategy, offloaded):
+    """The inf is on the last rank only, in the gradient where offloading keeps it."""
+    loss_scale = LossScaleSettings(initial=1024.0)
+    settings = {"optimizer_offload": True, "shadow": ShadowSettings(dtype="bf16", every_n_steps=1)}
+    engines = [
+        make_engine("fp16", strategy=strategy, loss_scale=loss_scale, **asked)
+        for asked in ({}, {offloaded: True, **settings})
+    ]
+    found = []
+    for engine in engines:
+        found.append([log_probs(engine), step(engine)])
+        with poisoned(engine, rank=WORLD - 1):
+            found[-1].append(step(engine))
+        found[-1] += [step(engine), log_probs(engine), local_parameters(engine)]
+    for kept, offloaded_too in zip(*found, strict=True):
+        assert torch.equal(kept, offloaded_too) if isinstance(kept, torch.Tensor) else kept == offloaded_too
+    good, skipped, again = (found[1][i] for i in (1, 2, 3))
+    assert [s.changed for s in (good, skipped, again)] == [True, False, True] and skipped.scale == 512
+    assert skipped.metrics["precision/overflow_rank_count"] == [1]
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 2**-24), ("fp16", 2**-11), ("bf16", 2**-8)])
+def test_packed_sequences_dynamic_batches_and_checkpointing_give_what_the_padded_run_gives(dtype, rounding):
+    """With sdpa, which has no kernel for packed sequences: verl's mask keeps them apart."""
+    lengths = (5, 8, 7, 11)
+    padded = make_engine("fp32")
+    packed = make_engine(dtype, packed=True, loss_scale=LossScaleSettings(initial=64.0))
+
+    def summed(model_output, data, dp_group):
+        return -sum(row[:-1].sum() for row in model_output["log_probs"].unbind()), {}
+
+    inner = torch.ones(sum(lengths), dtype=bool)
+    inner[torch.tensor(lengths).cumsum(0) - 1] = False  # the last token of a sequence predicts nothing
+    found = log_probs(packed, packed=True, lengths=lengths) - log_probs(padded, lengths=lengths)
+    assert found[inner].abs().mean() < 4 * rounding
+    reference = gradient(padded, summed, lengths=lengths)
+    found = gradient(packed, summed, packed=True, lengths=lengths)
+    assert relative_error(found, reference) < 8 * rounding
+
+
+@STRATEGIES
 @pytest.mark.skipif(WORLD == 1, reason="HSDP needs two ranks")
-def test_replicas_of_hsdp_agree():
+def test_replicas_of_hsdp_agree(strategy):
     """Each rank is a replica: inf on one must stop the other."""
-    engine = make_engine("fp16", fsdp_size=1, loss_scale=LossScaleSettings(initial=1024.0))
+    engine = make_engine("fp16", fsdp_size=1, strategy=strategy, loss_scale=LossScaleSettings(initial=1024.0))
     assert engine.device_mesh.mesh.shape == (2, 1)
     with poisoned(engine):
         found = step(engine)
     assert not found.changed and found.scale == 512
 
 
-def test_scale_at_its_minimum_stops_the_run_with_a_diagnosis():
-    engine = fp16_engine(initial=2.0, minimum=1.0, stop_after_steps_at_minimum=2)
+@STRATEGIES
+def test_scale_at_its_minimum_stops_the_run_with_a_diagnosis(strategy):
+    engine = fp16_engine(strategy, initial=2.0, minimum=1.0, stop_after_steps_at_minimum=2)
     with poisoned(engine):
         assert [step(engine).scale, step(engine).scale] == [1, 1], "2 -> 1, then one step at the minimum"
         with pytest.raises(LossScaleError, match=r"loss_scale.minimum=1, on 1 rank\(s\)") as error:
             step(engine)
     message = str(error.value)
     assert "stop_after_steps_at_minimum=2" in message and "precision=bf16" in message
-    assert RANK > 0 or "model.embed_tokens.weight" in message
+    named = {"fsdp2": "model.embed_tokens.weight", "fsdp": "on this rank: _flat_param"}  # the root's
+    assert RANK > 0 or named[strategy] in message
 
 
-def test_resume_goes_on_exactly_and_upstream_starts_again(caplog):
+@STRATEGIES
+def test_resume_goes_on_exactly_and_is_refused_with_another_number_of_ranks(strategy):
     """Save after a skip and a good step, load into a fresh engine."""
-    engine = fp16_engine(growth_interval=5)
+    engine, folder = fp16_engine(strategy, growth_interval=4), SHARED / strategy
     with poisoned(engine):
         step(engine)
     step(engine)
-    engine.save_checkpoint(str(SHARED / "ours"))
+    engine.save_checkpoint(str(folder))
     saved = engine.scaler.state_dict()
-    resumed = fp16_engine(growth_interval=5)
-    resumed.load_checkpoint(str(SHARED / "ours"), del_local_after_load=False)
+    resumed = fp16_engine(strategy, growth_interval=4)
+    resumed.load_checkpoint(str(folder), del_local_after_load=False)
     assert resumed.scaler.state_dict() == saved == {"scale": 512, "growth_tracker": 1, "steps_at_minimum": 0}
-    for _ in range(4):
+    for _ in range(3):
         uninterrupted, continued = step(engine), step(resumed)
         assert continued == uninterrupted
-    assert continued.scale == 1024, "the growth counter went on: 5 good steps, one before the save"
+    assert continued.scale == 1024, "the growth counter went on: 4 good steps, one before the save"
+    assert torch.equal(local_parameters(engine), local_parameters(resumed))
 
+    for name in ("model", "optim", "extra_state"):
+        (folder / f"{name}_world_size_{WORLD}_rank_{RANK}.pt").rename(folder / f"{name}_world_size_7_rank_{RANK}.pt")
+    with pytest.raises(FileNotFoundError, match=f"model_world_size_{WORLD}_rank_{RANK}.pt"):
+        resumed.load_checkpoint(str(folder), del_local_after_load=False)
+
+
+def test_upstreams_resume_starts_with_a_new_scale(caplog):
     def upstream():
         engine = make_engine("fp16", plain=True)
         engine.scaler = ShardedGradScaler("cpu", growth_interval=400)  # verl's own would be disabled on a CPU
@@ -306,13 +399,15 @@ def test_without_our_config_the_engine_is_verls_bit_for_bit():
     assert rates[0] > rates[1] > rates[2]
 
 
-def test_critic_scales(monkeypatch):
+@STRATEGIES
+def test_critic_scales(strategy, monkeypatch):
     def without_flash_attention(local_path, torch_dtype, model_config, trust_remote_code):
         return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
 
     monkeypatch.setattr(verl_model, "load_valuehead_model", without_flash_attention)  # which needs CUDA
-    critic = make_engine("fp16", model_type="value_model", loss_scale=LossScaleSettings(initial=1024.0))
-    assert type(critic).__name__ == "FSDPEngineWithValueHeadOnCPU"
+    loss_scale = LossScaleSettings(initial=1024.0)
+    critic = make_engine("fp16", model_type="value_model", strategy=strategy, loss_scale=loss_scale)
+    assert type(critic).__name__ == ("FSDPEngineWithValueHeadOnCPU" if strategy == "fsdp2" else "FSDP1CriticOnCPU")
     found = step(critic)
     assert found.changed and found.metrics["precision/loss_scale"] == [1024]
 
@@ -340,15 +435,17 @@ def importance_weighted(rollout_log_probs, ratio=None):
 
 
 def copy_parameters(source, target):
+    reshard(target.module)
     with torch.no_grad():
         for theirs, mine in zip(source.module.parameters(), target.module.parameters(), strict=True):
-            mine.to_local().copy_(theirs.to_local())
+            local_part(mine).copy_(local_part(theirs))
 
 
-def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient():
+@STRATEGIES
+def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient(strategy):
     """FP32 training with a BF16 shadow: log-probs are bit for bit a BF16 engine's, before and after an update."""
-    engine = make_engine("fp32", shadow=ShadowSettings(dtype="bf16", ratio_source="shadow"))
-    half, single = make_engine("bf16"), make_engine("fp32")
+    engine = make_engine("fp32", strategy=strategy, shadow=ShadowSettings(dtype="bf16", ratio_source="shadow"))
+    half, single = make_engine("bf16", strategy=strategy), make_engine("fp32", strategy=strategy)
     lengths = batch()["input_ids"].offsets().diff().tolist()
     beta = (log_probs(single) - log_probs(half)).abs().mean()
     assert beta > 1e-4, "the two precisions differ, or this test shows nothing"
@@ -364,8 +461,9 @@ def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient()
         copy_parameters(engine, single)
 
 
-def test_forward_in_another_dtype_stops_the_run():
-    engine = make_engine("bf16")
+@STRATEGIES
+def test_forward_in_another_dtype_stops_the_run(strategy):
+    engine = make_engine("bf16", strategy=strategy)
     log_probs(engine)
     engine._autocast_dtype = torch.float16
     with pytest.raises(PrecisionContradictionError, match=r"model.layers.0.self_attn.q_proj: float16") as error:
@@ -395,28 +493,46 @@ def test_export_says_the_dtype_it_was_trained_in(plain, dtype):
         assert {weights.get_slice(key).get_dtype() for key in weights.keys()} == {"F32"}
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["ours", "upstream"])
-def test_merged_lora_is_sent_as_exact_as_it_is(plain):
+LORA = dict(lora_rank=4, lora_alpha=8, target_modules="all-linear", lora={"merge": True})
+
+
+@pytest.mark.parametrize(("strategy", "plain"), [("fsdp2", False), ("fsdp", False), ("fsdp2", True)])
+def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     """Trap 3.15: verl rounds base + scale·B·A to BF16. The reference is in float64."""
-    lora = dict(lora_rank=4, lora_alpha=8, target_modules="all-linear", lora={"merge": True})
-    engine = make_engine("fp16", plain=plain, lora=lora)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
+    engine = make_engine("fp16", plain=plain, lora=LORA, strategy=strategy)
+    torch.manual_seed(1)
+    with fsdp_utils.FSDP.summon_full_params(engine.module), torch.no_grad():  # FSDP2 leaves alone what it sharded
         for key, parameter in engine.module.named_parameters():
             if "lora_B" in key:
-                whole = torch.randn(full(parameter).shape, generator=generator) * 0.01
-                parameter.to_local().copy_(whole.chunk(WORLD)[RANK])
+                whole = torch.randn(parameter.shape) * 0.01
+                local = local_part(parameter)
+                local.copy_(whole if local.shape == whole.shape else whole.chunk(WORLD)[RANK])
 
     def weights():
-        return {key: full(value).double() for key, value in engine.module.state_dict().items()}
+        state = engine.module.state_dict()
+        return {key.replace("_fsdp_wrapped_module.", ""): full(value).double() for key, value in state.items()}
 
     before = weights()
     sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
     layer = "model.layers.0.mlp.up_proj"
     parts = ("base_layer", "lora_A.default", "lora_B.default")
     base, a, b = (before[f"base_model.model.{layer}.{part}.weight"] for part in parts)
+    assert b.abs().sum() > 0
     error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max() / base.abs().max()
     assert {value.dtype for value in sent.values()} == {torch.bfloat16 if plain else torch.float32}
     assert error > 1e-3 if plain else error < 1e-6
     after = weights()
     assert all(torch.equal(before[key], after[key]) for key in before), "the adapter is taken out again"
+
+
+@STRATEGIES
+def test_a_shadow_follows_lora(strategy):
+    """Its adapter is the actor's after an update: in the actor's own dtype, both give the same log-probs."""
+    engine = make_engine("fp32", lora=LORA, strategy=strategy, shadow=ShadowSettings(dtype="fp32", every_n_steps=1))
+    before = log_probs(engine)
+    with engine.eval_mode(), engine._shadow.in_place_of_the_actor(engine):
+        engine.infer_batch(batch())
+    assert step(engine).changed
+    with engine.eval_mode(), engine._shadow.in_place_of_the_actor(engine):
+        found = engine.infer_batch(batch())["model_output"]["log_probs"].values()
+    assert torch.equal(found, log_probs(engine)) and not torch.equal(found, before)

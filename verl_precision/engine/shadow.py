@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import local_part
@@ -63,6 +63,11 @@ class ShadowModel:
     dtypes: ForwardDtypes
     stale: bool = False  # it is built from the weights the actor starts with
 
+    def outdate(self) -> None:
+        """Note that the actor's weights have changed; what a forward has gathered of the old ones is dropped."""
+        self.stale = True
+        reshard(self.module)
+
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
         """Round this rank's shards of the actor's weights into the copy, if they have changed.
@@ -72,10 +77,7 @@ class ShadowModel:
         """
         if not self.stale:
             return
-        for module in (source, self.module):  # a root that stayed gathered after a forward hides its shards
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+        reshard(source)
         for mine, theirs in zip(self.module.parameters(), source.parameters(), strict=True):
             local_part(mine).copy_(local_part(theirs))
         self.stale = False
@@ -93,6 +95,23 @@ class ShadowModel:
             engine.module, engine._autocast_dtype, engine._dtypes = actors
 
 
+def reshard(module: nn.Module) -> None:
+    """Drop the gathered weights that a forward left behind.
+
+    The root may stay gathered: FSDP2 then hides its shards, and FSDP1 computes the next forward from what it gathered.
+
+    Args:
+        module: A module sharded by FSDP1 or FSDP2.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+        elif isinstance(part, FullyShardedDataParallel) and part._is_root is not None:  # it has run before
+            handle = part._handle
+            if handle is not None and handle.uses_sharded_strategy:  # one rank alone gathers nothing
+                handle.reshard(True)
+
+
 def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn.Module]) -> ShadowModel:
     """Copy a model that is not sharded yet, and have it sharded with the shadow's dtype as compute dtype.
 
@@ -104,7 +123,7 @@ def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn
     config = engine.engine_config
     short = short_name(config.shadow.dtype)
     dtype = getattr(torch, DTYPES[short])
-    copied = copy.deepcopy(module).eval().requires_grad_(False)
+    copied = copy.deepcopy(module).eval()
     for parameter in copied.parameters():  # not the buffers: RoPE's frequencies stay FP32, as in the rollout
         parameter.data = parameter.data.to(dtype)
     engine.engine_config = dataclasses.replace(
@@ -114,6 +133,7 @@ def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn
         shadow=ShadowSettings(),
     )
     try:
-        return ShadowModel(build(copied), dtype, engine._dtypes)
+        # Without gradients from here on: for LoRA, FSDP1 wraps by what has them, and the shadow is wrapped alike.
+        return ShadowModel(build(copied).requires_grad_(False), dtype, engine._dtypes)
     finally:
         engine.engine_config = config

@@ -54,19 +54,20 @@ class VerifiedScaledTraining:
         config, head = self.engine_config, None
         if config.fp32_output_head and self.model_config.model_type == "language_model":
             head = compute_head_in_fp32(module)
-        with warnings.catch_warnings():  # verl's scaler, replaced below, says that it is off without CUDA
-            warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
-            module = super()._build_fsdp_module(module)
-        self._report = StepReport()
-        if self.scaler is not None:
-            self.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
         role = "critic" if self.model_config.model_type == "value_model" else "actor"
+        # Before sharding: under FSDP1 the modules then have no matrix of their own any more.
         self._dtypes = ForwardDtypes(
             module,
             role="reference" if config.forward_only else role,
             expected=getattr(torch, DTYPES[config.compute_dtype]),
             exempt=head,
         )
+        with warnings.catch_warnings():  # verl's scaler, replaced below, says that it is off without CUDA
+            warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
+            module = super()._build_fsdp_module(module)
+        self._report = StepReport()
+        if self.scaler is not None:
+            self.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
         return module
 
     def forward_step(self, micro_batch, loss_function, forward_only):

@@ -90,14 +90,14 @@ class ShadowForward:
         """Do the engine's step; the shadow's weights are then old."""
         grad_norm = super().optimizer_step()
         if self._shadow is not None:
-            self._shadow.stale = True
+            self._shadow.outdate()
         return grad_norm
 
     def load_checkpoint(self, *args, **kwargs):
         """Load the engine's checkpoint; the shadow's weights are then old."""
         super().load_checkpoint(*args, **kwargs)
         if self._shadow is not None:
-            self._shadow.stale = True
+            self._shadow.outdate()
 
     def to(self, device, model=True, optimizer=True, grad=True):
         """Move the engine, and the shadow with the actor's weights."""
