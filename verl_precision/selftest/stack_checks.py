@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from verl_precision.errors import CheckFailedError, RunFailedError
+from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.runs.fork_server import fork_server_on_cpu
 from verl_precision.runs.launch import Progress, quoted, run_verl
 from verl_precision.runs.read import Rows, read_metrics
@@ -14,7 +15,6 @@ RECIPE = Path(__file__).with_name("stack.yaml")
 _EXTENSION = (
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_precision.integration.selftest_faults.{}"
 )
-K3 = "mismatch/kl_k3"
 
 
 class _KilledError(Exception):
@@ -23,9 +23,9 @@ class _KilledError(Exception):
 
 def tied_model(device: str, folder: Path) -> Figures:
     """Train three steps with tied embeddings: the rollout sleeps and wakes, and every layer is verified."""
-    rows = _run(device, folder, "tiny_architecture=qwen3_tied")
+    rows = _run(device, folder, "tiny_architecture=qwen3_tied", sleeps=True)
     _healthy(rows, steps=3)
-    return {"verified_layers": rows[-1]["weight_sync/verified_layers"], K3: rows[-1][K3]}
+    return {"verified_layers": rows[-1]["weight_sync/verified_layers"], K3_KL: rows[-1][K3_KL]}
 
 
 def precision_gap(device: str, folder: Path) -> Figures:
@@ -34,7 +34,7 @@ def precision_gap(device: str, folder: Path) -> Figures:
     for precision in ("fp16", "bf16"):
         rows = _run(device, folder / precision, f"precision={precision}")
         _healthy(rows, steps=3)
-        gaps[precision] = sum(row[K3] for row in rows) / len(rows)
+        gaps[precision] = sum(row[K3_KL] for row in rows) / len(rows)
     times = gaps["bf16"] / gaps["fp16"]
     require(times > 10, f"the k3 KL is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
@@ -44,21 +44,21 @@ def moe(device: str, folder: Path) -> Figures:
     """Train three steps with a mixture of experts in FP16."""
     rows = _run(device, folder, "tiny_architecture=qwen3_moe")
     _healthy(rows, steps=3)
-    return {"unverified_layers": rows[-1]["weight_sync/unverified_layers"], K3: rows[-1][K3]}
+    return {"unverified_layers": rows[-1]["weight_sync/unverified_layers"], K3_KL: rows[-1][K3_KL]}
 
 
 def lora_merged(device: str, folder: Path) -> Figures:
     """Train two steps with LoRA; the rollout gets merged weights."""
     rows = _run(device, folder, *_lora(merge=True))
     _healthy(rows, steps=2)
-    return {"verified_layers": rows[-1]["weight_sync/verified_layers"], K3: rows[-1][K3]}
+    return {"verified_layers": rows[-1]["weight_sync/verified_layers"], K3_KL: rows[-1][K3_KL]}
 
 
 def lora_adapter(device: str, folder: Path) -> Figures:
     """Train two steps with LoRA; the rollout gets the adapter."""
     rows = _run(device, folder, *_lora(merge=False))
     _healthy(rows, steps=2)
-    return {K3: rows[-1][K3]}
+    return {K3_KL: rows[-1][K3_KL]}
 
 
 def _lora(merge: bool) -> list[str]:
@@ -72,7 +72,7 @@ def fsdp1(device: str, folder: Path) -> Figures:
     strategies = [f"{role}.strategy=fsdp" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")]
     rows = _run(device, folder, *strategies, "trainer.total_training_steps=2")
     _healthy(rows, steps=2)
-    return {K3: rows[-1][K3]}
+    return {K3_KL: rows[-1][K3_KL]}
 
 
 def flipped_bit(device: str, folder: Path) -> Figures:
@@ -135,10 +135,10 @@ def _healthy(rows: Rows, steps: int) -> None:
     for row in rows:
         gap, bound = row.get("weight_sync/canary_gap"), row.get("weight_sync/canary_bound", 0.0)
         require(gap is None or gap < bound, f"the canary's gap is {gap} nats, its bound {bound}")
-        require(row[K3] < 0.1, f"{K3} is {row[K3]:g}: the rollout samples from another policy")
+        require(row[K3_KL] < 0.1, f"{K3_KL} is {row[K3_KL]:g}: the rollout samples from another policy")
 
 
-def _run(device: str, folder: Path, *overrides: str, on_progress=lambda progress: None) -> Rows:
+def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_progress=lambda progress: None) -> Rows:
     data = _prompts(folder / "prompts.jsonl")
     own = [
         f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}",
@@ -146,9 +146,10 @@ def _run(device: str, folder: Path, *overrides: str, on_progress=lambda progress
         f"data.val_files={quoted(data)}",
         f"reward.custom_reward_function.path={quoted(Path(__file__).with_name('reward.py'))}",
     ]
-    if device != "cpu":  # start-up is the check's time: no graphs, and no profiling of a memory others may use
+    if device != "cpu":  # start-up is the check's time: no graphs; no profiling of memory that others may use as well
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
+        own += [f"{rollout}.free_cache_engine={sleeps}", f"{rollout}.enable_sleep_mode={sleeps}"]
     with fork_server_on_cpu() as python:
         run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python)
     return read_metrics(folder / "run" / "metrics.jsonl")

@@ -1,0 +1,16 @@
+"""On a GPU, the checks of `verl-precision selftest`, one test each."""
+
+import pytest
+import torch
+from rich.console import Console
+
+from verl_precision.selftest.checks import CHECKS
+from verl_precision.selftest.session import run_selftest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("name", [check.name for check in CHECKS])
+def test_check_passes(name, tmp_path):
+    (outcome,) = run_selftest(tmp_path, "cuda", [name], 1, Console())
+    assert outcome.status == "passed", outcome.message
