@@ -149,7 +149,7 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_pr
     if device != "cpu":  # start-up is the check's time: no graphs; no profiling of memory that others may use as well
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
-        own += [f"{rollout}.free_cache_engine={sleeps}", f"{rollout}.enable_sleep_mode={sleeps}"]
+        own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
     with fork_server_on_cpu() as python:
         run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python)
     return read_metrics(folder / "run" / "metrics.jsonl")
