@@ -30,12 +30,12 @@ def test_parameters_by_hand():
 def test_bytes_by_hand():
     assert state_bytes(SMALL, 4) == 16 * 1312 // 4
     assert gathered_bytes(SMALL) == 8 * 160 + 10 * 576
-    # inputs 2*2*8*5, layer 34*8*5, logits 4*10*5, chunk 3*4*512*10
-    assert activation_bytes(SMALL, 5) == 160 + 1360 + 200 + 61440
+    # inputs 2*2*8*5, layer 34*8*5, logits 4*10*5, chunk 5*4*512*10
+    assert activation_bytes(SMALL, 5) == 160 + 1360 + 200 + 102400
     experts = ModelShape(2, 8, 10, 2, 1, 4, 16, experts=4, experts_per_token=2)
     assert activation_bytes(experts, 5) - activation_bytes(SMALL, 5) == 2 * 2 * (2 * 8 + 3 * 16) * 5
-    assert training_bytes(SMALL, 4, 5) == 5248 + 7040 + 63160 + REST
-    assert training_bytes(SMALL, 4, 5, offload_policy=True) == 7040 + 63160 + REST
+    assert training_bytes(SMALL, 4, 5) == 5248 + 7040 + 104120 + REST
+    assert training_bytes(SMALL, 4, 5, offload_policy=True) == 7040 + 104120 + REST
     assert rollout_bytes(SMALL, 4, 0.5, GIB) == 12 * 1312 // 4 + GIB // 2 + REST
     assert rollout_bytes(SMALL, 4, 0.5, GIB, offloaded=True) == GIB // 2 + REST
     assert host_bytes(SMALL, 2) == 16 * 1312 // 2

@@ -14,7 +14,7 @@ STATE = 4 * SINGLE
 # arXiv:2205.05198, section 4.1, without the attention matrix, which flash-attn does not keep).
 LAYER_ACTIVATIONS = 34
 # FP32 logits of one chunk, their softmax and its gradient; `log_prob_chunk_tokens` of the precision presets
-CHUNK_TOKENS, CHUNK_COPIES = 512, 3
+CHUNK_TOKENS, CHUNK_COPIES = 512, 5
 # CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
 REST = 6 * GIB
 

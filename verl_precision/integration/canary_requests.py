@@ -39,7 +39,8 @@ class TrainerCanary:
     def __init__(self, config: DictConfig, settings: CanarySettings) -> None:
         """Read from the config what the two engines compute in, and whether the rollout serves an adapter."""
         self.settings = settings
-        self._judge = CanaryJudge(_dtype(engines(config)[0].compute), _dtype(rollout_dtype(config)))
+        dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
+        self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda")
         # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There
         # replicas continue the first half of each sequence greedily, and the trainer scores what they wrote.
         self._continued = settings.tokens // 2 if uses_adapter(config) else 0

@@ -20,6 +20,7 @@ FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is th
 FLOOR = 4.0  # smallest learned bound, for a policy whose gap grows in training
 FACTOR = 10.0  # learned bound / largest gap of the first healthy syncs
 LEARNING_SYNCS = 5
+TF32_EPS = 2.0**-10  # as FP16's
 NOTICEABLE = 0.5  # the rounding of another batch moves log-probs by less
 
 
@@ -60,10 +61,12 @@ class CanaryJudge:
     Args:
         train_dtype: Dtype of the trainer's forward.
         rollout_dtype: Dtype of the rollout's model.
+        tf32: Whether the rollout runs on an NVIDIA GPU, where vLLM's attention multiplies FP32 numbers in TF32.
     """
 
     train_dtype: torch.dtype
     rollout_dtype: torch.dtype
+    tf32: bool = False
     _healthy: list[float] = field(default_factory=list)  # gaps of the first healthy syncs, in units
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # replica -> (log π, log μ), last sync
 
@@ -76,7 +79,7 @@ class CanaryJudge:
         """
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
-        eps = max(torch.finfo(self.train_dtype).eps, torch.finfo(self.rollout_dtype).eps)
+        eps = max(*(torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype)), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
         limit = FIRST_LIMIT
         if len(self._healthy) == LEARNING_SYNCS:
