@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.errors import ConfigurationError, sentence
 from verl_precision.failure_report import reason
 from verl_precision.files import write_file
 from verl_precision.processes import RUN_MARK, end_processes
@@ -50,7 +50,7 @@ class Outcome:
 def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: int, console: Console) -> list[Outcome]:
     """Run checks, show each as it ends, and write selftest.json after each.
 
-    A check that passed in this folder is not repeated.
+    A check that passed in this folder is not repeated, and stays in selftest.json.
 
     Args:
         folder: Folder of the results, one subfolder a check.
@@ -69,7 +69,8 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: 
 
     def finish(outcome: Outcome) -> None:
         done.append(outcome)
-        ordered = sorted(done, key=lambda one: [check.name for check in CHECKS].index(one.name))
+        known = earlier | {one.name: one for one in done}
+        ordered = [known[check.name] for check in CHECKS if check.name in known]
         content = {**machine, "checks": [asdict(one) for one in ordered]}
         write_file(folder / REPORT, json.dumps(content, indent=2) + "\n", replace=True)
         text = outcome.message or ", ".join(f"{key} {_short(value)}" for key, value in outcome.figures.items())
@@ -185,7 +186,8 @@ def _in_this_process(name: str, device: str, folder: Path) -> None:
         import traceback
 
         traceback.print_exc()
-        outcome = {"status": "failed", "message": f"{type(error).__name__}: {error}. Log: {folder / 'check.log'}"}
+        words = sentence(f"{type(error).__name__}: {error}")
+        outcome = {"status": "failed", "message": f"{words} Log: {folder / 'check.log'}"}
     write_file(folder / "outcome.json", json.dumps(outcome))
 
 
