@@ -3,8 +3,8 @@
 `test_ranks.py` starts pytest on this file in each rank; by its name pytest does not find it otherwise. All ranks run
 the same tests in the same order, and stop at the first that fails.
 
-Three things are arranged that only a CPU needs: torch lets FSDP1 share a CPU's weights at the start, verl's name for
-the device is one that torch can parse (`cpu:0`), and verl's `offload_policy` leaves out pinned memory.
+Two things are arranged that only a CPU needs: torch lets FSDP1 share a CPU's weights at the start, and verl's name for
+the device is one that torch can parse (`cpu:0`).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import verl  # noqa: F401 - loads the plugin
 from safetensors import safe_open
-from torch.distributed.fsdp import CPUOffloadPolicy, _init_utils
+from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
@@ -70,7 +70,6 @@ def what_only_a_cpu_needs():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_init_utils, "_check_module_states_for_sync_module_states", lambda states: None)
         patch.setattr(fsdp_utils, "get_device_id", lambda: TheCPU("cpu"))
-        patch.setattr(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False))
         yield
 
 
@@ -290,6 +289,16 @@ def test_offloading_changes_nothing_and_misses_no_overflow(strategy, offloaded):
     good, skipped, again = (found[1][i] for i in (1, 2, 3))
     assert [s.changed for s in (good, skipped, again)] == [True, False, True] and skipped.scale == 512
     assert skipped.metrics["precision/overflow_rank_count"] == [1]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_reference_gives_the_log_probs_of_an_actor_with_its_weights(packed):
+    """verl's FSDP2 offloads every reference to pinned memory, which needs an accelerator."""
+    reference = make_engine("fp16", packed=packed, forward_only=True, model_dtype="fp32")
+    actor = make_engine("fp16", packed=packed)
+    assert reference.scaler is None and reference.optimizer is None
+    assert torch.equal(log_probs(reference, packed=packed), log_probs(actor, packed=packed))
+    assert {p.device.type for p in reference.module.parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 2**-24), ("fp16", 2**-11), ("bf16", 2**-8)])

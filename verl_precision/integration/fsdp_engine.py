@@ -25,6 +25,7 @@ from verl_precision.engine.settings import DTYPES
 from verl_precision.engine.step_report import StepReport
 from verl_precision.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.shadow_engine import ShadowForward
 from verl_precision.integration.weight_export import ExactWeights, write_export_dtype
 
@@ -203,11 +204,19 @@ def register_nvidia_engines(transformer_impl: ModuleType) -> None:
 
 
 def register_cpu_engines(transformer_impl: ModuleType) -> None:
-    """Register a CPU variant of each FSDP engine under (device=cpu, vendor=cpu); `strategy=fsdp` is refused there."""
+    """Register a CPU variant of each FSDP engine under (device=cpu, vendor=cpu); `strategy=fsdp` is refused there.
+
+    On a CPU, offloading then does without pinned memory, which needs an accelerator. verl offloads every reference.
+    """
+    wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
     for model_type, base in _bases(transformer_impl):
         name = f"{base.__name__}OnCPU"
         _register(precision_variant(base, name, AlwaysManifest), model_type, "fsdp2", CPU)
         _register(precision_variant(base, f"Refused{name}", FSDP1Refused), model_type, "fsdp", CPU)
+
+
+def _without_pinned_memory(wrapped, instance, args, kwargs):
+    return wrapped(pin_memory=False) if get_device_name() == "cpu" else wrapped(*args, **kwargs)
 
 
 def _bases(transformer_impl: ModuleType) -> Iterator[tuple[str, type]]:
