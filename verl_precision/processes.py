@@ -11,17 +11,18 @@ RUN_MARK = "VERL_PRECISION_RUN"
 _GRACE_SECONDS = 20
 
 
-def end_processes(process: subprocess.Popen, mark: str) -> None:
+def end_processes(process: subprocess.Popen, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
     """End the driver and every process of its run: asked first, then killed.
 
     Args:
         process: The driver.
         mark: Value of `RUN_MARK` in the environment of the run's processes.
+        grace_seconds: How long the driver may take to end by itself.
     """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(_GRACE_SECONDS)
+            process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import psutil
@@ -108,7 +107,6 @@ def test_check_that_needs_a_gpu_is_not_run_on_a_cpu(tmp_path):
 
 def test_only_what_has_not_passed_is_repeated(tmp_path):
     first = run(tmp_path, "A")
-    time.sleep(1.1)  # folders of attempts are named by the second
     second = run(tmp_path, "A")
     assert second["passes"] == first["passes"] and started(tmp_path, "passes") == 1
     assert second["fails"].status == "failed" and started(tmp_path, "fails") == 2

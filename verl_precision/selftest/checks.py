@@ -27,6 +27,7 @@ class Check:
             it measured and raises if the machine fails.
         seconds: Time limit.
         needs_gpu: Why a CPU cannot run it; empty if it can.
+        alone: Whether no other check may use the GPU meanwhile: vLLM compares the free memory when it sleeps.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Check:
     function: str
     seconds: int = 300
     needs_gpu: str = ""
+    alone: bool = False
 
     def load(self) -> Callable[[str, Path], Figures]:
         """Import the check's function."""
@@ -60,7 +62,11 @@ CHECKS: tuple[Check, ...] = (
         *("grouped_experts", "A", "time of MoE experts in FP16 beside BF16", f"{_TENSORS}:grouped_experts"),
         needs_gpu="the kernels in question are CUDA's",
     ),
-    Check("tied_model", "B", "a tied model trains, sleeps, wakes; every layer verified", f"{_STACK}:tied_model", 600),
+    Check(
+        *("tied_model", "B", "a tied model trains, sleeps, wakes; every layer verified", f"{_STACK}:tied_model"),
+        seconds=600,
+        alone=True,
+    ),
     Check("precision_gap", "B", "BF16 has at least 10 times the mismatch of FP16", f"{_STACK}:precision_gap", 600),
     Check("flipped_bit", "B", "one flipped bit in a weight sync stops the run", f"{_STACK}:flipped_bit"),
     Check("lost_tensor", "B", "a tensor lost in a weight sync stops the run", f"{_STACK}:lost_tensor"),

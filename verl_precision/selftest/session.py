@@ -3,11 +3,14 @@
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +28,7 @@ from verl_precision.selftest.checks import CHECKS, Check, Figures
 from verl_precision.versions import installed_versions
 
 REPORT = "selftest.json"
+_GRACE_SECONDS = 60  # a check that is asked to end first ends its run of verl, which has marks of its own
 _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 
@@ -66,6 +70,8 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: 
     machine = _machine(device)
     earlier = _earlier(folder / REPORT, machine)
     done: list[Outcome] = []
+    under_way: set[subprocess.Popen] = set()
+    interrupted = threading.Event()
 
     def finish(outcome: Outcome) -> None:
         done.append(outcome)
@@ -83,11 +89,22 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: 
             finish(earlier[check.name])
         elif check.needs_gpu and device == "cpu":
             finish(Outcome(check.name, "not run", message=f"on a CPU: {check.needs_gpu}"))
-        else:
-            finish(_run_in_process(check, device, folder / check.name))
+        elif not interrupted.is_set():
+            outcome = _run_in_process(check, device, folder / check.name, under_way)
+            if not interrupted.is_set():
+                finish(outcome)
 
-    _in_turn(run, [check for check in chosen if check.part == "A"], 1)
-    _in_turn(run, [check for check in chosen if check.part == "B"], side_by_side)
+    for check in chosen:
+        if check.part == "A" or check.alone:
+            run(check)
+    with ThreadPoolExecutor(side_by_side) as pool:
+        try:
+            list(pool.map(run, (check for check in chosen if check.part == "B" and not check.alone)))
+        except KeyboardInterrupt:  # only this thread gets it
+            interrupted.set()
+            for process in list(under_way):
+                process.send_signal(signal.SIGINT)
+            raise
     return done
 
 
@@ -142,19 +159,10 @@ def _earlier(path: Path, machine: dict[str, Any]) -> dict[str, Outcome]:
     return {outcome.name: outcome for outcome in found if outcome.status == "passed"}
 
 
-def _in_turn(run: Callable[[Check], None], checks: Sequence[Check], side_by_side: int) -> None:
-    if side_by_side == 1:
-        for check in checks:
-            run(check)
-        return
-    with ThreadPoolExecutor(side_by_side) as pool:
-        list(pool.map(run, checks))
-
-
-def _run_in_process(check: Check, device: str, folder: Path) -> Outcome:
+def _run_in_process(check: Check, device: str, folder: Path, under_way: set[subprocess.Popen]) -> Outcome:
     """Run a check in a process of its own: what it breaks ends with it."""
-    scratch = folder / time.strftime("%H-%M-%S")  # of this attempt
-    scratch.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=time.strftime("%H-%M-%S-"), dir=folder))  # of this attempt
     log, mark, start = scratch / "check.log", uuid.uuid4().hex, time.monotonic()
     command = [sys.executable, "-m", "verl_precision.selftest.session", check.name, device, str(scratch)]
     environment = {**os.environ, RUN_MARK: mark, **({"VERL_PLATFORM": "cpu"} if device == "cpu" else {})}
@@ -162,13 +170,15 @@ def _run_in_process(check: Check, device: str, folder: Path) -> Outcome:
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+    under_way.add(process)
     try:
         process.wait(check.seconds)
         late = ""
     except subprocess.TimeoutExpired:
         late = f"not done after {check.seconds} s. Log: {log}"
     finally:
-        end_processes(process, mark)
+        end_processes(process, mark, grace_seconds=_GRACE_SECONDS)
+        under_way.discard(process)
     seconds = time.monotonic() - start
     result = scratch / "outcome.json"
     if result.exists():
