@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.errors import ConfigurationError
 from verl_precision.integration.machine import look
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.dtypes import engines, rollout_dtype, transport_dtype
+from verl_precision.rules.dtypes import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.rules.rule import Fault
 
 
@@ -72,10 +72,12 @@ def table(config: DictConfig) -> Iterator[Row]:
     takes = "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else ""
     yield Row("rollout log-probs", "fp32", takes)
     actor = engines(config)[0]
-    if config.trainer.device == "cpu" and not actor.ours:
+    if actor.ours and actor.strategy in FSDP and actor.node.get("fp32_log_probs", True):
+        yield Row("trainer log-probs", "fp32", f"{actor.setting}.fp32_log_probs")
+    elif config.trainer.device == "cpu":
         yield Row("trainer log-probs", actor.compute, "log-softmax in the logits' dtype (device cpu)")
     else:
-        yield Row("trainer log-probs", "fp32", "autocast and flash-attn lift them to FP32")
+        yield Row("trainer log-probs", "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32")
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
