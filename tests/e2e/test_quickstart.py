@@ -54,6 +54,24 @@ def test_nothing_is_left_running(comparison, own_processes):
     assert own_processes() == []
 
 
+def test_packed_and_padded_runs_learn_alike(comparison, run_quickstart):
+    """The scale packs sequences, sizes micro-batches by tokens and checkpoints; here all three are off."""
+    packed = read_metrics(comparison[0] / "fp16" / "metrics.jsonl")
+    padded = run_quickstart(
+        "precision=fp16",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "actor_rollout_ref.actor.use_dynamic_bsz=False",
+        "trainer.total_training_steps=5",
+    )
+    first, *_, last = zip(packed, padded, strict=True)
+    for rows, tolerance in ((first, 0.1), (last, 0.25)):  # both draw the first from the same weights, with other seeds
+        lengths = [row["response_length/mean"] for row in rows]
+        assert max(lengths) < (1 + tolerance) * min(lengths), lengths
+    k3 = [sum(row["mismatch/k3_kl"] for row in rows) for rows in (packed, padded)]
+    assert max(k3) < 3 * min(k3), k3
+
+
 def test_verls_documented_fp16_switch_gives_bf16s_mismatch(comparison, run_quickstart, monkeypatch):
     """Trap 3.1: the trainer goes on in BF16. The preflight refuses this config, so that it is left out here."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")  # what the preflight would have seen to
