@@ -3,6 +3,8 @@ import logging
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.errors import ConfigurationError, PrecisionContradictionError
@@ -45,6 +47,19 @@ def test_one_module_in_another_dtype_is_named():
         dtypes.check()
     model(TOKENS)
     dtypes.check()  # an error is about one forward
+
+
+def test_a_router_of_experts_is_seen():
+    """It returns logits, scores and indices."""
+    config = Qwen3MoeConfig(hidden_size=8, num_experts=4, num_experts_per_tok=2)
+    router = nn.ModuleDict({"gate": Qwen3MoeTopKRouter(config)})
+    dtypes = ForwardDtypes(router, "actor", torch.float32)
+    router["gate"](torch.randn(3, 8))
+    assert dtypes.seen == {torch.float32: 1}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        router["gate"](torch.randn(3, 8))
+    with pytest.raises(PrecisionContradictionError, match="gate: bfloat16"):
+        dtypes.check()
 
 
 def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():

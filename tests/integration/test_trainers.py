@@ -1,11 +1,12 @@
 """The measuring trainers fit verl's: same hooks, same signatures, and to verl they are its own mode."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.integration.trainers import MODES, measured_mode
 
 HOOKS = (
@@ -57,6 +58,29 @@ def test_without_rollout_log_probs_it_is_refused(config):
     for refused in (measured_mode, TRAINER_REGISTRY["vp_sync"]):
         with pytest.raises(ConfigurationError, match="calculate_log_probs=False.*mismatch.enabled=True"):
             refused(config)
+
+
+def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch):
+    """verl has woken it for the next step by then, and on a GPU saving needs that memory."""
+    done = []
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
+    trainer = object.__new__(TRAINER_REGISTRY["vp_sync"])
+    trainer.__dict__ |= {
+        "_canary_metrics": {},
+        "_monitor": SimpleNamespace(
+            judge=lambda step, metrics: MismatchAlarmError("k3 grows"),
+            show_histograms=lambda tracking, step: None,
+            save=lambda folder: None,
+        ),
+        "logger": SimpleNamespace(log=lambda data, step: None),
+        "checkpoint_manager": SimpleNamespace(sleep_replicas=lambda: done.append("asleep")),
+        "config": SimpleNamespace(trainer=SimpleNamespace(default_local_dir="")),
+        "global_steps": 1,
+    }
+    with pytest.raises(MismatchAlarmError):
+        trainer._compute_metrics(None, {}, {}, global_steps=1, epoch=0)
+    assert done == ["asleep", "saved"]
 
 
 def test_separate_async_cannot_run_on_a_cpu(compose_verl):

@@ -62,6 +62,8 @@ megatron-fp16-overflow    error   megatron.dtype         model_engine=megatron a
 loss-scaling              warning param_dtype \
     +precision=fp16 VERLS_ENGINE trainer.device=cuda trainer.save_freq=5
 loss-scaling              warning param_dtype            +precision=fp16 VERLS_ENGINE trainer.device=npu
+fp32-head-unread          error   fp32_output_head \
+    +precision=fp16 fsdp.fp32_output_head=True model.use_fused_kernels=True
 export-rounds             warning save_contents \
     +precision=fp16 VERLS_ENGINE trainer.save_freq=5 actor.checkpoint.save_contents=[model,hf_model]
 rollout-quantised         warning quantization           rollout.quantization=fp8

@@ -49,10 +49,11 @@ class ForwardDtypes:
 
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                self.seen[output.dtype] += 1
-                if output.dtype != self.expected:
-                    self._wrong[name] = output.dtype
+            product = output[0] if isinstance(output, tuple) else output  # a router's logits come first
+            if isinstance(product, Tensor) and product.is_floating_point():
+                self.seen[product.dtype] += 1
+                if product.dtype != self.expected:
+                    self._wrong[name] = product.dtype
 
         return record
 

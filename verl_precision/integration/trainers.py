@@ -99,6 +99,8 @@ def _measuring(base: type, mode: str) -> type:
             self._monitor.show_histograms(self.logger, global_steps)
             if stop is not None:
                 self.logger.log(data=metrics, step=global_steps)
+                if mode == "sync":  # vLLM is awake already, for the next step; saving needs the memory
+                    self.checkpoint_manager.sleep_replicas()
                 self._save_checkpoint()
                 raise stop
 
