@@ -57,6 +57,8 @@ class SourceTree:
         for node in executed(owner.body):
             if name in bound_names(node):
                 return node
+            if isinstance(node, FUNCTIONS) and node.name == "__init__" and name in attributes_set(node):
+                return node
         for base in owner.bases:
             if isinstance(base, ast.Name):
                 parent, parent_home = self._top_level(home, base.id)
@@ -98,6 +100,16 @@ def bound_names(node: ast.stmt) -> set[str]:
         return {alias.asname or alias.name for alias in node.names}
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def attributes_set(function: ast.AST) -> set[str]:
+    """Return the names x of which a method stores `self.x`."""
+    attributes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+    return {
+        node.attr
+        for node in attributes
+        if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
 
 
 def parameters(node: ast.AST) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ IN_VLLM = [entry for entry in LEDGER if entry.module.startswith("vllm.")]
 def test_ledger_symbol_has_the_tested_signature(entry):
     found = VLLM.find(entry.module, entry.name)
     assert found is not None, f"{entry.module}.{entry.name} does not exist"
-    if isinstance(found, ast.FunctionDef):
+    if isinstance(found, ast.FunctionDef) and found.name == entry.name.rpartition(".")[2]:  # else it sets an attribute
         assert parameters(found) == entry.parameters
 
 
