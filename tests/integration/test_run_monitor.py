@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.errors import MismatchAlarmError
@@ -56,6 +57,30 @@ def test_the_driver_measures_what_it_has(monkeypatch, changes, on_policy, expect
     metrics: dict = {}
     monitor(*changes, on_policy=on_policy).measure_in_driver(None, metrics)
     assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_batch_is_fetched_without_padding(monkeypatch, layout):
+    """One long response beside three short ones: padded, it would be 4 times 1,000 tokens."""
+    lengths, fields = (1000, 1, 2, 3), ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
+    rows = {name: [-torch.rand(length) for length in lengths] for name in fields}
+    rows["response_mask"] = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    asked = []
+
+    def kv_batch_get(keys, partition_id, select_fields):
+        asked.append(keys)
+        nested = {name: torch.nested.as_nested_tensor(rows[name], layout=layout) for name in select_fields}
+        return TensorDict(nested, batch_size=len(lengths))
+
+    monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
+    tags = [{}, {"is_padding": True}, {}, {}, {}]
+    found = run_monitor._fetch(SimpleNamespace(keys=["a", "b", "c", "d", "e"], tags=tags, partition_id="train"))
+    assert asked == [["a", "c", "d", "e"]]
+    assert [tensor.values().numel() for tensor in found] == [sum(lengths)] * 4
+    padded = [torch.nn.utils.rnn.pad_sequence(rows[name], batch_first=True) for name in fields]
+    expected = MismatchStatistics.measure(*padded).metrics()
+    assert MismatchStatistics.measure(*found).metrics() == pytest.approx(expected)
 
 
 def test_what_the_worker_measured_becomes_metrics_with_their_own_names():

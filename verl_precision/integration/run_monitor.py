@@ -8,6 +8,7 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.errors import MismatchAlarmError
@@ -141,11 +142,13 @@ class RunMonitor:
 
 
 def _fetch(batch: Any) -> list[Any]:
-    """Return the trainer's and the rollout's log-probs, the mask and the advantages of a batch, padded."""
+    """Return the trainer's and the rollout's log-probs, the mask and the advantages of a batch, nested.
+
+    Padded to the longest response, a batch of long ones would take gigabytes in the driver.
+    """
     import transfer_queue as tq
 
     kept = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
     fields = ["old_log_probs", "rollout_log_probs", "response_mask", "advantages"]
     data = tq.kv_batch_get(keys=kept, partition_id=batch.partition_id, select_fields=fields)
-    padded = data.to_padded_tensor()
-    return [padded[name] for name in fields]
+    return [torch.nested.as_nested_tensor(list(data[name].unbind()), layout=torch.jagged) for name in fields]
