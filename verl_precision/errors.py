@@ -98,3 +98,9 @@ class RunFailedError(VerlPrecisionError):
 
 class CheckFailedError(VerlPrecisionError, AssertionError):
     """In the self-test: this machine, or the software on it, does not do what training depends on."""
+
+
+def require(condition: bool, problem: str, remedy: str = "") -> None:
+    """In a check of the self-test: raise CheckFailedError with this text unless the condition holds."""
+    if not condition:
+        raise CheckFailedError(problem, remedy=remedy)

@@ -17,7 +17,7 @@ from verl_precision.selftest.checks import Check
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from verl_precision.selftest.checks import require
+from verl_precision.errors import require
 
 def passes(device, folder):
     print("device", device, "platform", os.environ.get("VERL_PLATFORM"))

@@ -13,7 +13,7 @@ STATE = 4 * SINGLE
 # Of one transformer layer being recomputed: 34 bytes a token and hidden element in 16 bits (Korthikanti et al. 2022,
 # arXiv:2205.05198, section 4.1, without the attention matrix, which flash-attn does not keep).
 LAYER_ACTIVATIONS = 34
-# FP32 logits of one chunk, their softmax and its gradient; `log_prob_chunk_tokens` of the precision presets
+# FP32 arrays of one chunk's logits that live at once, measured on an H100; `log_prob_chunk_tokens` of the presets
 CHUNK_TOKENS, CHUNK_COPIES = 512, 5
 # CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
 REST = 6 * GIB

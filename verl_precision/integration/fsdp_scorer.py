@@ -23,15 +23,14 @@ class TrainerEngine:
             micro_batch_tokens: Tokens of one forward, padding included.
         """
         on_gpu = prepare_process()
-        import torch.distributed as dist
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine import EngineRegistry
 
+        from verl_precision.engine.process_group import make_group_of_one
         from verl_precision.integration.engine_config import PrecisionFSDPConfig
 
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "cpu:gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        make_group_of_one("cuda" if on_gpu else "cpu")
         self._packed = attention == "flash_attention_2"
         self._micro_batch_tokens = micro_batch_tokens
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
@@ -72,27 +71,15 @@ class TrainerEngine:
     def _log_probs(self, requests: list[Request]) -> list[tuple[float, ...]]:
         """Return log π of each response's tokens, FP32."""
         import torch
-        from verl.utils import tensordict_utils as tu
+
+        from verl_precision.integration.engine_batch import engine_batch
 
         sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
-
-        def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
-            return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
-        data = tu.get_tensordict(
-            {
-                "input_ids": nested(sequences),
-                "position_ids": nested([torch.arange(len(s)) for s in sequences]),
-                "loss_mask": nested([torch.ones(len(s)) for s in sequences]),
-                "temperature": torch.ones(len(sequences)),
-            },
-            non_tensor_dict={
-                "use_dynamic_bsz": True,
-                "max_token_len_per_gpu": max(self._micro_batch_tokens, *map(len, sequences)),
-                "use_remove_padding": self._packed,
-                "use_fused_kernels": False,
-                "calculate_entropy": False,
-            },
+        data = engine_batch(
+            sequences,
+            max_token_len_per_gpu=max(self._micro_batch_tokens, *map(len, sequences)),
+            use_remove_padding=self._packed,
+            calculate_entropy=False,
         )
         with self._engine.eval_mode():
             outputs = self._engine.infer_batch(data)["model_output"]["log_probs"]

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
-from verl_precision.errors import CheckFailedError
+from verl_precision.errors import require
+from verl_precision.integration.engine_batch import engine_batch
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.tiny_model import cached_tiny_model
 
@@ -43,7 +43,7 @@ def _fp16_updates(device: str, folder: Path, strategy: str) -> dict[str, float |
         exact = _gradient(build_engine(device, "fp32", strategy))
         found = _gradient(engine)
         error = float((found - exact).norm() / exact.norm())
-        _require(error < 0.02, f"gradients in FP16 are off by {error:.1e} of those in FP32; rounding makes about 2e-3")
+        require(error < 0.02, f"gradients in FP16 are off by {error:.1e} of those in FP32; rounding makes about 2e-3")
         checkpoint = str(folder / "checkpoint")
         scale, healthy = _FIRST_SCALE, 1  # the gradient above was a healthy update of the scaler
         resumed: Any = None
@@ -57,17 +57,17 @@ def _fp16_updates(device: str, folder: Path, strategy: str) -> dict[str, float |
                 _update(one, planted=update in _PLANTED)
             if update in _PLANTED:
                 scale, healthy = scale / 2, 0
-                _require(torch.equal(_weights(engine), before), f"update {update} overflowed and changed weights")
+                require(torch.equal(_weights(engine), before), f"update {update} overflowed and changed weights")
             else:
                 healthy += 1
                 if healthy == _GROWTH_INTERVAL:
                     scale, healthy = scale * 2, 0
-                _require(not torch.equal(_weights(engine), before), f"update {update} was healthy and did nothing")
+                require(not torch.equal(_weights(engine), before), f"update {update} was healthy and did nothing")
             for name, one in (("engine", engine), ("resumed engine", resumed)):
                 got = scale if one is None else one.scaler.get_scale()
-                _require(got == scale, f"after update {update} the {name}'s loss scale is {got:g}, not {scale:g}")
+                require(got == scale, f"after update {update} the {name}'s loss scale is {got:g}, not {scale:g}")
         apart = float((_weights(engine) - _weights(resumed)).abs().max() / _weights(engine).abs().max())
-        _require(apart < 1e-3, f"after a resume the weights are {apart:.1e} of the largest away from an unbroken run")
+        require(apart < 1e-3, f"after a resume the weights are {apart:.1e} of the largest away from an unbroken run")
     return {"skipped": len(_PLANTED), "gradient_error": error, "resumed_apart": apart, "last_scale": scale}
 
 
@@ -86,7 +86,7 @@ def shadow_offload(device: str, folder: Path) -> dict[str, float | int | str]:
             for engine in (offloaded, plain):
                 _update(engine, planted=False)
         moved = float((_log_probs(plain) - actors).abs().mean())
-    _require(gaps[-1] < 0.25 * moved, f"the shadow is {gaps[-1]:.1e} nats from the actor; one update moves {moved:.1e}")
+    require(gaps[-1] < 0.25 * moved, f"the shadow is {gaps[-1]:.1e} nats from the actor; one update moves {moved:.1e}")
     return {"gap_nats": gaps[-1], "one_update_nats": moved}
 
 
@@ -142,25 +142,12 @@ def _verls_platform(device: str) -> Iterator[None]:
 def _batch() -> Any:
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(3, 90, (length,), generator=generator) for length in (12, 20, 7)]
-
-    def nested(tensors: list[Tensor]) -> Tensor:
-        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
-    return tu.get_tensordict(
-        {
-            "input_ids": nested(sequences),
-            "position_ids": nested([torch.arange(len(sequence)) for sequence in sequences]),
-            "loss_mask": nested([torch.ones(len(sequence)) for sequence in sequences]),
-            "temperature": torch.ones(len(sequences)),
-        },
-        non_tensor_dict={
-            "use_dynamic_bsz": True,
-            "max_token_len_per_gpu": 32,
-            "use_remove_padding": True,
-            "use_fused_kernels": False,
-            "calculate_entropy": True,
-            "update_lr_scheduler": True,
-        },
+    return engine_batch(
+        sequences,
+        max_token_len_per_gpu=32,
+        use_remove_padding=True,
+        calculate_entropy=True,
+        update_lr_scheduler=True,
     )
 
 
@@ -202,8 +189,3 @@ def _weights(engine: Any) -> Tensor:
 
 def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise CheckFailedError(problem)

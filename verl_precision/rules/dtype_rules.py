@@ -218,16 +218,15 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults
 @rule("fp32-head-unread")
 def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
     """Fused kernels take log-probs from the hidden states: the output head never runs."""
-    for engine in engines(config):
-        if engine.role == "actor" and engine.ours and engine.node.get("fp32_output_head"):
-            if config.actor_rollout_ref.model.get("use_fused_kernels"):
-                yield Fault(
-                    setting=f"{engine.setting}.fp32_output_head",
-                    value=True,
-                    problem="fused kernels take log-probs from the hidden states and never call the output head",
-                    allowed="False with use_fused_kernels=True",
-                    remedy="Set actor_rollout_ref.model.use_fused_kernels=False.",
-                )
+    actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
+    if fused and actor.ours and actor.node.get("fp32_output_head"):
+        yield Fault(
+            setting=f"{actor.setting}.fp32_output_head",
+            value=True,
+            problem="fused kernels take log-probs from the hidden states and never call the output head",
+            allowed="False with use_fused_kernels=True",
+            remedy="Set actor_rollout_ref.model.use_fused_kernels=False.",
+        )
 
 
 @rule("export-rounds", "warning")

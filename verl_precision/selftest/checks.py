@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from verl_precision.errors import CheckFailedError
-
 # What a check measured, by name with its unit.
 Figures = dict[str, float | int | str]
 
@@ -77,9 +75,3 @@ CHECKS: tuple[Check, ...] = (
     Check("fsdp1", "B", "a run under FSDP1", f"{_STACK}:fsdp1", needs_gpu="FSDP1 cannot wrap CPU parameters"),
     Check("resume", "B", "a killed run goes on from its checkpoint", f"{_STACK}:resume", 600),
 )
-
-
-def require(condition: bool, problem: str, remedy: str = "") -> None:
-    """Raise CheckFailedError with this text unless the condition holds."""
-    if not condition:
-        raise CheckFailedError(problem, remedy=remedy)

@@ -16,7 +16,8 @@ from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.selftest.checks import Figures, require
+from verl_precision.errors import require
+from verl_precision.selftest.checks import Figures
 from verl_precision.weight_sync.manifest import StreamDigest, bit_view, digest
 
 GIB = 2**30

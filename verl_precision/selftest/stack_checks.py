@@ -4,12 +4,12 @@ import json
 import os
 from pathlib import Path
 
-from verl_precision.errors import CheckFailedError, RunFailedError
+from verl_precision.errors import CheckFailedError, RunFailedError, require
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.runs.fork_server import fork_server_on_cpu
 from verl_precision.runs.launch import Progress, quoted, run_verl
 from verl_precision.runs.read import Rows, read_metrics
-from verl_precision.selftest.checks import Figures, require
+from verl_precision.selftest.checks import Figures
 
 RECIPE = Path(__file__).with_name("stack.yaml")
 _EXTENSION = (
