@@ -8,6 +8,7 @@ the device is one that torch can parse (`cpu:0`).
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -23,7 +24,11 @@ from safetensors import safe_open
 from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForTokenClassification
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForTokenClassification
+from transformers.integrations import flash_attention
+from transformers.masking_utils import flash_attention_mask
+from verl.models.transformers import monkey_patch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils
 from verl.utils import model as verl_model
@@ -83,11 +88,14 @@ def make_engine(
     save=("model", "optimizer", "extra"),
     strategy="fsdp2",
     packed=False,
+    attention="sdpa",
+    ulysses=1,
     **ours,
 ):
     """Build an engine of ours with settings `ours`; `plain`: with verl's config; `packed`: as on a GPU."""
     settings = dict(
         strategy=strategy,
+        ulysses_sequence_parallel_size=ulysses,
         fsdp_size=fsdp_size,
         use_torch_compile=False,
         dtype=DTYPES[dtype],
@@ -97,7 +105,7 @@ def make_engine(
         path=str(cached_tiny_model("qwen3")),
         use_remove_padding=packed,
         enable_gradient_checkpointing=packed,
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": attention},
         **(lora or {}),
     )
     model.model_type = model_type
@@ -122,8 +130,8 @@ def nested(tensors):
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
 
 
-def batch(last=True, packed=False, lengths=(5, 8)):
-    generator = torch.Generator().manual_seed(RANK)
+def batch(last=True, packed=False, lengths=(5, 8), seed=RANK):
+    generator = torch.Generator().manual_seed(seed)
     sequences = [torch.randint(3, 90, (n,), generator=generator) for n in lengths]
     return tu.get_tensordict(
         {
@@ -307,17 +315,67 @@ def test_packed_sequences_dynamic_batches_and_checkpointing_give_what_the_padded
     lengths = (5, 8, 7, 11)
     padded = make_engine("fp32")
     packed = make_engine(dtype, packed=True, loss_scale=LossScaleSettings(initial=64.0))
-
-    def summed(model_output, data, dp_group):
-        return -sum(row[:-1].sum() for row in model_output["log_probs"].unbind()), {}
-
-    inner = torch.ones(sum(lengths), dtype=bool)
-    inner[torch.tensor(lengths).cumsum(0) - 1] = False  # the last token of a sequence predicts nothing
-    found = log_probs(packed, packed=True, lengths=lengths) - log_probs(padded, lengths=lengths)
-    assert found[inner].abs().mean() < 4 * rounding
+    found = predicted(packed, lengths, packed=True) - predicted(padded, lengths)
+    assert found.abs().mean() < 4 * rounding
     reference = gradient(padded, summed, lengths=lengths)
     found = gradient(packed, summed, packed=True, lengths=lengths)
     assert relative_error(found, reference) < 8 * rounding
+
+
+def summed(model_output, data, dp_group):
+    """Return minus the sum of the log-probs of all tokens that something predicts."""
+    return -sum(row[:-1].sum() for row in model_output["log_probs"].unbind()), {}
+
+
+def predicted(engine, lengths, **asked):
+    """Return the log-probs of all tokens but the last of each sequence, which predicts nothing."""
+    inner = torch.ones(sum(lengths), dtype=bool)
+    inner[torch.tensor(lengths).cumsum(0) - 1] = False
+    return log_probs(engine, lengths=lengths, **asked)[inner]
+
+
+@pytest.fixture
+def packed_attention(monkeypatch):
+    """Name of an attention that runs flash attention's path in transformers and verl, with sdpa as its kernel."""
+
+    def kernel(query, key, value, attention_mask, query_length, *args, position_ids, softmax_scale=None, **kwargs):
+        starts = (position_ids[0] == 0).nonzero().flatten().tolist()
+        sizes = [end - start for start, end in zip(starts, [*starts[1:], query.shape[1]], strict=True)]
+        repeats = query.shape[2] // key.shape[2]
+        parts = [
+            [part.transpose(1, 2) for part in heads.split(sizes, dim=1)]
+            for heads in (query, key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2))
+        ]
+        attend = functools.partial(scaled_dot_product_attention, is_causal=True, scale=softmax_scale)
+        return torch.cat([attend(*sequence).transpose(1, 2) for sequence in zip(*parts, strict=True)], dim=1)
+
+    monkeypatch.setattr(monkey_patch, "_flash_attention_forward", kernel)
+    name = "packed_attention"
+    AttentionInterface.register(name, flash_attention.flash_attention_forward)
+    AttentionMaskInterface.register(name, flash_attention_mask)
+    return name
+
+
+@pytest.mark.skipif(WORLD == 1, reason="Ulysses splits sequences over ranks")
+@pytest.mark.parametrize(("dtype", "rounding"), [("fp32", 2**-24), ("fp16", 2**-11)])
+def test_ulysses_over_two_ranks_gives_what_one_rank_gives(dtype, rounding, packed_attention):
+    """And with sdpa it does not, without an error of verl's: rule `ulysses-needs-flash` refuses that."""
+    same = {"packed": True, "lengths": (5, 8, 7, 11), "seed": 0}  # both ranks have half of the same sequences
+
+    def built(attention, ulysses):
+        scale = LossScaleSettings(initial=64.0)
+        return make_engine(dtype, packed=True, attention=attention, ulysses=ulysses, loss_scale=scale)
+
+    whole = built("sdpa", ulysses=1)
+    found = {}
+    for attention in (packed_attention, "sdpa"):
+        split = built(attention, ulysses=WORLD)
+        assert split.get_data_parallel_size() == 1
+        found[attention] = (predicted(split, **same) - predicted(whole, **same)).abs().mean()
+    assert found[packed_attention] < 4 * rounding
+    assert found["sdpa"] > 1e-3, "nats: each rank attends to its own half"
+    reference = gradient(whole, summed, **same)
+    assert relative_error(gradient(built(packed_attention, WORLD), summed, **same), reference) < 8 * rounding
 
 
 @STRATEGIES

@@ -112,11 +112,12 @@ def test_only_what_has_not_passed_is_repeated(tmp_path):
     assert second["fails"].status == "failed" and started(tmp_path, "fails") == 2
 
 
-def test_what_passed_stays_known_when_others_are_asked_for(tmp_path):
-    run(tmp_path, "passes")
+def test_what_came_of_checks_stays_known_when_others_are_asked_for(tmp_path):
+    run(tmp_path, "A")
     run(tmp_path, "has_gpu")
     content = json.loads((tmp_path / session.REPORT).read_text())
-    assert [one["name"] for one in content["checks"]] == ["passes", "has_gpu"]
+    found = [(one["name"], one["status"]) for one in content["checks"]]
+    assert found == [("passes", "passed"), ("fails", "failed"), ("has_gpu", "not run")]
     run(tmp_path, "passes")
     assert started(tmp_path, "passes") == 1
 
@@ -156,3 +157,10 @@ def _is_zombie(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@pytest.mark.parametrize(("free_gb", "runs"), [(4, 1), (12, 1), (17, 2), (100, 2)])
+def test_as_many_runs_at_a_time_as_memory_holds(monkeypatch, free_gb, runs):
+    memory = psutil.virtual_memory()._replace(available=free_gb * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert session.runs_that_fit("cpu") == runs

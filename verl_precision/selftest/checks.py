@@ -53,7 +53,7 @@ CHECKS: tuple[Check, ...] = (
         *("offload_overflow", "A", "500 overflows under offload_policy, none missed", f"{_TENSORS}:offload_overflow"),
         needs_gpu="gradients and loss scale are on one device",
     ),
-    Check("shadow_offload", "A", "the shadow follows an actor that is offloaded", f"{_ENGINE}:shadow_offload"),
+    Check("shadow_offload", "A", "the shadow follows its actor, which a GPU offloads", f"{_ENGINE}:shadow_offload"),
     Check("log_probs", "A", "FP32 log-probs of a long batch: exact, in little memory", f"{_TENSORS}:log_probs"),
     Check("digest", "A", "one flipped bit of gigabytes is seen; speed of the digest", f"{_TENSORS}:digests"),
     Check(

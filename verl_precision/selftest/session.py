@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -29,6 +30,7 @@ from verl_precision.versions import installed_versions
 
 REPORT = "selftest.json"
 _GRACE_SECONDS = 60  # a check that is asked to end first ends its run of verl, which has marks of its own
+_RUN_BYTES, _RUN_GPU_BYTES = 8 * 10**9, 3 * 10**9  # of one run of part B
 _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 
@@ -54,7 +56,7 @@ class Outcome:
 def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: int, console: Console) -> list[Outcome]:
     """Run checks, show each as it ends, and write selftest.json after each.
 
-    A check that passed in this folder is not repeated, and stays in selftest.json.
+    A check that passed in this folder is not repeated. What came of earlier checks stays in selftest.json.
 
     Args:
         folder: Folder of the results, one subfolder a check.
@@ -85,7 +87,7 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: 
         console.print(head + escape(text), highlight=False, soft_wrap=True)
 
     def run(check: Check) -> None:
-        if check.name in earlier:
+        if check.name in earlier and earlier[check.name].status == "passed":
             finish(earlier[check.name])
         elif check.needs_gpu and device == "cpu":
             finish(Outcome(check.name, "not run", message=f"on a CPU: {check.needs_gpu}"))
@@ -106,6 +108,16 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: 
                 process.send_signal(signal.SIGINT)
             raise
     return done
+
+
+def runs_that_fit(device: str) -> int:
+    """Return how many runs of part B the free memory holds: at least one, at most 3, on a CPU at most 2."""
+    import torch
+
+    fit = min(psutil.virtual_memory().available // _RUN_BYTES, 3 if device == "cuda" else 2)
+    if device == "cuda":
+        fit = min(fit, torch.cuda.mem_get_info()[0] // _RUN_GPU_BYTES)
+    return max(1, fit)
 
 
 def show_summary(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -144,7 +156,7 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _earlier(path: Path, machine: dict[str, Any]) -> dict[str, Outcome]:
-    """Return the checks that passed before."""
+    """Return what came of the checks of earlier calls."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text())
@@ -156,7 +168,7 @@ def _earlier(path: Path, machine: dict[str, Any]) -> dict[str, Outcome]:
             value=str(path.parent),
             remedy="Name another folder.",
         )
-    return {outcome.name: outcome for outcome in found if outcome.status == "passed"}
+    return {outcome.name: outcome for outcome in found}
 
 
 def _run_in_process(check: Check, device: str, folder: Path, under_way: set[subprocess.Popen]) -> Outcome:
