@@ -64,12 +64,19 @@ def test_packed_and_padded_runs_learn_alike(comparison, run_quickstart):
         "actor_rollout_ref.actor.use_dynamic_bsz=False",
         "trainer.total_training_steps=5",
     )
-    first, *_, last = zip(packed, padded, strict=True)
-    for rows, tolerance in ((first, 0.1), (last, 0.25)):  # both draw the first from the same weights, with other seeds
-        lengths = [row["response_length/mean"] for row in rows]
-        assert max(lengths) < (1 + tolerance) * min(lengths), lengths
-    k3 = [sum(row["mismatch/k3_kl"] for row in rows) for rows in (packed, padded)]
-    assert max(k3) < 3 * min(k3), k3
+
+    def apart(metric, steps):
+        """Return how many times the larger mean over some steps is the smaller. Runs draw with seeds of their own."""
+        means = [sum(row[metric] for row in rows[steps]) for rows in (packed, padded)]
+        return max(means) / min(means)
+
+    # Of six runs, three of each kind, the three numbers have standard deviations of 1%, 4% and 6%. The gradients of one
+    # batch are compared in tests/engine/ranks.py.
+    assert apart("response_length/mean", slice(0, 1)) < 1.1
+    assert apart("actor/grad_norm", slice(0, 1)) < 1.3
+    assert apart("response_length/mean", slice(2, 5)) < 1.35, "both have fallen from 44 to 26"
+    assert all(rows[-1]["response_length/mean"] < 0.7 * rows[0]["response_length/mean"] for rows in (packed, padded))
+    assert apart("mismatch/k3_kl", slice(0, 5)) < 3
 
 
 def test_verls_documented_fp16_switch_gives_bf16s_mismatch(comparison, run_quickstart, monkeypatch):
