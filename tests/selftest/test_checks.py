@@ -22,12 +22,13 @@ ENGINE = """
 import json, tempfile
 from pathlib import Path
 import pytest
+import torch
 from verl_precision.engine.loss_scaling import LossScaler
 from verl_precision.engine.shadow import ShadowModel
 from verl_precision.integration import selftest_engine
 
 selftest_engine._UPDATES, selftest_engine._SAVED_AFTER = 6, 5
-unscale = LossScaler._unscale_grads_
+unscale, linear = LossScaler._unscale_grads_, torch.nn.functional.linear
 
 def found_inf(value):
     def unscale_and_say(self, *arguments, **named):
@@ -36,6 +37,11 @@ def found_inf(value):
             flag.fill_(value)
         return found
     return "_unscale_grads_", unscale_and_say
+
+def in_bf16(hidden, weight, bias=None):
+    # The right dtype comes out, of a product in another.
+    rounded = [None if one is None else one.bfloat16() for one in (hidden, weight, bias)]
+    return linear(*rounded).to(hidden.dtype)
 
 def twice_too_large(self, optimizer, inverse, *arguments, **named):
     return unscale(self, optimizer, 2 * inverse, *arguments, **named)
@@ -61,6 +67,7 @@ def ask(check, what, *attribute):
 
 for what, attribute in BROKEN.items():
     ask("fp16_updates", what, *([LossScaler, *attribute] if attribute else []))
+ask("fp16_updates", "products are taken in BF16", torch.nn.functional, "linear", in_bf16)
 ask("shadow_offload", "nothing")
 ask("shadow_offload", "the shadow is not refreshed", ShadowModel, "outdate", lambda self: None)
 """
@@ -84,7 +91,7 @@ def said(tmp_path_factory) -> dict[tuple[str, str], str | dict]:
 
 def test_engine_checks_pass_on_a_healthy_machine(said):
     figures = said["fp16_updates", "nothing"]
-    assert figures["last_scale"] == 256 and 0 < figures["gradient_error"] < 0.02 and figures["resumed_apart"] == 0
+    assert figures["last_scale"] == 256 and 0 < figures["gradient_error"] < 3e-3 and figures["resumed_apart"] == 0
     figures = said["shadow_offload", "nothing"]
     assert figures["gap_nats"] < 0.25 * figures["one_update_nats"]
 
@@ -96,6 +103,7 @@ def test_engine_checks_pass_on_a_healthy_machine(said):
         ("fp16_updates", "every update is skipped", "update 0 was healthy and did nothing"),
         ("fp16_updates", "the scale is never lowered", "after update 3 the engine's loss scale is 1024, not 512"),
         ("fp16_updates", "gradients are twice too large", "gradients in FP16 are off by 1.0e+00"),
+        ("fp16_updates", "products are taken in BF16", "gradients in FP16 are off by"),
         ("fp16_updates", "a restart forgets the scale", "the resumed engine's loss scale is 1024, not 256"),
         ("shadow_offload", "the shadow is not refreshed", "nats from the actor; one update moves"),
     ],

@@ -43,7 +43,7 @@ def _fp16_updates(device: str, folder: Path, strategy: str) -> dict[str, float |
         exact = _gradient(build_engine(device, "fp32", strategy))
         found = _gradient(engine)
         error = float((found - exact).norm() / exact.norm())
-        require(error < 0.02, f"gradients in FP16 are off by {error:.1e} of those in FP32; rounding makes about 2e-3")
+        require(error < 4e-3, f"gradients in FP16 are off by {error:.1e} of FP32's; FP16 makes 1.4e-3, BF16 8e-3")
         checkpoint = str(folder / "checkpoint")
         scale, healthy, skipped = _FIRST_SCALE, 1, 0  # the gradient above was a healthy update of the scaler
         resumed: Any = None
