@@ -16,6 +16,8 @@ from verl_precision.rules.rollout_rules import missing_log_probs
 from verl_precision.weight_sync.settings import canary_settings
 
 PREFIX = "vp_"
+# verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
+_POLL_SECONDS_ON_CPU = 0.1
 MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -52,6 +54,8 @@ def register_trainers(v1: ModuleType) -> None:
 
 
 def _measuring(base: type, mode: str) -> type:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
     from verl_precision.integration.canary_requests import TrainerCanary
 
     class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
@@ -65,6 +69,8 @@ def _measuring(base: type, mode: str) -> type:
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
+            if mode == "sync" and config.trainer.device == "cpu" and type(self.replay_buffer) is ReplayBuffer:
+                self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
 
         def on_init_end(self):
             super().on_init_end()
