@@ -68,6 +68,7 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainers:register_trainers"),
     Registration(_LOSSES, "verl.trainer.ppo.core_algos", "policy_losses:register_losses"),
     Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "rollout_weights:register_weights"),
+    Registration("metrics file", "verl.utils.tracking", "metrics_file:keep_metrics"),
     Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "weight_socket:name_at_the_sender"),
     Registration("presets precision, estimator, scale", "hydra.main", "search_path:register_search_path"),
     Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),

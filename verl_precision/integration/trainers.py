@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.integration.metrics_file import forget_row, remember_row, series_goes_on
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.rules.rollout_rules import missing_log_probs
@@ -66,11 +67,17 @@ def _measuring(base: type, mode: str) -> type:
             self._monitor = RunMonitor(config, settings_of(config), on_policy=mode == "sync")
             self._canary = TrainerCanary(config, canary_settings(config))
             self._canary_metrics: dict[str, float] = {}
+            self._known: dict[str, Any] = {}  # metrics of the step, before verl completes them
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
             if mode == "sync" and config.trainer.device == "cpu" and type(self.replay_buffer) is ReplayBuffer:
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
+
+        def fit(self, *args, **kwargs):
+            with series_goes_on(self.global_steps):  # of the checkpoint, which is loaded
+                super().fit(*args, **kwargs)
+            forget_row(self.logger)
 
         def on_init_end(self):
             super().on_init_end()
@@ -94,6 +101,7 @@ def _measuring(base: type, mode: str) -> type:
             self._monitor.ask_the_worker(batch)
             batch = super()._update_actor(batch, metrics=metrics)
             self._monitor.take_from_the_worker(metrics)
+            self._known = metrics
             return batch
 
         def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
@@ -111,6 +119,7 @@ def _measuring(base: type, mode: str) -> type:
                 raise stop
 
         def _save_checkpoint(self):
+            remember_row(self.logger, self.global_steps, self._known)
             super()._save_checkpoint()
             self._monitor.save(_checkpoint_folder(self))
 
