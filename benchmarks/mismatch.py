@@ -8,11 +8,13 @@ verl's: `compute_offpolicy_metrics` and `calculate_debug_metrics`, one after the
 as verl has it.
 
 Time: the calls alternate, so that a busy machine slows both; the median over the repeats, and the median of the ratios
-of the pairs. Memory: the rise of the process's peak resident memory over what it held before the call, in a process of
-its own for each side, after a call on a small batch has loaded and started everything. Needs Linux (/proc).
+of the pairs. The limit is the time in which torch sums each of the four arrays, so reads each once. Memory: the rise of
+the process's peak resident memory over what it held before the call, in a process of its own for each side, after a
+call on a small batch has loaded, compiled and started everything. Needs Linux (/proc).
 """
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from verl_precision.mismatch import fused
 from verl_precision.mismatch.statistics import MismatchStatistics
 
 MIB = 1 << 20
@@ -30,22 +33,27 @@ MIB = 1 << 20
 def main() -> None:
     arguments = parse()
     torch.set_num_threads(arguments.threads)
+    fused.SMALLEST_BATCH = math.inf if arguments.torch else 0  # 0: the small batch that comes first compiles the kernel
     if arguments.memory_of:
         print(peak_memory(arguments))
         return
-    ours, theirs = prepare(arguments, arguments.rows)
-    ours(), theirs()
-    times = [(clock(ours), clock(theirs)) for _ in range(arguments.repeats)]
-    our_ms, their_ms = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
-    faster = [b / a for a, b in times]
-    del ours, theirs
+    ours, theirs, read = prepare(arguments, arguments.rows)
+    ours(), theirs(), read()
+    times = [(clock(ours), clock(theirs), clock(read)) for _ in range(arguments.repeats)]
+    reason = fused.reason_for_torch(torch.zeros(1))
+    way = "the kernel" if reason is None else f"torch ({reason})"
+    our_ms, their_ms, read_ms = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+    faster = [b / a for a, b, _ in times]
+    del ours, theirs, read
     our_mib, their_mib = (memory_in_own_process(side) / MIB for side in ("ours", "verl's"))
     print(f"{arguments.rows} x {arguments.tokens} float32, {arguments.repeats} repeats, {arguments.threads} threads")
+    print(f"ours is measured by {way}")
     print(
         f"time, ms     ours {our_ms:8.1f}   verl's {their_ms:8.1f}   {statistics.median(faster):.1f} times faster",
         end="",
     )
     print(f" ({min(faster):.1f} to {max(faster):.1f})")
+    print(f"limit, ms    read {read_ms:8.1f}   {read_ms / our_ms:.0%} of it reached")
     print(f"memory, MiB  ours {our_mib:8.1f}   verl's {their_mib:8.1f}   {their_mib / our_mib:.1f} times less")
 
 
@@ -56,12 +64,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="timed pairs (default 9)")
     parser.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
     parser.add_argument("--chunk-tokens", type=int, help="tokens at a time (default: as in training)")
+    parser.add_argument("--torch", action="store_true", help="measure ours without the kernel")
     parser.add_argument("--memory-of", choices=("ours", "verl's"), help="print the bytes of one call and stop")
     return parser.parse_args()
 
 
-def prepare(arguments: argparse.Namespace, rows: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return our call, and verl's, on one batch."""
+def prepare(arguments: argparse.Namespace, rows: int) -> tuple[Callable[[], object], ...]:
+    """Return our call, verl's, and one that only reads, on one batch."""
     from verl.protocol import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
     from verl.utils.debug.metrics import calculate_debug_metrics
@@ -84,7 +93,11 @@ def prepare(arguments: argparse.Namespace, rows: int) -> tuple[Callable[[], obje
         compute_offpolicy_metrics(trainer, rollout, mask)
         calculate_debug_metrics(batch)
 
-    return ours, theirs
+    def read() -> None:
+        for array in (trainer, rollout, mask, advantages):
+            array.sum()
+
+    return ours, theirs, read
 
 
 def clock(call: Callable[[], object]) -> float:

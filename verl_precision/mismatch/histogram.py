@@ -16,7 +16,9 @@ from verl_precision.mergeable import Statistic, added, largest, smallest
 
 LOWEST, HIGHEST = -30, 12  # octaves, as powers of 2
 PER_OCTAVE = 16
-_BIAS, _MANTISSA_BITS_LEFT, _HALF = 127, 19, 1 << 12
+_BIAS = 127
+# A float32's bits, as an integer, are shifted by these; `HALF` is then the number of bins of either sign.
+BITS_LEFT, HALF = 19, 1 << 12
 _LOW, _HIGH = (_BIAS + LOWEST) * PER_OCTAVE, (_BIAS + HIGHEST) * PER_OCTAVE
 # Bins of each sign with bounded edges; between the signs lies the bin around 0.
 PER_SIGN = _HIGH - _LOW
@@ -45,8 +47,13 @@ class GapHistogram(Statistic):
 
 def gap_counts(gap_N: Tensor) -> Tensor:
     """Return the number of gaps (finite) in each bin, float64, from the lowest g to the highest."""
-    bits_N = (gap_N.float().view(torch.int32) >> _MANTISSA_BITS_LEFT).add_(_HALF)  # the sign bit makes it negative
-    negative, positive = torch.bincount(bits_N, minlength=2 * _HALF).split(_HALF)
+    bits_N = (gap_N.float().view(torch.int32) >> BITS_LEFT).add_(HALF)  # the sign bit makes it negative
+    return counts_of_bits(torch.bincount(bits_N, minlength=2 * HALF))
+
+
+def counts_of_bits(tokens: Tensor) -> Tensor:
+    """Return the same counts from how often each value of the shifted bits occurred: [2 HALF], negative gaps first."""
+    negative, positive = tokens.split(HALF)
     ends = torch.stack([negative[_HIGH:].sum(), negative[:_LOW].sum() + positive[:_LOW].sum(), positive[_HIGH:].sum()])
     middle = negative[_LOW:_HIGH].flip(0), positive[_LOW:_HIGH]
     return torch.cat([ends[:1], middle[0], ends[1:2], middle[1], ends[2:]]).double()

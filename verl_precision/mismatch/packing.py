@@ -62,24 +62,47 @@ def packed_chunks(
     Raises:
         ConfigurationError: If shapes, layouts or types do not fit.
     """
+    given = checked(log_probs, response_mask, advantages)
+    for rows, tokens, lengths_R in row_slices(given[next(iter(log_probs))], chunk_tokens):
+        yield _pack(given, tuple(log_probs), rows, tokens, lengths_R)
+
+
+def checked(
+    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None
+) -> dict[str, Tensor]:
+    """Return a batch's tensors by name, without what is None.
+
+    Raises:
+        ConfigurationError: If shapes, layouts or types do not fit.
+    """
     tensors = {**log_probs, "response_mask": response_mask, "advantages": advantages}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(given.values()))
-    _check(given, first)
+    _check(given, next(iter(given.values())))
+    return given
+
+
+def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Cut a batch into pieces of whole responses, at least one piece.
+
+    Yields:
+        The rows of a piece, where it lies among all tokens (padding included), and the lengths of its responses.
+
+    Raises:
+        ConfigurationError: If `chunk_tokens` is below 1.
+    """
     if chunk_tokens is None:
-        chunk_tokens = CPU_CHUNK_TOKENS if first.device.type == "cpu" else GPU_CHUNK_TOKENS
+        chunk_tokens = CPU_CHUNK_TOKENS if batch.device.type == "cpu" else GPU_CHUNK_TOKENS
     if chunk_tokens < 1:
         raise ConfigurationError(
             setting="chunk_tokens", value=chunk_tokens, allowed="1 or more, or None", remedy="Leave it at None."
         )
-    offsets = _offsets(first)
-    bounds, responses, start = offsets.tolist(), first.shape[0], 0
+    offsets = _offsets(batch)
+    bounds, lengths, responses, start = offsets.tolist(), offsets.diff(), batch.shape[0], 0
     while True:
         stop = min(start + 1, responses)
         while stop < responses and bounds[stop + 1] - bounds[start] <= chunk_tokens:
             stop += 1
-        rows, tokens = slice(start, stop), slice(bounds[start], bounds[stop])
-        yield _pack(given, tuple(log_probs), rows, tokens, offsets.diff()[rows])
+        yield slice(start, stop), slice(bounds[start], bounds[stop]), lengths[start:stop]
         start = stop
         if start == responses:
             return

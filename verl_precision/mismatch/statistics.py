@@ -3,10 +3,12 @@
     g = log π(yₜ) - log μ(yₜ) at each token,  s = Σₜ gₜ of each response
 
 π is the trainer's policy, μ the rollout's, yₜ the tokens the rollout sampled. docs/metrics.md defines every metric.
-To add one, add an entry to `_token_statistics` or `_response_statistics`, and a row to that page.
+To add one, add an entry to `_token_statistics` or `_response_statistics`, and a row to that page. New sums over tokens
+go into `token_sums.py`; `fused.py` says which of two ways takes them.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,14 +28,13 @@ from verl_precision.mergeable import (
     StatisticSet,
     merge_by_name,
 )
-from verl_precision.mismatch.histogram import GapHistogram, gap_counts, gap_edges
+from verl_precision.mismatch import fused
+from verl_precision.mismatch.fused import Measured
+from verl_precision.mismatch.histogram import GapHistogram, gap_edges
 from verl_precision.mismatch.kinds import Correlation, Perplexity, RatioSampleSize, Slope
 from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.token_bins import BinShares, ClassMean, class_totals, token_classes
-
-# Guard: in k3 and in total variation a gap above 600 nats counts as 600. e^600 = 4e260 can still be summed over 1e40
-# tokens in float64. `log_prob_gap_max` shows such a gap as it is.
-LARGEST_GAP = 600.0
+from verl_precision.mismatch.token_bins import BinShares, ClassMean
+from verl_precision.mismatch.token_sums import TokenSums, sums_of
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,10 @@ class MismatchStatistics(StatisticSet):
         """
         require_threshold(ratio_threshold, "ratio_threshold")
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
-        pieces, log_ratios, lengths = zip(*map(_measure_chunk, chunks), strict=True)
-        responses = _response_statistics(torch.cat(log_ratios), torch.cat(lengths), ratio_threshold)
-        return cls.on_cpu({**merge_by_name(pieces), **responses})
+        measure = fused.measure if fused.reason_for_torch(trainer_log_probs) is None else _measure_with_torch
+        counts, sums, log_ratio_B, length_B = measure(log_probs, response_mask, advantages, chunk_tokens)
+        tokens = _token_statistics(sums) if sums is not None else {}
+        return cls.on_cpu({**counts, **tokens, **_response_statistics(log_ratio_B, length_B, ratio_threshold)})
 
     def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `mismatch/log_prob_gap` -> (edges [K + 1] in nats, -inf to inf; counts [K] of tokens), if measured."""
@@ -90,50 +91,48 @@ class MismatchStatistics(StatisticSet):
         return {"mismatch/log_prob_gap": (gap_edges(), histogram.counts)} if histogram else {}  # type: ignore[attr-defined]
 
 
-def _measure_chunk(chunk: Chunk) -> tuple[dict[str, Statistic], Tensor, Tensor]:
-    """Return the statistics of a chunk's tokens, and log ρ and length of its whole responses, float64 on the CPU."""
+def _measure_with_torch(
+    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None, chunk_tokens: int | None
+) -> Measured:
+    """Measure a batch on its device, chunk by chunk."""
+    chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
+    counts, sums, log_ratios, lengths = zip(*map(_measure_chunk, chunks), strict=True)
+    merged = merge_by_name({"": part} for part in sums if part is not None)
+    return Measured(merge_by_name(counts), merged.get(""), torch.cat(log_ratios), torch.cat(lengths))
+
+
+def _measure_chunk(chunk: Chunk) -> Measured:
     pi_N, mu_N = chunk.log_probs
     if not len(chunk):
         nothing = torch.zeros(0, dtype=torch.float64)
-        return chunk.counts, nothing, nothing
+        return Measured(chunk.counts, None, nothing, nothing)
     gap_N = pi_N - mu_N
-    statistics = {**chunk.counts, **_token_statistics(pi_N, mu_N, gap_N, chunk.advantages_N)}
-    log_ratio_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)
-    return statistics, log_ratio_R[chunk.whole_R].cpu(), chunk.lengths_R[chunk.whole_R].double().cpu()
+    log_ratio_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)[chunk.whole_R].cpu()
+    length_R = chunk.lengths_R[chunk.whole_R].double().cpu()
+    return Measured(chunk.counts, sums_of(pi_N, mu_N, gap_N, chunk.advantages_N), log_ratio_R, length_R)
 
 
-def _token_statistics(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | None) -> dict[str, Statistic]:
-    """Return metric -> statistic, of the tokens of one chunk; arrays are used again and few live at once, for speed."""
-    n = gap_N.new_full((), len(gap_N))
-    tokens_C, gap_C, gap_abs_C = class_totals(token_classes(mu_N, advantages_N), gap_N)
-    histogram, squares, (gap_min, gap_max) = gap_counts(gap_N), gap_N.dot(gap_N), gap_N.aminmax()
-    capped_N = gap_N if gap_max <= LARGEST_GAP else gap_N.clamp(max=LARGEST_GAP)
-    excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
-    k3, distance = excess_N.sum() - capped_N.sum(), excess_N.abs().sum()
-    mu, probs_N = mu_N.sum(), mu_N.exp()
-    if gap_max <= LARGEST_GAP:
-        diff_N = excess_N.mul_(probs_N)  # π - μ = μ (e^g - 1)
-    else:
-        diff_N = torch.exp(pi_N, out=excess_N).sub_(probs_N)
-    diff, (diff_min, diff_max) = diff_N.sum(), diff_N.aminmax()
+def _token_statistics(sums: TokenSums) -> dict[str, Statistic]:
+    """Return metric -> statistic, of the tokens."""
+    n, tokens_C, gap_C = sums.n, sums.tokens_C, sums.gap_C
     return {
         "log_prob_gap_mean": ClassMean(gap_C, tokens_C, by=("sign",)),
-        "log_prob_gap_abs_mean": ClassMean(gap_abs_C, tokens_C, by=("bin",)),
-        "log_prob_gap_std": Deviation(gap_C, n, squares),
-        "log_prob_gap_min": Minimum(gap_min),
-        "log_prob_gap_max": Maximum(gap_max),
-        "log_prob_gap": GapHistogram(histogram, gap_min, gap_max),
+        "log_prob_gap_abs_mean": ClassMean(sums.gap_abs_C, tokens_C, by=("bin",)),
+        "log_prob_gap_std": Deviation(gap_C, n, sums.gap_squares),
+        "log_prob_gap_min": Minimum(sums.gap_min),
+        "log_prob_gap_max": Maximum(sums.gap_max),
+        "log_prob_gap": GapHistogram(sums.histogram, sums.gap_min, sums.gap_max),
         "token_fraction": BinShares(tokens_C),
-        "trainer_perplexity": Perplexity(-mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
-        "rollout_perplexity": Perplexity(-mu, n),
+        "trainer_perplexity": Perplexity(-sums.mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
+        "rollout_perplexity": Perplexity(-sums.mu, n),
         "k1_kl": Mean(-gap_C, n),
-        "k3_kl": Mean(k3, n),
-        "total_variation": Mean(distance / 2, n),
-        "probs_diff_abs_mean": Mean(diff_N.abs().sum(), n),
-        "probs_diff_min": Minimum(diff_min),
-        "probs_diff_max": Maximum(diff_max),
+        "k3_kl": Mean(sums.k3, n),
+        "total_variation": Mean(sums.distance / 2, n),
+        "probs_diff_abs_mean": Mean(sums.diff_abs, n),
+        "probs_diff_min": Minimum(sums.diff_min),
+        "probs_diff_max": Maximum(sums.diff_max),
         "probs_pearson": Correlation(
-            n, probs_N.sum(), probs_N.dot(probs_N), diff, diff_N.dot(diff_N), probs_N.dot(diff_N)
+            n, sums.probs, sums.probs_squares, sums.diff, sums.diff_squares, sums.probs_times_diff
         ),
     }
 

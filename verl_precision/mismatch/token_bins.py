@@ -15,13 +15,15 @@ from verl_precision.mergeable import Mean, Statistic, added, same
 # Decades of μ(yₜ): likely tokens first. A token exactly on an edge is on either side, as float64 rounds its logarithm.
 PROBABILITY_BINS = ("prob_1e-1_1", "prob_1e-2_1e-1", "prob_1e-3_1e-2", "prob_1e-4_1e-3", "prob_0_1e-4")
 SIGNS = ("negative_advantage", "no_sign", "positive_advantage")
-CLASSES = len(PROBABILITY_BINS) * len(SIGNS)
+SIGN_COUNT = len(SIGNS)
+CLASSES = len(PROBABILITY_BINS) * SIGN_COUNT
+NATS_TO_DECADES, LAST_BIN = -1 / math.log(10), len(PROBABILITY_BINS) - 1
 
 
 def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor | None) -> Tensor:
     """Return [N] int32, 3 x bin + sign; an advantage of 0 or NaN, or none at all, has no sign."""
-    bins_N = (rollout_log_probs_N * (-1 / math.log(10))).clamp_(max=len(PROBABILITY_BINS) - 1)
-    classes_N = bins_N.to(torch.int32).mul_(len(SIGNS)).add_(1)
+    bins_N = (rollout_log_probs_N * NATS_TO_DECADES).clamp_(max=LAST_BIN)
+    classes_N = bins_N.to(torch.int32).mul_(SIGN_COUNT).add_(1)
     if advantages_N is not None:
         classes_N += advantages_N.sign().to(torch.int32)  # of NaN it is 0
     return classes_N
@@ -33,9 +35,14 @@ def class_totals(classes_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor, T
     Negative values are summed apart, so that one pass gives both sums.
     """
     signed_N = classes_N.add(values_N.signbit(), alpha=CLASSES)
-    counts = torch.bincount(signed_N, minlength=2 * CLASSES).view(2, CLASSES)
-    positive, negative = torch.bincount(signed_N, weights=values_N, minlength=2 * CLASSES).view(2, CLASSES)
-    return counts.sum(dim=0).double(), positive + negative, positive - negative
+    counts = torch.bincount(signed_N, minlength=2 * CLASSES)
+    return totals_of_signed(counts, torch.bincount(signed_N, weights=values_N, minlength=2 * CLASSES))
+
+
+def totals_of_signed(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same from numbers and sums, [2 CLASSES] each: of values without a sign, then of negative ones."""
+    positive, negative = sums.view(2, CLASSES)
+    return counts.view(2, CLASSES).sum(dim=0).double(), positive + negative, positive - negative
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class ClassMean(Mean):
         return found
 
     def _means_over(self, dim: int) -> list[float]:
-        total, number = (part.view(-1, len(SIGNS)).sum(dim=dim) for part in (self.total, self.number))
+        total, number = (part.view(-1, SIGN_COUNT).sum(dim=dim) for part in (self.total, self.number))
         return (total / number).tolist()
 
 
@@ -74,5 +81,5 @@ class BinShares(Statistic):
 
     def values(self, name: str) -> dict[str, float]:
         """Return `<bin>/<name>` of all bins."""
-        shares = self.tokens.view(-1, len(SIGNS)).sum(dim=1) / self.tokens.sum()
+        shares = self.tokens.view(-1, SIGN_COUNT).sum(dim=1) / self.tokens.sum()
         return {f"{bin_name}/{name}": share for bin_name, share in zip(PROBABILITY_BINS, shares.tolist(), strict=True)}

@@ -1,0 +1,233 @@
+"""The kernel gives what torch gives, whatever it is handed; where there is none, torch measures and the log says so."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_precision.mergeable import Count
+from verl_precision.mismatch import fused, fused_kernel
+from verl_precision.mismatch.statistics import MismatchStatistics
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GAPS = (0.0, 1e-9, 1e-4, 1e-2, 1.0, 50.0, 400.0, 1000.0)
+BAD = (math.nan, math.inf, -math.inf, 0.25, -1000.0, -5000.0, 0.0, -0.0)
+
+
+@pytest.fixture
+def every_size(monkeypatch):
+    monkeypatch.setattr(fused, "SMALLEST_BATCH", 0)
+
+
+def by(way, *arguments):
+    """Measure with the kernel, or with torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "SMALLEST_BATCH", 0 if way == "kernel" else math.inf)
+        assert (fused.reason_for_torch(arguments[0]) is None) == (way == "kernel")
+        return MismatchStatistics.measure(*arguments)
+
+
+def assert_same(found, expected):
+    """Counts are equal; sums agree within float64 rounding of what is summed."""
+    assert found.statistics.keys() == expected.statistics.keys()
+    for name, statistic in expected.statistics.items():
+        for part, value in vars(statistic).items():
+            other = getattr(found.statistics[name], part)
+            if not isinstance(value, torch.Tensor):
+                assert other == value
+            elif part in ("number", "tokens", "counts") or isinstance(statistic, Count):
+                assert torch.equal(other, value), (name, part)
+            else:
+                assert (other.dtype, other.shape) == (value.dtype, value.shape)
+                size = torch.maximum(value.abs(), torch.tensor(size_of_terms(name, expected.statistics)))
+                assert bool(((other - value).abs() <= 1e-12 * size).all()), (name, part, other, value)
+
+
+def size_of_terms(name, statistics):
+    """Return the sum of absolute values where signed numbers are summed, in torch's way or in both; else 0."""
+    if "log_prob_gap_abs_mean" not in statistics:
+        return 0.0
+    if name.startswith("probs"):
+        return statistics["probs_pearson"].x.item()  # torch takes π - μ if a gap is above 600
+    if name == "trainer_perplexity":  # log π = log μ + g
+        return statistics["rollout_perplexity"].total.item()
+    if name in ("k1_kl", "k3_kl") or name.startswith(("log_prob_gap", "sequence_log_ratio")):
+        return statistics["log_prob_gap_abs_mean"].total.sum().item()
+    if name == "sequence_ess":  # an error in s is a relative one in e^s
+        return statistics["responses"].total.item() * statistics["log_prob_gap_abs_mean"].total.sum().item()
+    return 0.0
+
+
+@st.composite
+def batches(draw):
+    """Arguments of `measure`: any type, layout, mask and advantages; some tokens are extreme or unusable."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows, longest = draw(st.integers(0, 6)), draw(st.sampled_from([0, 1, 5, 40, 1023, 1024, 1500, 2500]))
+    dtypes = [draw(st.sampled_from(DTYPES)) for _ in range(3)]
+    mu = -rng.exponential(draw(st.sampled_from([1e-3, 2.5, 100.0])), (rows, longest))
+    pi = np.minimum(mu + draw(st.sampled_from(GAPS)) * rng.standard_normal(mu.shape), 0)
+    for values in (mu, pi):
+        if draw(st.booleans()):
+            where = rng.random(mu.shape) < draw(st.sampled_from([1e-3, 0.2]))
+            values[where] = rng.choice(BAD, where.sum())
+    advantages = rng.choice([-1.5, 0.0, 1e-30, 2.0, math.nan], (rows, 1)) * np.ones_like(mu)
+    kind = draw(st.sampled_from(["none", "one a response", "one a token"]))
+    if kind == "one a token":
+        advantages = rng.permuted(advantages, axis=0)
+    lengths = rng.integers(0, longest + 1, rows)
+    tensors = [torch.tensor(values).to(dtype) for values, dtype in zip((pi, mu, advantages), dtypes, strict=True)]
+    if draw(st.booleans()) and rows:
+        nested = [
+            torch.nested.nested_tensor([row[:n] for row, n in zip(tensor, lengths, strict=True)], layout=torch.jagged)
+            for tensor in tensors
+        ]
+        mask = None
+        if draw(st.booleans()):
+            masks = [torch.tensor(rng.random(n) < 0.8) for n in lengths]
+            mask = torch.nested.nested_tensor(masks, layout=torch.jagged)
+        pi, mu, advantages = nested
+    else:
+        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        if draw(st.booleans()):
+            mask &= torch.tensor(rng.random(mask.shape) < 0.7)
+        mask = mask.to(draw(st.sampled_from([torch.int64, torch.bool, torch.float32, torch.int32]))) * 2
+        pi, mu, advantages, mask = (draw(st.sampled_from(LAYOUTS))(tensor) for tensor in (*tensors, mask))
+    if kind == "none":
+        advantages = None
+    elif kind == "one a response":
+        advantages = tensors[2][:, 0] if longest else torch.zeros(rows)
+    return pi, mu, mask, advantages, 3.0, draw(st.sampled_from([1, 1000, 4000, None]))
+
+
+LAYOUTS = (
+    lambda x: x,
+    lambda x: torch.cat([x[:, :0].new_zeros(len(x), 3), x, x], dim=1)[:, 3 : 3 + x.shape[1]],  # part of a wider one
+    lambda x: x.t().contiguous().t(),
+    lambda x: x[:1].expand_as(x) if len(x) else x,
+    lambda x: x[:, :1].expand_as(x) if x.shape[1] else x,
+)
+
+
+@settings(max_examples=200)
+@given(batches())
+def test_equals_torch(arguments):
+    assert_same(by("kernel", *arguments), by("torch", *arguments))
+
+
+def test_equals_torch_on_a_large_batch():
+    generator = torch.Generator().manual_seed(0)
+    mu = torch.empty(64, 20_000).exponential_(0.5, generator=generator).neg_()
+    pi = torch.randn(mu.shape, generator=generator).mul_(1e-3).add_(mu).clamp_(max=0)
+    mask = (torch.arange(20_000) < torch.randint(1, 20_000, (64, 1), generator=generator)).long()
+    assert fused.reason_for_torch(pi) is None, "this is the size that runs meet"
+    assert_same(by("kernel", pi, mu, mask, mu + 3), by("torch", pi, mu, mask, mu + 3))
+
+
+def test_threads_change_nothing():
+    generator = torch.Generator().manual_seed(0)
+    mu = -torch.rand(40, 9000, generator=generator)
+    pi = mu * (1 + 1e-3 * torch.rand(mu.shape, generator=generator))
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(by("kernel", pi, mu, torch.ones_like(mu)).metrics())
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+def test_exponential_is_exact_to_rounding():
+    """e^x - 1, as `_sum` puts it together, and e^x - 1 - x beside 80-bit arithmetic."""
+    if np.finfo(np.longdouble).eps > 1e-18:
+        pytest.skip("no 80-bit floats here")
+    rng = np.random.default_rng(0)
+    size = np.exp(rng.uniform(math.log(1e-12), math.log(700), 20_000))
+    near = np.concatenate([np.log(2) / 2 * k + rng.uniform(-1e-3, 1e-3, 200) for k in range(-20, 21)])
+    for x in np.concatenate([size, -size, near]).tolist():
+        power, rest, r = fused_kernel.exponential(x)
+        for found, exact in (
+            (power * (r + rest) + (power - 1), np.expm1(np.longdouble(x))),
+            (power * (1 + (r + rest)), np.exp(np.longdouble(x))),
+        ):
+            assert abs(found - exact) <= 1e-15 * abs(exact), x
+        if power == 1:
+            # Here the oracle itself loses digits of a small x, so Taylor's series in 80 bits stands for it.
+            y = np.longdouble(x)
+            series = sum(y**k / np.longdouble(math.factorial(k)) for k in range(18, 1, -1))
+            assert abs(rest - series) <= 1e-15 * series, x
+
+
+def test_k3_of_a_tiny_gap_is_better_than_a_difference_of_sums(every_size):
+    mu = torch.full((1, 1000), -1.0, dtype=torch.float64)
+    gap = (mu + 1e-7) - mu
+    found = MismatchStatistics.measure(mu + 1e-7, mu, torch.ones_like(mu)).metrics()["mismatch/k3_kl"]
+    assert found == pytest.approx((gap**2 / 2 + gap**3 / 6).mean().item(), rel=1e-14)
+
+
+def test_which_way_a_batch_goes():
+    large = torch.zeros(2, fused.SMALLEST_BATCH // 2)
+    assert fused.reason_for_torch(large) is None
+    assert "are fewer than" in fused.reason_for_torch(large[:1])
+    assert "on meta" in fused.reason_for_torch(large.to("meta"))
+
+
+LARGE = """
+import logging, sys, torch
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+{before}
+from verl_precision.mismatch import fused
+from verl_precision.mismatch.statistics import MismatchStatistics
+
+assert "numba" not in sys.modules, "nothing waits for numba before it is needed"
+one = torch.full((4, 8), -1.0)
+MismatchStatistics.measure(one, one, one)
+assert "numba" not in sys.modules
+large = torch.full((8, fused.SMALLEST_BATCH // 8), -1.0)
+for _ in range(2):
+    assert MismatchStatistics.measure(large + 0.5, large, large).metrics()["mismatch/log_prob_gap_mean"] == 0.5
+print("reason:", fused.reason_for_torch(large))
+"""
+WITHOUT_NUMBA = """
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "numba":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def test_without_numba_torch_measures_and_the_log_says_so_once(run_python):
+    done = run_python(LARGE.format(before=WITHOUT_NUMBA))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("measured with torch") == 1 and "No module named 'numba'" in done.stdout
+    assert "reason: numba cannot be imported" in done.stdout
+
+
+def test_where_no_folder_can_be_written_the_kernel_is_compiled_anew(run_python, root, tmp_path):
+    """As in an image that is read-only, for a user without a home."""
+    shutil.copytree(root / "verl_precision", tmp_path / "verl_precision", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "verl_precision" / "mismatch" / "__pycache__").write_text("where numba wants a folder")
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), "/dev/null/none")
+    done = run_python(LARGE.format(before=""), PYTHONPATH=str(tmp_path), **nowhere)
+    assert done.returncode == 0, done.stderr
+    assert "reason: None" in done.stdout
+
+
+FULL_DISK = """
+import os, resource
+os.environ["NUMBA_CACHE_DIR"] = os.path.join(os.getcwd(), "cache")
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+"""
+
+
+def test_a_full_disk_does_not_stop_a_measurement(run_python):
+    done = run_python(LARGE.format(before=FULL_DISK))
+    assert done.returncode == 0, done.stderr
+    assert "reason: None" in done.stdout

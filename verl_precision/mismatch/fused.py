@@ -1,0 +1,168 @@
+"""Which of two ways measures a batch, and the fast one: numba's single pass over the arrays, on a CPU.
+
+torch reads and writes each of its temporaries, and packs the valid tokens first. The kernel (`fused_kernel.py`) reads
+the batch where it lies, and writes nothing. Both give the same sums up to float64 rounding, and the same histogram.
+`reason_for_torch` says which way a batch goes.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_precision.mergeable import Count, Statistic
+from verl_precision.mismatch.histogram import counts_of_bits
+from verl_precision.mismatch.packing import checked, row_slices
+from verl_precision.mismatch.token_bins import totals_of_signed
+from verl_precision.mismatch.token_sums import TokenSums
+
+# Tokens, padding included. Below, torch takes 10 ms at most, and importing and compiling the kernel is not worth it.
+SMALLEST_BATCH = 1 << 18
+# Tokens of a piece that one thread takes at a time: 5 ms of work, beside which handing out is little.
+PIECE_TOKENS = 1 << 19
+
+logger = logging.getLogger("verl_precision.mismatch")
+
+
+class Measured(NamedTuple):
+    """What one pass over a batch gives.
+
+    Attributes:
+        counts: Metrics of how many tokens there are, and how many were left out.
+        sums: Over the tokens; None if there are none.
+        log_ratio_B: log ρ of the whole responses, float64 on the CPU.
+        length_B: Their tokens, likewise.
+    """
+
+    counts: Mapping[str, Statistic]
+    sums: TokenSums | None
+    log_ratio_B: Tensor
+    length_B: Tensor
+
+
+def reason_for_torch(log_probs: Tensor) -> str | None:
+    """Return why torch measures a batch with these log-probs, or None: the kernel measures it."""
+    if log_probs.device.type != "cpu":
+        return f"the batch is on {log_probs.device}"
+    tokens = log_probs.values().numel() if log_probs.is_nested else log_probs.numel()
+    if tokens < SMALLEST_BATCH:
+        return f"{tokens} tokens are fewer than {SMALLEST_BATCH}"
+    return _kernel()[1]
+
+
+@functools.cache
+def _kernel() -> tuple[ModuleType | None, str | None]:
+    """Return the kernel's module, or why there is none; said once in the log."""
+    try:
+        from verl_precision.mismatch import fused_kernel
+    except ImportError as error:  # not installed, or not made for this NumPy
+        reason = f"numba cannot be imported: {error}"
+        logger.warning("large batches are measured with torch, which takes several times as long: %s", reason)
+        return None, reason
+    return fused_kernel, None
+
+
+def measure(
+    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None, chunk_tokens: int | None
+) -> Measured:
+    """Measure a batch with the kernel, on as many threads as torch has.
+
+    Pieces are shared out as threads become free, and merged in their own order, so that threads do not change the
+    result.
+
+    Args:
+        log_probs: As for `packed_chunks`; the trainer's and the rollout's.
+        response_mask: As for `packed_chunks`.
+        advantages: As for `packed_chunks`.
+        chunk_tokens: Tokens of a piece; None: `PIECE_TOKENS`.
+
+    Raises:
+        ConfigurationError: As `packed_chunks`.
+    """
+    given = {name: tensor.detach() for name, tensor in checked(log_probs, response_mask, advantages).items()}
+    piece_tokens = PIECE_TOKENS if chunk_tokens is None else chunk_tokens
+    pieces = list(row_slices(given[next(iter(log_probs))], piece_tokens))
+    threads = min(torch.get_num_threads(), len(pieces))
+    run = functools.partial(_measure_piece, given, tuple(log_probs))
+    if threads == 1:
+        return _merged(map(run, pieces))
+    with ThreadPoolExecutor(threads) as pool:
+        return _merged(pool.map(run, pieces))
+
+
+def _measure_piece(
+    given: Mapping[str, Tensor], names: tuple[str, ...], piece: tuple[slice, slice, Tensor]
+) -> tuple[np.ndarray, ...]:
+    """Hand some responses to the kernel, as flat views; a piece is copied only where it has no such view."""
+    kernel, _ = _kernel()
+    assert kernel is not None
+    rows, _, lengths_R = piece
+    dtype = torch.float64 if any(given[name].dtype == torch.float64 for name in names) else torch.float32
+    flat = [_flat(given[name], piece, lambda part: part.to(dtype)) for name in names]
+    begins_of_none, sign_R = np.zeros(len(lengths_R), np.int64), np.zeros(len(lengths_R), np.int64)
+    if "response_mask" in given:
+        flat.append(_flat(given["response_mask"], piece, _as_integers))
+    else:
+        flat.append((np.zeros(0, np.int64), begins_of_none))
+    advantages = given.get("advantages")
+    if advantages is not None and (advantages.is_nested or advantages.dim() == 2):
+        flat.append(_flat(advantages, piece, lambda part: part if part.dtype == dtype else part.sign().to(dtype)))
+    else:
+        flat.append((flat[0][0][:0], begins_of_none))
+        if advantages is not None:
+            sign_R = ((advantages[rows] > 0).long() - (advantages[rows] < 0).long()).numpy()
+    arrays, begins = zip(*flat, strict=True)
+    arguments = (*arrays, sign_R, np.stack(begins), lengths_R.long().numpy())
+    try:
+        return kernel.measure_responses(*arguments)  # type: ignore[no-any-return]
+    except OSError:  # compiled, but not saved for other processes: the disk is full
+        return kernel.measure_responses(*arguments)  # type: ignore[no-any-return]
+
+
+def _as_integers(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.int64 else mask.bool().view(torch.uint8)
+
+
+def _flat(
+    tensor: Tensor, piece: tuple[slice, slice, Tensor], convert: Callable[[Tensor], Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a flat array that holds some responses, and where each begins in it."""
+    rows, tokens, lengths_R = piece
+    if tensor.is_nested:
+        return convert(tensor.values()[tokens]).contiguous().numpy(), (lengths_R.cumsum(0) - lengths_R).numpy()
+    part = convert(tensor[rows])
+    if part.stride(1) != 1:
+        part = part.contiguous()
+    span = (part.shape[0] - 1) * part.stride(0) + part.shape[1] if part.numel() else 0
+    return part.as_strided((span,), (1,)).numpy(), np.arange(part.shape[0]) * part.stride(0)
+
+
+def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:
+    """Merge what the kernel returned for the pieces, in their order."""
+    *sums, lows, highs, log_ratio_R, length_R = next(results)
+    log_ratios, lengths = [log_ratio_R], [length_R]
+    for *more, low, high, log_ratio_R, length_R in results:
+        for total, part in zip(sums, more, strict=True):
+            total += part
+        lows, highs = np.minimum(lows, low), np.maximum(highs, high)
+        log_ratios.append(log_ratio_R)
+        lengths.append(length_R)
+    added, tokens, gaps, bits, left_out = map(torch.from_numpy, sums)
+    log_ratio_B, length_B = (torch.from_numpy(np.concatenate(parts)) for parts in (log_ratios, lengths))
+    whole_B = length_B > 0
+    counts = {"tokens": added[0], "nonfinite_tokens": left_out[0], "positive_log_probs": left_out[1]}
+    token_sums = None
+    if added[0]:
+        values = *added, *map(torch.tensor, (*lows, *highs)), *totals_of_signed(tokens, gaps), counts_of_bits(bits)
+        names = [part.name for part in dataclasses.fields(TokenSums)]
+        token_sums = TokenSums(**dict(zip(names, values, strict=True)))
+    return Measured(
+        {name: Count(number) for name, number in counts.items()}, token_sums, log_ratio_B[whole_B], length_B[whole_B]
+    )

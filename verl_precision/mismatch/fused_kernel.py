@@ -1,0 +1,222 @@
+"""All sums over tokens in one pass over the batch, compiled by numba; `fused.py` says when it runs and what it gives.
+
+Importing this module imports numba; the first call compiles. The loops over tokens hold no branch and write nothing, so
+that they become vector instructions. Arithmetic is IEEE float64 as written, with two freedoms: sums may be taken in any
+order (`_plus`), and a product and a sum may share one rounding (`_product_plus`).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from numba import float64, njit
+from numba.extending import intrinsic
+
+# numba's cache looks at the date of this file alone: after a change of a constant that comes from elsewhere, touch it.
+from verl_precision.mismatch.histogram import BITS_LEFT, HALF
+from verl_precision.mismatch.token_bins import CLASSES, LAST_BIN, NATS_TO_DECADES, SIGN_COUNT
+from verl_precision.mismatch.token_sums import LARGEST_GAP
+
+BLOCK = 1024  # tokens that stay in the nearest cache while they are read three times
+ADDED = 11  # sums that only add up, the first fields of `TokenSums`
+
+# e^x = 2ⁿ e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. Adding 1.5 · 2^52 rounds to an integer, which is then in the
+# lowest bits. ln 2 is split in two, so that n times the first part is exact.
+ROUNDER, ROUNDER_EXPONENT = 1.5 * 2.0**52, 1023
+LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+# Taylor's series of (e^r - 1 - r) / r²; the first term left out is below 1e-17 of it.
+SERIES = tuple(1 / math.factorial(k) for k in range(2, 15))
+LOWEST_EXPONENT = -708.0  # e^x is an ordinary number down to here; below, it counts as 0
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def compiled(function: FunctionT) -> FunctionT:
+    """Compile a function that other processes find compiled; where no folder can be written, each compiles its own."""
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # numba found no folder for it
+        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+@njit(fastmath={"reassoc", "nsz"})
+def _plus(total, value):  # type: ignore[no-untyped-def]
+    return total + value
+
+
+@njit(fastmath={"contract"})
+def _product_plus(one, other, summand):  # type: ignore[no-untyped-def]
+    return one * other + summand
+
+
+@njit
+def _pair(k, r):  # type: ignore[no-untyped-def]
+    return _product_plus(SERIES[k + 1], r, SERIES[k])
+
+
+def _extreme(sign: str) -> Any:
+    """Return min or max of two numbers that are not NaN, in a form that can become a vector instruction."""
+    flags = ("nnan", "nsz")
+
+    def of_two(typing_context: Any, one: Any, other: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(sign, *arguments, flags=flags), *arguments, flags=flags)
+
+        return float64(float64, float64), generate
+
+    return intrinsic(of_two)
+
+
+_least, _most = _extreme("<"), _extreme(">")
+
+
+@njit(error_model="numpy")
+def exponential(x):  # type: ignore[no-untyped-def]
+    """Return 2ⁿ, e^r - 1 - r and r of an x in [-708, 709]; e^x = 2ⁿ e^r."""
+    shifted = _product_plus(x, 1 / math.log(2), ROUNDER)
+    n = shifted - ROUNDER
+    power = np.int64((np.float64(shifted).view(np.int64) + ROUNDER_EXPONENT) << 52).view(np.float64)
+    r = _product_plus(n, -LN2_LOW, _product_plus(n, -LN2_HIGH, x))
+    # Pairs of terms, and pairs of pairs: a vector instruction waits for few others (Estrin's scheme).
+    r2 = r * r
+    r4 = r2 * r2
+    low = _product_plus(_pair(2, r), r2, _pair(0, r))
+    middle = _product_plus(_pair(6, r), r2, _pair(4, r))
+    high = _product_plus(r4, SERIES[12], _product_plus(_pair(10, r), r2, _pair(8, r)))
+    series = _product_plus(_product_plus(high, r4, middle), r4, low)
+    return power, series * r2, r
+
+
+@njit(error_model="numpy")
+def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
+    """Add some tokens to the sums in the order of `TokenSums` (all but the first); return the sum of their gaps."""
+    gaps = squares = k3 = distance = mus = probs = 0.0
+    probs_squares = diffs = diff_abs = diff_squares = cross = 0.0
+    gap_min, gap_max, diff_min, diff_max = lows[0], highs[0], lows[1], highs[1]
+    for i in range(len(pi)):
+        log_pi, log_mu = np.float64(pi[i]), np.float64(mu[i])
+        gap = log_pi - log_mu
+        capped = min(gap, LARGEST_GAP)
+        power, rest, r = exponential(max(capped, LOWEST_EXPONENT))
+        excess = _product_plus(power, r + rest, power - 1)  # e^g - 1
+        far = (gap > LARGEST_GAP) | (log_mu < LOWEST_EXPONENT)  # μ counts as 0, so that π - μ = π
+        log_prob = log_pi if far else log_mu
+        power_of_prob, rest_of_prob, r = exponential(max(log_prob, LOWEST_EXPONENT))
+        prob = power_of_prob * (1 + (r + rest_of_prob)) if log_prob >= LOWEST_EXPONENT else 0.0
+        diff = prob if far else prob * excess  # π - μ = μ (e^g - 1)
+        prob = 0.0 if far else prob
+        gaps, squares = _plus(gaps, gap), _plus(squares, gap * gap)
+        k3 = _plus(k3, rest if power == 1 else excess - capped)
+        distance, mus, probs = _plus(distance, abs(excess)), _plus(mus, log_mu), _plus(probs, prob)
+        probs_squares, cross = _plus(probs_squares, prob * prob), _plus(cross, prob * diff)
+        diffs, diff_abs, diff_squares = _plus(diffs, diff), _plus(diff_abs, abs(diff)), _plus(diff_squares, diff * diff)
+        gap_min, gap_max = _least(gap_min, gap), _most(gap_max, gap)
+        diff_min, diff_max = _least(diff_min, diff), _most(diff_max, diff)
+    totals = squares, k3, distance, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross
+    for k in range(len(totals)):
+        added[1 + k] += totals[k]
+    lows[0], highs[0], lows[1], highs[1] = gap_min, gap_max, diff_min, diff_max
+    return gaps
+
+
+@njit(error_model="numpy")
+def _sort(pi, mu, signs, sign, tokens, gaps, bits):  # type: ignore[no-untyped-def]
+    """Count some tokens by class and by bin of the histogram; negative gaps have classes of their own."""
+    for i in range(len(pi)):
+        log_mu = np.float64(mu[i])
+        gap = np.float64(pi[i]) - log_mu
+        if len(signs):
+            sign = np.int64(signs[i] > 0) - np.int64(signs[i] < 0)
+        where = np.int64(min(log_mu * NATS_TO_DECADES, LAST_BIN)) * SIGN_COUNT + 1 + sign + (CLASSES if gap < 0 else 0)
+        tokens[where] += 1
+        gaps[where] += gap
+        bits[(np.float32(gap).view(np.int32) >> BITS_LEFT) + HALF] += 1
+
+
+@njit(error_model="numpy")
+def _usable(pi, mu):  # type: ignore[no-untyped-def]
+    """Return how many tokens have two log-probs that are finite and not above 0; NaN fails every comparison."""
+    number = 0
+    for i in range(len(pi)):
+        number += (pi[i] <= 0) & (pi[i] > -np.inf) & (mu[i] <= 0) & (mu[i] > -np.inf)
+    return number
+
+
+@njit(error_model="numpy")
+def _valid(mask):  # type: ignore[no-untyped-def]
+    number = 0
+    for i in range(len(mask)):
+        number += mask[i] != 0
+    return number
+
+
+@njit
+def _part(array, begin, size):  # type: ignore[no-untyped-def]
+    return array[begin : begin + size]  # of an empty array: nothing
+
+
+@compiled
+def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ignore[no-untyped-def]
+    """Sum over the tokens of some responses.
+
+    Args:
+        pi: Flat array that holds log π of all responses, float32 or float64.
+        mu: Likewise log μ.
+        mask: Likewise, a token counts where it is not 0; empty: all count.
+        signs: Likewise the advantages; empty: `sign_B` holds for all tokens of a response.
+        sign_B: [B] int64, the advantage's sign.
+        begins: [4, B] int64, where each response begins in each of the four arrays.
+        lengths: [B] int64, how long it is there.
+
+    Returns:
+        added: [11], sums in the order of `TokenSums`.
+        tokens: [2 CLASSES] int64, tokens of each class, those with a negative gap apart.
+        gaps: [2 CLASSES], their gaps.
+        bits: [2 HALF] int64, for the histogram.
+        left_out: [2] int64, tokens that are not finite, others that are above 0.
+        lows: [2], the smallest gap and difference; infinite without tokens.
+        highs: [2], likewise the largest.
+        log_ratio_B: The gaps of each response, summed.
+        length_B: Its tokens; -1 if the response is not whole.
+    """
+    added, lows, highs = np.zeros(ADDED), np.full(2, np.inf), np.full(2, -np.inf)
+    tokens, gaps = np.zeros(2 * CLASSES, np.int64), np.zeros(2 * CLASSES)
+    bits, left_out = np.zeros(2 * HALF, np.int64), np.zeros(2, np.int64)
+    log_ratio_B, length_B = np.zeros(len(lengths)), np.zeros(len(lengths))
+    kept_pi, kept_mu, kept_signs = np.empty(BLOCK, pi.dtype), np.empty(BLOCK, mu.dtype), np.empty(BLOCK, signs.dtype)
+    for b in range(len(lengths)):
+        unusable = 0
+        for first in range(0, lengths[b], BLOCK):
+            size = min(BLOCK, lengths[b] - first)
+            block_pi, block_mu = _part(pi, begins[0, b] + first, size), _part(mu, begins[1, b] + first, size)
+            block_mask, block_signs = _part(mask, begins[2, b] + first, size), _part(signs, begins[3, b] + first, size)
+            valid = _valid(block_mask) if len(mask) else size
+            if valid == 0:
+                continue
+            if valid < size or _usable(block_pi, block_mu) < size:
+                n = 0
+                for i in range(size):
+                    if len(mask) and block_mask[i] == 0:
+                        continue
+                    x, y = block_pi[i], block_mu[i]
+                    if not (np.isfinite(x) and np.isfinite(y)):
+                        left_out[0] += 1
+                    elif x > 0 or y > 0:
+                        left_out[1] += 1
+                    else:
+                        kept_pi[n], kept_mu[n] = x, y
+                        if len(signs):
+                            kept_signs[n] = block_signs[i]
+                        n += 1
+                unusable += valid - n
+                block_pi, block_mu = kept_pi[:n], kept_mu[:n]
+                if len(signs):
+                    block_signs = kept_signs[:n]
+            added[0] += len(block_pi)
+            length_B[b] += len(block_pi)
+            log_ratio_B[b] += _sum(block_pi, block_mu, added, lows, highs)
+            _sort(block_pi, block_mu, block_signs, sign_B[b], tokens, gaps, bits)
+        if unusable or length_B[b] == 0:
+            length_B[b] = -1
+    return added, tokens, gaps, bits, left_out, lows, highs, log_ratio_B, length_B

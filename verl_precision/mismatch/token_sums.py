@@ -1,0 +1,108 @@
+"""What the metrics of tokens are made of: sums over tokens, which merge, and torch's way to them.
+
+`fused_kernel.py` fills the same sums in one pass. A new sum is a field here, an entry in `sums_of`, and a line in
+`fused_kernel._sum`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_precision.mergeable import Statistic, added, largest, smallest
+from verl_precision.mismatch.histogram import gap_counts
+from verl_precision.mismatch.token_bins import class_totals, token_classes
+
+# Guard: in k3 and in total variation a gap above 600 nats counts as 600. e^600 = 4e260 can still be summed over 1e40
+# tokens in float64. `log_prob_gap_max` shows such a gap as it is.
+LARGEST_GAP = 600.0
+
+
+@dataclass(frozen=True)
+class TokenSums(Statistic):
+    """Sums over n tokens, float64: g = log π - log μ the gap, capped at `LARGEST_GAP` where it is an exponent.
+
+    Attributes:
+        n: The number of tokens.
+        gap_squares: g².
+        k3: e^g - 1 - g.
+        distance: abs(e^g - 1).
+        mu: log μ.
+        probs: μ.
+        probs_squares: μ².
+        diff: π - μ.
+        diff_abs: abs(π - μ).
+        diff_squares: (π - μ)².
+        probs_times_diff: μ (π - μ).
+        gap_min: The smallest g.
+        diff_min: The smallest π - μ.
+        gap_max: The largest g.
+        diff_max: The largest π - μ.
+        tokens_C: [CLASSES], the number of tokens of each class (`token_bins.py`).
+        gap_C: [CLASSES], their g.
+        gap_abs_C: [CLASSES], their abs(g).
+        histogram: The number of gaps in each bin (`histogram.py`).
+    """
+
+    n: Tensor = added()
+    gap_squares: Tensor = added()
+    k3: Tensor = added()
+    distance: Tensor = added()
+    mu: Tensor = added()
+    probs: Tensor = added()
+    probs_squares: Tensor = added()
+    diff: Tensor = added()
+    diff_abs: Tensor = added()
+    diff_squares: Tensor = added()
+    probs_times_diff: Tensor = added()
+    gap_min: Tensor = smallest()
+    diff_min: Tensor = smallest()
+    gap_max: Tensor = largest()
+    diff_max: Tensor = largest()
+    tokens_C: Tensor = added()
+    gap_C: Tensor = added()
+    gap_abs_C: Tensor = added()
+    histogram: Tensor = added()
+
+
+def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | None) -> TokenSums:
+    """Return the sums of one chunk's tokens, at least one; arrays are used again and few live at once, for speed.
+
+    Args:
+        pi_N: Log π, float64.
+        mu_N: Log μ, likewise.
+        gap_N: Their difference.
+        advantages_N: In any floating type; only the sign matters.
+    """
+    tokens_C, gap_C, gap_abs_C = class_totals(token_classes(mu_N, advantages_N), gap_N)
+    histogram, squares, (gap_min, gap_max) = gap_counts(gap_N), gap_N.dot(gap_N), gap_N.aminmax()
+    capped_N = gap_N if gap_max <= LARGEST_GAP else gap_N.clamp(max=LARGEST_GAP)
+    excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
+    excess, distance = excess_N.sum(), excess_N.abs().sum()
+    probs_N = mu_N.exp()
+    if gap_max <= LARGEST_GAP:
+        diff_N = excess_N.mul_(probs_N)  # π - μ = μ (e^g - 1)
+    else:
+        diff_N = torch.exp(pi_N, out=excess_N).sub_(probs_N)
+    diff_min, diff_max = diff_N.aminmax()
+    return TokenSums(
+        n=gap_N.new_full((), len(gap_N)),
+        gap_squares=squares,
+        k3=excess - capped_N.sum(),
+        distance=distance,
+        mu=mu_N.sum(),
+        probs=probs_N.sum(),
+        probs_squares=probs_N.dot(probs_N),
+        diff=diff_N.sum(),
+        diff_abs=diff_N.abs().sum(),
+        diff_squares=diff_N.dot(diff_N),
+        probs_times_diff=probs_N.dot(diff_N),
+        gap_min=gap_min,
+        diff_min=diff_min,
+        gap_max=gap_max,
+        diff_max=diff_max,
+        tokens_C=tokens_C,
+        gap_C=gap_C,
+        gap_abs_C=gap_abs_C,
+        histogram=histogram,
+    )
