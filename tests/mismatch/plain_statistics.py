@@ -77,6 +77,7 @@ def mismatch(responses, c=3.0):
             "k1_kl": (-g).mean(),
             "k3_kl": (np.expm1(capped) - capped).mean(),
             "total_variation": np.abs(np.expm1(capped)).mean() / 2,
+            "chi_square": np.expm1(2 * np.minimum(g, 300.0)).mean(),
             "probs_diff_abs_mean": np.abs(p - q).mean(),
             "probs_diff_min": (p - q).min(),
             "probs_diff_max": (p - q).max(),

@@ -53,6 +53,8 @@ def size_of_terms(name, statistics):
         return 0.0
     if name.startswith("probs"):
         return statistics["probs_pearson"].x.item()  # torch takes π - μ if a gap is above 600
+    if name == "chi_square":
+        return 4 * statistics["total_variation"].total.item()
     if name == "trainer_perplexity":  # log π = log μ + g
         return statistics["rollout_perplexity"].total.item()
     if name in ("k1_kl", "k3_kl") or name.startswith(("log_prob_gap", "sequence_log_ratio")):

@@ -31,7 +31,8 @@ def mismatch_of(pi, mu, mask=None, *more):
 
 def test_two_tokens_by_hand():
     """π = (1/2, 1/4), μ = (1/4, 1/2): g = ±ln 2; k3 = ((2 - ln 2 - 1) + (1/2 + ln 2 - 1)) / 2 = 1/4;
-    total variation = (|2 - 1| + |1/2 - 1|) / 2 / 2 = 3/8; the response's ratio is 1."""
+    total variation = (|2 - 1| + |1/2 - 1|) / 2 / 2 = 3/8; chi-square = (2² - 1 + (1/2)² - 1) / 2 = 9/8; the response's
+    ratio is 1."""
     mu, pi = torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     found = mismatch_of(pi, mu, None, torch.tensor([1.0]))
     expected = {
@@ -39,6 +40,7 @@ def test_two_tokens_by_hand():
         "log_prob_gap_std": math.log(2),
         "k3_kl": 0.25,
         "total_variation": 0.375,
+        "chi_square": 1.125,
         "probs_diff_abs_mean": 0.25,
         "probs_diff_min": -0.25,
         "probs_diff_max": 0.25,

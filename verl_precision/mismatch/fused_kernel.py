@@ -16,10 +16,10 @@ from numba.extending import intrinsic
 # numba's cache looks at the date of this file alone: after a change of a constant that comes from elsewhere, touch it.
 from verl_precision.mismatch.histogram import BITS_LEFT, HALF
 from verl_precision.mismatch.token_bins import CLASSES, LAST_BIN, NATS_TO_DECADES, SIGN_COUNT
-from verl_precision.mismatch.token_sums import LARGEST_GAP
+from verl_precision.mismatch.token_sums import LARGEST_GAP, LARGEST_GAP_SQUARED
 
 BLOCK = 1024  # tokens that stay in the nearest cache while they are read three times
-ADDED = 11  # sums that only add up, the first fields of `TokenSums`
+ADDED = 12  # sums that only add up, the first fields of `TokenSums`
 
 # e^x = 2ⁿ e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. Adding 1.5 · 2^52 rounds to an integer, which is then in the
 # lowest bits. ln 2 is split in two, so that n times the first part is exact.
@@ -28,6 +28,7 @@ LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 # Taylor's series of (e^r - 1 - r) / r²; the first term left out is below 1e-17 of it.
 SERIES = tuple(1 / math.factorial(k) for k in range(2, 15))
 LOWEST_EXPONENT = -708.0  # e^x is an ordinary number down to here; below, it counts as 0
+LARGEST_EXCESS = math.expm1(LARGEST_GAP_SQUARED)
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -91,7 +92,7 @@ def exponential(x):  # type: ignore[no-untyped-def]
 @njit(error_model="numpy")
 def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
     """Add some tokens to the sums in the order of `TokenSums` (all but the first); return the sum of their gaps."""
-    gaps = squares = k3 = distance = mus = probs = 0.0
+    gaps = squares = k3 = distance = chi_square = mus = probs = 0.0
     probs_squares = diffs = diff_abs = diff_squares = cross = 0.0
     gap_min, gap_max, diff_min, diff_max = lows[0], highs[0], lows[1], highs[1]
     for i in range(len(pi)):
@@ -106,14 +107,16 @@ def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
         prob = power_of_prob * (1 + (r + rest_of_prob)) if log_prob >= LOWEST_EXPONENT else 0.0
         diff = prob if far else prob * excess  # π - μ = μ (e^g - 1)
         prob = 0.0 if far else prob
+        squared = min(excess, LARGEST_EXCESS)
         gaps, squares = _plus(gaps, gap), _plus(squares, gap * gap)
         k3 = _plus(k3, rest if power == 1 else excess - capped)
-        distance, mus, probs = _plus(distance, abs(excess)), _plus(mus, log_mu), _plus(probs, prob)
+        distance, chi_square = _plus(distance, abs(excess)), _plus(chi_square, squared * (squared + 2))
+        mus, probs = _plus(mus, log_mu), _plus(probs, prob)
         probs_squares, cross = _plus(probs_squares, prob * prob), _plus(cross, prob * diff)
         diffs, diff_abs, diff_squares = _plus(diffs, diff), _plus(diff_abs, abs(diff)), _plus(diff_squares, diff * diff)
         gap_min, gap_max = _least(gap_min, gap), _most(gap_max, gap)
         diff_min, diff_max = _least(diff_min, diff), _most(diff_max, diff)
-    totals = squares, k3, distance, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross
+    totals = squares, k3, distance, chi_square, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross
     for k in range(len(totals)):
         added[1 + k] += totals[k]
     lows[0], highs[0], lows[1], highs[1] = gap_min, gap_max, diff_min, diff_max
@@ -170,7 +173,7 @@ def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ig
         lengths: [B] int64, how long it is there.
 
     Returns:
-        added: [11], sums in the order of `TokenSums`.
+        added: [12], sums in the order of `TokenSums`.
         tokens: [2 CLASSES] int64, tokens of each class, those with a negative gap apart.
         gaps: [2 CLASSES], their gaps.
         bits: [2 HALF] int64, for the histogram.

@@ -128,6 +128,7 @@ def _token_statistics(sums: TokenSums) -> dict[str, Statistic]:
         "k1_kl": Mean(-gap_C, n),
         "k3_kl": Mean(sums.k3, n),
         "total_variation": Mean(sums.distance / 2, n),
+        "chi_square": Mean(sums.chi_square, n),
         "probs_diff_abs_mean": Mean(sums.diff_abs, n),
         "probs_diff_min": Minimum(sums.diff_min),
         "probs_diff_max": Maximum(sums.diff_max),

@@ -16,6 +16,8 @@ from verl_precision.mismatch.token_bins import class_totals, token_classes
 # Guard: in k3 and in total variation a gap above 600 nats counts as 600. e^600 = 4e260 can still be summed over 1e40
 # tokens in float64. `log_prob_gap_max` shows such a gap as it is.
 LARGEST_GAP = 600.0
+# The same for chi-square, which squares the ratio.
+LARGEST_GAP_SQUARED = LARGEST_GAP / 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TokenSums(Statistic):
         gap_squares: g².
         k3: e^g - 1 - g.
         distance: abs(e^g - 1).
+        chi_square: e^2g - 1.
         mu: log μ.
         probs: μ.
         probs_squares: μ².
@@ -48,6 +51,7 @@ class TokenSums(Statistic):
     gap_squares: Tensor = added()
     k3: Tensor = added()
     distance: Tensor = added()
+    chi_square: Tensor = added()
     mu: Tensor = added()
     probs: Tensor = added()
     probs_squares: Tensor = added()
@@ -79,7 +83,9 @@ def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | No
     capped_N = gap_N if gap_max <= LARGEST_GAP else gap_N.clamp(max=LARGEST_GAP)
     excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
     excess, distance = excess_N.sum(), excess_N.abs().sum()
+    squared_N = excess_N if gap_max <= LARGEST_GAP_SQUARED else gap_N.clamp(max=LARGEST_GAP_SQUARED).expm1()
     probs_N = mu_N.exp()
+    chi_square = squared_N.dot(squared_N) + 2 * squared_N.sum()  # e^2g - 1 = (e^g - 1)² + 2 (e^g - 1)
     if gap_max <= LARGEST_GAP:
         diff_N = excess_N.mul_(probs_N)  # π - μ = μ (e^g - 1)
     else:
@@ -90,6 +96,7 @@ def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | No
         gap_squares=squares,
         k3=excess - capped_N.sum(),
         distance=distance,
+        chi_square=chi_square,
         mu=mu_N.sum(),
         probs=probs_N.sum(),
         probs_squares=probs_N.dot(probs_N),
