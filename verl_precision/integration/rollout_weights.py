@@ -8,8 +8,10 @@ of our own are offered beside verl's, in the same step and under the same settin
 the loss is `rollout_is_weights` as ever.
 """
 
+import math
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from verl_precision.integration.ledger import wrap_once
@@ -48,7 +50,8 @@ def _own_weights(
     rows_B = valid_BT.any(dim=-1)
     if rollout_is == "vp_seq_mis":  # one weight per response: at every token that counts, and 0 at the others
         weights, counted = weights_BT.amax(dim=-1), rows_B
-        beyond = weights == 0
+        # Not "weight 0": a response with a tiny ratio has that too.
+        beyond = torch.where(valid_BT, log_ratio, 0).sum(dim=-1, dtype=torch.float64) > math.log(threshold)
     else:
         weights, counted = weights_BT, valid_BT
         beyond = weights >= threshold
