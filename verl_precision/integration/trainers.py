@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.integration.metrics_file import forget_row, remember_row, series_goes_on
 from verl_precision.integration.run_monitor import RunMonitor
+from verl_precision.integration.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.rules.rollout_rules import missing_log_probs
 from verl_precision.weight_sync.settings import canary_settings
@@ -93,7 +94,8 @@ def _measuring(base: type, mode: str) -> type:
             self._canary_metrics.update(self._canary.judge(self.actor_rollout_wg))
 
         def _compute_advantage(self, batch, metrics):
-            batch = super()._compute_advantage(batch, metrics=metrics)
+            with advantages_by_session():
+                batch = super()._compute_advantage(batch, metrics=metrics)
             self._monitor.measure_in_driver(batch, metrics)
             return batch
 
