@@ -5,6 +5,7 @@
     rollout_weights   token_tis_weights (9), seq_mis_weights (10): with them, `grpo` is those equations
     gspo              gspo
     cispo             cispo
+    clipping          what a loss divides by and where it clips, stated for each loss, verl's too
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import surrogate_loss
 from verl_precision.losses.metrics import LossOutput, fraction
 from verl_precision.losses.ratios import bounded_exp, checked_batch
@@ -10,7 +11,12 @@ from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
 
 
-@policy_loss("vp_cispo", "the bounded token ratio as a weight; no token loses its gradient", "arXiv 2506.13585 eq. (4)")
+@policy_loss(
+    "vp_cispo",
+    "the bounded token ratio as a weight; no token loses its gradient",
+    "arXiv 2506.13585 eq. (4)",
+    Ratio("token"),
+)
 def cispo(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,

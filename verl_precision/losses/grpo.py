@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.clipping import NO_RATIO, Ratio
 from verl_precision.losses.metrics import (
     LossOutput,
     Statistic,
@@ -25,7 +26,12 @@ from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
 
 
-@policy_loss("grpo", "clipped surrogate, no dual clip; weighted: eq. (9), (10)", "arXiv 2510.26788 eq. (8)")
+@policy_loss(
+    "grpo",
+    "clipped surrogate, no dual clip; weighted: eq. (9), (10)",
+    "arXiv 2510.26788 eq. (8)",
+    Ratio("token", "ratio"),
+)
 def grpo(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,
@@ -82,7 +88,12 @@ def grpo(
     return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, require_clip_range(clip_low, clip_high))
 
 
-@policy_loss("grpo_unclipped", "intervention: grpo with clipping off", "arXiv 2510.26788 eq. (8), infinite clip range")
+@policy_loss(
+    "grpo_unclipped",
+    "intervention: grpo with clipping off",
+    "arXiv 2510.26788 eq. (8), infinite clip range",
+    Ratio("token"),
+)
 def grpo_unclipped(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,
@@ -118,7 +129,7 @@ def grpo_unclipped(
     return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, None)
 
 
-@policy_loss("ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1")
+@policy_loss("ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1", NO_RATIO)
 def ratio_one(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import surrogate_loss
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import bounded_exp, checked_batch
@@ -10,7 +11,12 @@ from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
 
 
-@policy_loss("vp_gspo", "clipped surrogate on the length-normalised sequence ratio", "arXiv 2507.18071 eq. (5)-(7)")
+@policy_loss(
+    "vp_gspo",
+    "clipped surrogate on the length-normalised sequence ratio",
+    "arXiv 2507.18071 eq. (5)-(7)",
+    Ratio("sequence", "ratio"),
+)
 def gspo(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,

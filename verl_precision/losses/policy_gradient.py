@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.metrics import LossOutput, Statistic, fraction, log_ratio_statistics, weight_statistics
 from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_threshold
 
+OF_THE_RESPONSE = Ratio("sequence", decoupled=None)
 
-@policy_loss("pg_seq_is", "policy gradient, importance weight of the whole response", "arXiv 2510.26788 eq. (5)")
+
+@policy_loss(
+    "pg_seq_is", "policy gradient, importance weight of the whole response", "arXiv 2510.26788 eq. (5)", OF_THE_RESPONSE
+)
 def pg_seq_is(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -70,7 +75,7 @@ def pg_seq_is(
     return _policy_gradient(trainer_log_probs, weight_B, batch, aggregation)
 
 
-@policy_loss("pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)")
+@policy_loss("pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)", OF_THE_RESPONSE)
 def pg_seq_tis(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -109,7 +114,7 @@ def pg_seq_tis(
     return _policy_gradient(trainer_log_probs, rho_B.clamp(max=threshold), batch, aggregation, metrics)
 
 
-@policy_loss("pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)")
+@policy_loss("pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)", OF_THE_RESPONSE)
 def pg_seq_mis(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,

@@ -15,8 +15,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from verl_precision.errors import RegistrationError
+from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, Ratio
 from verl_precision.losses.metrics import LossOutput
 
 PARAMETERS = frozenset(
@@ -34,11 +36,13 @@ class PolicyLoss:
         function: The loss.
         summary: One line for a list of losses.
         equation: Source: paper and equation.
+        ratio: What its ratio is taken against and where it clips, or None where its author does not say.
     """
 
     function: Loss
     summary: str
     equation: str
+    ratio: Ratio | None = None
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -53,7 +57,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(_losses)
 """Name (verl's `actor.policy_loss.loss_mode`) -> entry; read-only, see `policy_loss`."""
 
 
-def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss]:
+def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = None) -> Callable[[Loss], Loss]:
     """Add a loss to `POLICY_LOSSES`, so that `actor.policy_loss.loss_mode=<name>` chooses it.
 
     verl must import your module in every process: set `VERL_USE_EXTERNAL_MODULES=your_module`.
@@ -62,6 +66,7 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
         name: Value of `loss_mode` in a config.
         summary: One line for a list of losses.
         equation: Source: paper and equation.
+        ratio: What its ratio is taken against and where it clips. Without it, `phantom/...` is silent about clipping.
 
     Returns:
         A decorator that returns the function unchanged.
@@ -88,7 +93,7 @@ def policy_loss(name: str, summary: str, equation: str) -> Callable[[Loss], Loss
                 "default",
                 remedy=f"Rename {wrong}.",
             )
-        entry = PolicyLoss(function, summary, equation)
+        entry = PolicyLoss(function, summary, equation, ratio)
         taken = _losses.get(name)
         if taken is not None and taken.function is not function:
             owner = f"{taken.function.__module__}.{taken.function.__qualname__}"
@@ -108,3 +113,16 @@ def on_registration(listener: Callable[[str, PolicyLoss], None]) -> None:
         _listeners.append(listener)
         for name, entry in _losses.items():
             listener(name, entry)
+
+
+def ratio_of(actor: Mapping[str, Any]) -> Ratio | None:
+    """Return the ratio of the loss that a config chooses, or None where nobody has stated it.
+
+    Args:
+        actor: The block `actor_rollout_ref.actor` of a config.
+    """
+    settings = actor.get("policy_loss") or {}
+    name = settings.get("loss_mode", "vanilla")
+    if name == "bypass_mode" and (settings.get("rollout_correction") or {}).get("loss_type") == "reinforce":
+        return NO_RATIO
+    return POLICY_LOSSES[name].ratio if name in POLICY_LOSSES else VERLS_RATIOS.get(name)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import WEIGHTS
 from verl_precision.losses.settings import (
     NORM_MODE,
@@ -21,6 +21,7 @@ from verl_precision.rules.rule import Environment, Fault, Faults, refused, rule
 
 CORRECTION = "algorithm.rollout_correction"
 LOSS_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+RATIO_SOURCE = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
 # Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
 MAX_USUAL_THRESHOLD = 10
 # log(lower x upper) of a band that is the same both ways round
@@ -64,7 +65,9 @@ def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
 @rule("bypass-clips-mismatch", "warning")
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
     """Bypass mode alone makes the clip act on the mismatch."""
-    if _clips_the_mismatch(config) and not _ignored_in_bypass(config):
+    ratio, source = ratio_of(config.actor_rollout_ref.actor), OmegaConf.select(config, RATIO_SOURCE)
+    clips = source != "shadow" and (ratio is None or ratio.clip is not None)
+    if _clips_the_mismatch(config) and clips and not _ignored_in_bypass(config):
         yield Fault(
             setting=f"{CORRECTION}.bypass_mode",
             problem=f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "

@@ -1,0 +1,85 @@
+"""What a loss divides by, and where it clips: stated once by each loss, read by the metrics, the alarm and `check`.
+
+verl hands every loss one tensor of old log-probs. Outside bypass mode the trainer computed them, so that its rounding
+cancels in the ratio; in bypass mode they are the rollout's, and the precision gap is in the ratio.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of a loss: π(θ) over a denominator.
+
+    Attributes:
+        level: What has a ratio of its own: each "token", each "sequence" (response), or nothing ("none").
+        clip: How `actor.clip_ratio_low` and `actor.clip_ratio_high` bound the ratio, where a token beyond the bound has
+            a gradient of exactly zero: "ratio" to [1 - low, 1 + high]; "dual" the same, and below `clip_ratio_c` where
+            the advantage is negative; "log" to [e^-low, e^high]. None: no token loses its gradient to a clip range.
+            The ratio of a sequence that is clipped is the geometric mean of its tokens'.
+        decoupled: Whose log-probs are the denominator outside bypass mode; None: nobody's, or the loss cannot run.
+        bypass: Whose they are in bypass mode.
+    """
+
+    level: Literal["token", "sequence", "none"]
+    clip: Literal["ratio", "dual", "log"] | None = None
+    decoupled: Literal["trainer"] | None = "trainer"
+    bypass: Literal["rollout"] | None = "rollout"
+
+
+NO_RATIO = Ratio("none", decoupled=None, bypass=None)
+
+VERLS_RATIOS: Mapping[str, Ratio] = {
+    "vanilla": Ratio("token", "dual"),
+    "bypass_mode": Ratio("token", "dual", decoupled=None),  # with loss_type=ppo_clip; reinforce is below
+    "clip_cov": Ratio("token", "ratio"),
+    "gspo": Ratio("sequence", "ratio"),
+    "geo_mean": Ratio("token", "log"),
+    # These two mask tokens by a divergence of probabilities, to which the clip range does not apply.
+    "dppo_tv": Ratio("token"),
+    "dppo_kl": Ratio("token"),
+    "sapo": Ratio("token"),
+    "kl_cov": Ratio("token"),
+    "cispo": Ratio("token"),
+    "dro": Ratio("token"),
+    "gpg": NO_RATIO,
+}
+"""verl's name of a loss -> its ratio; those of this package stand at their functions (`registry.policy_loss`)."""
+
+
+class ClipRange(NamedTuple):
+    """Where a loss clips, in nats of log-ratio; plain numbers, because it travels to the workers.
+
+    Attributes:
+        sequence: Whether the ratio is that of whole responses.
+        low: Clipped below if the advantage is negative.
+        high: Clipped above if it is positive.
+        dual: Clipped above if it is negative.
+    """
+
+    sequence: bool
+    low: float
+    high: float
+    dual: float = math.inf
+
+
+def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:
+    """Return where a loss clips, or None where it does not.
+
+    Args:
+        ratio: Of the loss.
+        actor: The block `actor_rollout_ref.actor` of a config.
+    """
+    if ratio.clip is None:
+        return None
+    low, high = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))
+    low, high = (float(actor["clip_ratio"] if bound is None else bound) for bound in (low, high))
+    sequence = ratio.level == "sequence"
+    if ratio.clip == "log":
+        return ClipRange(sequence, -low, high)
+    lowest = math.log1p(-low) if low < 1 else -math.inf  # no ratio is below 0
+    dual = math.log(actor.get("clip_ratio_c") or 3.0) if ratio.clip == "dual" else math.inf
+    return ClipRange(sequence, lowest, math.log1p(high), dual)
