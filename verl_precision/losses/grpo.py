@@ -19,6 +19,7 @@ from verl_precision.losses.metrics import (
     fraction,
     log_ratio_statistics,
     mean,
+    silent_responses,
     weight_statistics,
 )
 from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
@@ -198,6 +199,7 @@ def surrogate_loss(
         weights_BT = torch.where(batch.valid_BT, batch.weights_BT, 0).to(slope_BT.dtype)
         slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
         metrics |= weight_statistics(weights_BT, batch.valid_BT)
+    metrics |= silent_responses(objective_BT, slope_BT, batch.valid_BT)
     counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else batch.valid_BT
     metrics["actor/ratio_mean"] = mean(ratio, counted)
     metrics |= extremes(ratio, counted, "actor/ratio")

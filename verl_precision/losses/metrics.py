@@ -102,3 +102,22 @@ def log_ratio_statistics(sequence_log_ratio_B: Tensor, rows_B: Tensor, nonfinite
         f"actor/seq_log_ratio_q{round(100 * q):02d}": Quantile(sample, q) for q in QUANTILES
     }
     return {**statistics, "actor/nonfinite_responses": count(nonfinite)}
+
+
+def silent_responses(objective: Tensor, slope_BT: Tensor, valid_BT: Tensor) -> dict[str, Statistic]:
+    """Count the responses whose loss is exactly 0, and those whose gradient is.
+
+    Without an advantage, or with a weight of 0, both are. A response that is clipped as a whole has a loss and no
+    gradient.
+
+    Args:
+        objective: [B, T] of each token, or [B, 1].
+        slope_BT: [B, T] or [B, 1], the factor of ∇log π(yₜ).
+        valid_BT: [B, T], bool.
+    """
+    rows_B = valid_BT.any(dim=-1)
+
+    def silent(values: Tensor) -> Statistic:
+        return count(rows_B & ~((values != 0) & valid_BT).any(dim=-1))
+
+    return {"actor/zero_loss_responses": silent(objective), "actor/zero_gradient_responses": silent(slope_BT)}

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import Ratio
-from verl_precision.losses.metrics import LossOutput, Statistic, fraction, log_ratio_statistics, weight_statistics
+from verl_precision.losses.metrics import (
+    LossOutput,
+    Statistic,
+    fraction,
+    log_ratio_statistics,
+    silent_responses,
+    weight_statistics,
+)
 from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_threshold
@@ -173,6 +180,7 @@ def _policy_gradient(
         {
             **weight_statistics(weight_B, batch.rows_B),
             **(metrics or {}),
+            **silent_responses(slope_BT, slope_BT, batch.valid_BT),
             **log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite),
         },
     )
