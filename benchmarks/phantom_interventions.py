@@ -80,7 +80,7 @@ def table(runs: dict[str, list[dict[str, float]]], steps: int) -> str:
     lines.append("|---" * (len(shown) + 3) + "|")
     for name, rows in runs.items():
         reward = {row["step"]: row["critic/score/mean"] for row in rows}
-        phantom = sum(row["phantom/fraction"] for row in rows) / len(rows)
+        phantom = sum(row.get("phantom/fraction", 0.0) for row in rows) / len(rows)  # absent where none can be
         clipped = [
             row["actor/clip_fraction_low"] + row["actor/clip_fraction_high"]
             for row in rows
@@ -98,7 +98,7 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(CURVES), figsize=(14, 4), layout="constrained")
     for axis, (metric, label) in zip(axes, CURVES.items(), strict=True):
         for name, rows in runs.items():
-            axis.plot([row["step"] for row in rows], [row[metric] for row in rows], label=name, marker=".")
+            axis.plot([row["step"] for row in rows], [row.get(metric, 0.0) for row in rows], label=name, marker=".")
         axis.set(xlabel="step", title=label)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)

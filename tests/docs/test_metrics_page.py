@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_precision.losses.clipping import ClipRange
+from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.phantom import PhantomStatistics
-from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.token_bins import PROBABILITY_BINS
+from verl_precision.mismatch.versions import MismatchByVersion
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
 
@@ -23,14 +25,22 @@ def emitted() -> set[str]:
     rollout, advantages = probs.log(), torch.tensor([1.0, -1.0, 1.0, -1.0])
     shadow, trainer = (rollout - torch.rand(probs.shape, generator=generator) for _ in range(2))
     mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
-    mismatch = MismatchStatistics.measure(trainer, rollout, mask, advantages)
-    phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages)
-    return {*mismatch.metrics(), *phantom.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND}
+    mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, range(4))
+    found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
+    for beta_in_ratio in (True, False):
+        clip = ClipRange(False, -0.2, 0.2)
+        phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)
+        found |= set(phantom.metrics())
+    return found
 
 
 def test_documented_are_the_emitted(emitted):
     rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync)/[^`]+)` \|", TEXT, re.M)
-    documented = [row.format(bin=name) for row in rows for name in (PROBABILITY_BINS if "{bin}" in row else ("",))]
+    fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123"}
+    documented = []
+    for row in rows:
+        names = next((names for mark, names in fill.items() if mark in row), ("",))
+        documented += [row.format(bin=name, k=name) for name in names]
     assert len(documented) == len(set(documented))
     assert set(documented) == emitted
 

@@ -34,10 +34,9 @@ def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quick
 
 def test_ratio_from_the_shadow_has_no_beta(run_quickstart):
     for row in run_quickstart(*MISMATCHED, f"{SHADOW}.ratio_source=shadow"):
-        assert row["phantom/fraction"] > 0.002, "what a ratio from the training forward would have clipped"
-        # what this one did: the same without the phantom-clipped, and with those that beta kept from being clipped
-        without_beta = row["phantom/clip_fraction"] - row["phantom/fraction"] + row["phantom/missed_fraction"]
-        assert clip_fraction(row) == pytest.approx(without_beta, abs=1e-6)
+        assert row["phantom/avoided_fraction"] > 0.002, "what a ratio from the training forward would have clipped"
+        assert "phantom/fraction" not in row, "beta is not in this loss's ratio"
+        assert row["phantom/clip_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"
         assert row["actor/ratio_max"] == pytest.approx(math.exp(row["phantom/alpha_max"]), rel=1e-5), "r is exp(alpha)"
 
 

@@ -60,6 +60,18 @@ def test_a_step_of_verl_gives_what_the_whole_batch_has():
     assert found["actor/pg_loss"] == 2.0
 
 
+def test_mini_batches_are_merged_too_and_one_without_tokens_is_not_nan():
+    """verl takes the mean over mini-batches: of 0/0 as well."""
+    step: dict = {}
+    for gaps in ([0.1, -0.2, 0.3], [], [0.4]):
+        metrics = Metric.from_dict(metrics_of_loss(weights_of(gaps)), aggregation=AggregationType.MEAN)
+        append_to_dict(step, {key: Metric.aggregate_dp([metric]) for key, metric in metrics.items()})
+    found, expected = reduce_metrics(step), weights_of([0.1, -0.2, 0.3, 0.4])
+    for name, statistic in expected.items():
+        assert found[name] == pytest.approx(statistic.value(), rel=1e-6), name
+        assert isinstance(found[name], float) and found[name].statistic.value() == found[name]
+
+
 def test_verl_alone_makes_a_maximum_a_mean_of_maxima():
     assert through_verl([[{"weight_max": 1.0}, {"weight_max": 3.0}]])["actor/weight_max"] == 2.0
 

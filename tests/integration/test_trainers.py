@@ -1,12 +1,14 @@
 """The measuring trainers fit verl's: same hooks, same signatures, and to verl they are its own mode."""
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_precision.errors import ConfigurationError, MismatchAlarmError
+from verl_precision.integration.run_monitor import ALARM_FILE
 from verl_precision.integration.trainers import MODES, measured_mode
 
 HOOKS = (
@@ -68,7 +70,9 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch)
     trainer = object.__new__(TRAINER_REGISTRY["vp_sync"])
     trainer.__dict__ |= {
         "_canary_metrics": {},
+        "_saved_step": None,
         "_monitor": SimpleNamespace(
+            add_metrics=lambda metrics: None,
             judge=lambda step, metrics: MismatchAlarmError("k3 grows"),
             show_histograms=lambda tracking, step: None,
             save=lambda folder: None,
@@ -81,6 +85,20 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch)
     with pytest.raises(MismatchAlarmError):
         trainer._compute_metrics(None, {}, {}, global_steps=1, epoch=0)
     assert done == ["asleep", "saved"]
+
+
+def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(monkeypatch, config, tmp_path):
+    """verl saves before the metrics of the step are there to be judged."""
+    base, config.trainer.default_local_dir = TRAINER_REGISTRY["sync"], str(tmp_path)
+    monkeypatch.setattr(base, "__init__", lambda self, config: setattr(self, "config", config))
+    monkeypatch.setattr(base, "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: (tmp_path / "global_step_7").mkdir())
+    trainer = TRAINER_REGISTRY["vp_sync"](config)
+    trainer.global_steps, trainer.logger = 7, SimpleNamespace(logger={})
+    trainer._save_checkpoint()
+    trainer._compute_metrics(None, {"mismatch/k3_kl": 1e-5}, {}, global_steps=7, epoch=0)
+    saved = json.loads((tmp_path / "global_step_7" / ALARM_FILE).read_text())
+    assert len(saved["k3_growth"]["baseline"]) == 1
 
 
 def test_separate_async_cannot_run_on_a_cpu(compose_verl):

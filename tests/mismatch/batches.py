@@ -7,19 +7,29 @@ import numpy as np
 import plain_statistics
 import torch
 
+from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
-NAMES = ("trainer", "shadow", "proximal", "rollout", "advantage")
-# What is measured -> its name in the metrics, the arguments of `measure` beside the mask, the oracle.
+NAMES = ("trainer", "shadow", "rollout", "advantage")
+BY_TOKEN = ClipRange(False, math.log(0.8), math.log(1.28))
+BY_SEQUENCE = ClipRange(True, -0.01, 0.02)
+DUAL = ClipRange(False, -math.inf, math.log(1.28), dual=math.log(1.5))
+
+
+def _phantom(**options):
+    names = ("trainer", "shadow", "rollout")
+    return PhantomStatistics, names, functools.partial(plain_statistics.phantom, **options), options
+
+
+# What is measured -> its name in the metrics, the arguments of `measure` beside the mask, the oracle, more arguments.
 KINDS = {
-    "mismatch": (MismatchStatistics, ("trainer", "rollout"), plain_statistics.mismatch),
-    "phantom": (PhantomStatistics, ("trainer", "shadow", "rollout"), plain_statistics.phantom),
-    "phantom, proximal ratio": (
-        PhantomStatistics,
-        ("trainer", "shadow", "rollout", "proximal"),
-        functools.partial(plain_statistics.phantom, against="proximal"),
-    ),
+    "mismatch": (MismatchStatistics, ("trainer", "rollout"), plain_statistics.mismatch, {}),
+    "phantom": _phantom(clip=BY_TOKEN),
+    "phantom, no clip": _phantom(clip=None),
+    "phantom, by sequence": _phantom(clip=BY_SEQUENCE),
+    "phantom, dual clip without lower bound": _phantom(clip=DUAL),
+    "phantom, ratio from the shadow": _phantom(clip=BY_TOKEN, beta_in_ratio=False),
 }
 
 
@@ -30,7 +40,7 @@ def random_responses(rows, longest, seed, gap=1e-2, shortest=0):
     for length in rng.integers(shortest, longest + 1, rows):
         mu = -rng.exponential(2.5, length)
         response = {"rollout": mu}
-        for name in ("trainer", "shadow", "proximal"):
+        for name in ("trainer", "shadow"):
             response[name] = np.minimum(mu + gap * rng.standard_normal(length), 0)
         response = {name: np.float32(values).astype(np.float64) for name, values in response.items()}
         responses.append({**response, "advantage": np.full(length, rng.choice([-1.5, 0.0, 0.5]))})
@@ -62,11 +72,10 @@ def jagged(responses):
 
 def measured(responses, kind="mismatch", layout=padded, chunk_tokens=None, mask=None, **options):
     """Measure a batch; `options` are those of the layout."""
-    statistics, names, _ = KINDS[kind]
+    statistics, names, _, more = KINDS[kind]
     tensors, valid = layout(responses, **options)
-    arguments = [tensors[name] for name in names[:3]]
+    arguments = [tensors[name] for name in names]
     mask = valid if mask is None else mask
-    more = {"ratio_log_probs": tensors[names[3]]} if len(names) > 3 else {}
     return statistics.measure(*arguments, mask, tensors["advantage"], chunk_tokens=chunk_tokens, **more)
 
 

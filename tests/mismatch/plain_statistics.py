@@ -107,6 +107,7 @@ def mismatch(responses, c=3.0):
             "sequence_log_ratio_max": s.max(),
             "sequence_ratio_at_most_c": (s <= math.log(c)).mean(),
             "sequence_ratio_within_c": (np.abs(s) <= math.log(c)).mean(),
+            "sequence_chi_square": np.expm1(2 * np.minimum(s, 300)).mean(),
             "sequence_ess": weights.sum() ** 2 / (weights**2).sum(),
         }
         found["sequence_ess_fraction"] = found["sequence_ess"] / len(s)
@@ -116,38 +117,59 @@ def mismatch(responses, c=3.0):
     return {f"mismatch/{name}": float(value) for name, value in found.items() if value is not None}
 
 
-def clipped(log_ratio, advantage, low, high):
-    ratio = np.exp(np.minimum(log_ratio, 600))
-    return (advantage > 0) & (ratio > 1 + high) | (advantage < 0) & (ratio < 1 - low)
+def clipped(log_ratio, advantage, clip):
+    """The log-ratio is that of the token, or of its response."""
+    beyond = (log_ratio < clip.low) | (log_ratio > clip.dual)
+    return (advantage > 0) & (log_ratio > clip.high) | (advantage < 0) & beyond
 
 
-def phantom(responses, low=0.2, high=0.28, against="rollout"):
-    names = ("trainer", "shadow", "rollout", "advantage", against)
+def log_ratios(responses, above, below, clip):
+    """Of all tokens; a response with an unusable token is left out by a loss that clips responses."""
+    found = [np.zeros(0)]
+    for response in responses:
+        keep = usable(*(response[name] for name in ("trainer", "shadow", "rollout")))
+        gap = (response[above] - response[below])[keep]
+        if clip.sequence:
+            gap = np.full(len(gap), gap.mean() if keep.all() and len(gap) else 0.0)
+        found.append(gap)
+    return np.concatenate(found)
+
+
+def phantom(responses, clip=None, beta_in_ratio=True):
+    names = ("trainer", "shadow", "rollout", "advantage")
     columns = [np.concatenate([[], *(r[k] for r in responses)]) for k in names]
-    used = [columns[i] for i in (0, 1, 2, 4)]
-    keep = usable(*used)
-    nonfinite, positive = bad_counts(*used)
+    keep = usable(*columns[:3])
+    nonfinite, positive = bad_counts(*columns[:3])
     found = {"tokens": keep.sum(), "nonfinite_tokens": nonfinite, "positive_log_probs": positive}
-    trainer, shadow, mu, advantage, base = (column[keep] for column in columns)
+    trainer, shadow, mu, advantage = (column[keep] for column in columns)
     if len(trainer):
         alpha, beta = shadow - mu, trainer - shadow
-        with_beta = clipped(trainer - base, advantage, low, high)
-        without = clipped(shadow - base, advantage, low, high)
-        ghost = with_beta & ~without
         for name, x in (("alpha", alpha), ("beta", beta)):
             found |= {f"{name}_mean": x.mean(), f"{name}_abs_mean": np.abs(x).mean(), f"{name}_std": x.std()}
             found |= {f"{name}_min": x.min(), f"{name}_max": x.max()}
         found |= {
-            "beta_beyond_clip_fraction": ((beta > np.log(1 + high)) | (beta < np.log(1 - low))).mean(),
-            "fraction": ghost.mean(),
-            "clip_fraction": with_beta.mean(),
-            "missed_fraction": (without & ~with_beta).mean(),
-            "fraction_positive_advantage": mean(ghost[advantage > 0]),
-            "fraction_negative_advantage": mean(ghost[advantage < 0]),
             "beta_mean_positive_advantage": mean(beta[advantage > 0]),
             "beta_mean_negative_advantage": mean(beta[advantage < 0]),
         }
         for name, inside in bin_of(mu).items():
-            found[f"{name}/fraction"] = mean(ghost[inside])
             found[f"{name}/beta_abs_mean"] = mean(np.abs(beta[inside]))
+        if clip is not None:
+            found |= clipping(responses, advantage, mu, clip, beta_in_ratio)
     return {f"phantom/{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def clipping(responses, advantage, mu, clip, beta_in_ratio):
+    with_beta = clipped(log_ratios(responses, "trainer", "rollout", clip), advantage, clip)
+    without = clipped(log_ratios(responses, "shadow", "rollout", clip), advantage, clip)
+    ghost, beta = with_beta & ~without, log_ratios(responses, "trainer", "shadow", clip)
+    if not beta_in_ratio:
+        return {"clip_fraction": without.mean(), "avoided_fraction": ghost.mean()}
+    return {
+        "beta_beyond_clip_fraction": ((beta > clip.high) | (beta < clip.low)).mean(),
+        "fraction": ghost.mean(),
+        "clip_fraction": with_beta.mean(),
+        "missed_fraction": (without & ~with_beta).mean(),
+        "fraction_positive_advantage": mean(ghost[advantage > 0]),
+        "fraction_negative_advantage": mean(ghost[advantage < 0]),
+        **{f"{name}/fraction": mean(ghost[inside]) for name, inside in bin_of(mu).items()},
+    }

@@ -12,11 +12,14 @@ from verl_precision.errors import CheckpointStateError, ConfigurationError, Mism
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.mismatch.remedies import ADVICE
+from verl_precision.mismatch.remedies import ADVICE, remedies_in_use
 from verl_precision.runs.read import read_metrics
 from verl_precision.runs.results import REWARD
 
 HEALTHY = {
+    names.NONFINITE_TRAINER: 0.0,
+    names.NONFINITE_ROLLOUT: 0.0,
+    "actor/" + names.NONFINITE_RESPONSES: 0.0,
     names.K3_KL: 1e-5,
     names.LOG_PROB_GAP: 3e-3,
     names.PROBS_PEARSON: 0.999,
@@ -31,8 +34,9 @@ HEALTHY = {
 KINDS = [
     ("k3_growth", names.K3_KL, 1e-3, 8),
     ("gap_growth", names.LOG_PROB_GAP, 3e-2, 8),
-    ("mismatch_not_finite", names.LOG_PROB_GAP, math.nan, 5),
-    ("mismatch_not_finite", names.LOG_PROB_GAP, None, 5),  # verl's file logger writes NaN so
+    ("trainer_not_finite", names.NONFINITE_TRAINER, 1.0, 3),
+    ("rollout_not_finite", names.NONFINITE_ROLLOUT, 1.0, 3),
+    ("responses_not_finite", "actor/" + names.NONFINITE_RESPONSES, 1.0, 3),
     ("extreme_prob_gap", names.PROB_GAP_MIN, -0.99, 5),
     ("extreme_prob_gap", names.PROB_GAP_MAX, 0.99, 5),
     ("beta_beyond_clip", names.BETA_BEYOND_CLIP, 0.05, 5),
@@ -54,7 +58,7 @@ def test_each_kind_is_raised_once_recovers_and_is_raised_again(name, metric, val
     (raised,) = feed(alarm, sick, 41, 30)
     assert (raised.name, raised.step, raised.since_step) == (name, 40 + delay, 41)
     assert raised.metric == metric.removeprefix("actor/")
-    assert raised.seen == pytest.approx(math.nan if value is None else value, nan_ok=True)
+    assert raised.seen == pytest.approx(value)
     assert alarm.active == [name]
     assert feed(alarm, HEALTHY, 71, 30) == [] and alarm.active == []
     assert [again.name for again in feed(alarm, sick, 101, 30)] == [name]
@@ -71,8 +75,21 @@ def test_text_says_what_since_when_and_what_to_do():
     lines = str(raised).splitlines()
     assert lines[0] == "ALARM phantom_clipping at step 5, since step 1"
     assert lines[1] == "  phantom/fraction = 0.18; allowed up to 0.01 of the tokens"
-    assert [line[:5] for line in lines[4:]] == ["  1. ", "  2. ", "  3. "]
+    assert [line[:5] for line in lines[4:]] == ["  1. ", "  2. ", "  3. ", "  4. "]
     assert "precision=fp16" in lines[4] and "ratio_source=shadow" in lines[5] and "clip range" in lines[6]
+
+
+def test_a_remedy_that_is_on_is_not_offered():
+    in_use = remedies_in_use("fp16", "fp16", weighs_sequences=True, verifies_syncs=True)
+    for name, advice in ADVICE.items():
+        offered = " ".join(advice.without(in_use).try_first)
+        assert "precision=fp16" not in offered and "pg_seq_mis" not in offered and "verifies each" not in offered, name
+    alarm = MismatchAlarm(in_use=in_use)
+    (raised,) = feed(alarm, HEALTHY, 1, 40) + feed(alarm, HEALTHY | {names.K3_KL: 1e-3}, 41, 20)
+    assert "precision=fp16" not in str(raised) and "go back to a checkpoint" in str(raised)
+    half = remedies_in_use("bf16", "bf16", weighs_sequences=False, verifies_syncs=False)
+    assert "precision=fp16" in " ".join(ADVICE["k3_growth"].without(half).try_first)
+    assert "precision=bf16" not in " ".join(ADVICE["trainer_not_finite"].without(half).try_first)
 
 
 @pytest.mark.parametrize(("pearson", "metric"), [(0.003, names.PROBS_PEARSON), (0.8, names.LOG_PROB_GAP)])

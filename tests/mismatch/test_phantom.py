@@ -5,12 +5,15 @@ import math
 import pytest
 import torch
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
 
+GRPO = ClipRange(False, math.log(0.8), math.log(1.28))
+GSPO = ClipRange(True, math.log(1 - 3e-4), math.log(1 + 4e-4))
 
-def phantom_of(trainer, shadow, mu, advantages, *more):
-    found = PhantomStatistics.measure(trainer, shadow, mu, torch.ones_like(mu), advantages, *more).metrics()
+
+def phantom_of(trainer, shadow, mu, advantages, clip=GRPO, **more):
+    found = PhantomStatistics.measure(trainer, shadow, mu, torch.ones_like(mu), advantages, clip, **more).metrics()
     return {name.removeprefix("phantom/"): value for name, value in found.items()}
 
 
@@ -55,18 +58,25 @@ def test_by_sign_and_by_probability():
     assert "prob_1e-2_1e-1/fraction" not in found
 
 
-def test_ratio_against_other_log_probs():
-    """μ is 0.3 away from both forwards, so against μ the clip is alpha's; against the proximal ones it is beta's."""
-    mu = torch.full((1, 1), -2.0, dtype=torch.float64)
-    proximal, shadow = mu + 0.3, mu + 0.3
-    for ratio_log_probs, expected in ((None, 0), (proximal, 1)):
-        found = phantom_of(shadow + 0.26, shadow, mu, torch.ones(1), ratio_log_probs)
-        assert found["fraction"] == expected
-        assert found["alpha_mean"] == pytest.approx(0.3), "alpha is always against the rollout"
+def test_the_ratio_of_a_response_clips_all_of_its_tokens_or_none():
+    """GSPO's range is 3e-4, a token's gap often more: tokens beyond it that cancel are no reason to clip."""
+    mu = torch.full((2, 2), -2.0, dtype=torch.float64)
+    beta = torch.tensor([[0.05, -0.05], [0.05, -0.04]], dtype=torch.float64)  # means 0 and 5e-3
+    found = phantom_of(mu + beta, mu, mu, torch.ones(2), GSPO)
+    assert found["fraction"] == found["clip_fraction"] == found["beta_beyond_clip_fraction"] == 0.5
 
 
-def test_clip_range_is_checked_and_one_clips_nothing_below():
+def test_a_ratio_from_the_shadow_is_clipped_without_beta():
+    """Alpha clips the first token; beta would have clipped the second, and kept the third from being clipped."""
+    mu = torch.full((1, 3), -3.0, dtype=torch.float64)
+    shadow = mu + torch.tensor([[0.3, 0.1, 0.3]], dtype=torch.float64)
+    trainer = shadow + torch.tensor([[0.0, 0.2, -0.2]], dtype=torch.float64)
+    found = phantom_of(trainer, shadow, mu, torch.ones(1), beta_in_ratio=False)
+    assert found["clip_fraction"] == pytest.approx(2 / 3) and found["avoided_fraction"] == pytest.approx(1 / 3)
+    assert not {"fraction", "missed_fraction", "beta_beyond_clip_fraction"} & set(found)
+
+
+def test_where_nothing_is_clipped_nothing_is_said_about_clipping():
     mu = torch.full((1, 1), -3.0)
-    with pytest.raises(ConfigurationError, match="clip_ratio_low=0"):
-        phantom_of(mu, mu, mu, torch.ones(1), None, 0)
-    assert phantom_of(mu - 900, mu, mu, torch.tensor([-1.0]), None, 1.0)["clip_fraction"] == 0
+    found = phantom_of(mu - 900, mu, mu, torch.tensor([-1.0]), None)
+    assert found["beta_max"] == -900 and not [name for name in found if "clip" in name or "fraction" in name]

@@ -139,7 +139,7 @@ def test_any_floating_type_is_exact(dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e-3])
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, names, _) in KINDS.items() for name in names])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, (_, names, *_) in KINDS.items() for name in names])
 def test_bad_tokens_are_counted_and_left_out(bad, kind, name):
     responses = random_responses(8, 20, seed=8, gap=0.2, shortest=3)
     responses[2][name][1] = responses[5][name][0] = bad

@@ -7,18 +7,23 @@ statistics that merge, not as numbers (`merged_metrics.py`).
 import logging
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_precision.integration.merged_metrics import MergedMetric
+from verl_precision.losses.clipping import ClipRange
+from verl_precision.mergeable import Count
 from verl_precision.mismatch.phantom import PhantomStatistics
-from verl_precision.mismatch.statistics import MismatchStatistics
+from verl_precision.mismatch.versions import MismatchByVersion, beta_of_current_version
 
-# Key of the request among a batch's data.
+# Keys among a batch's data: the request, and, where some are not current, how many versions behind each response is.
 REQUEST = "verl_precision_measure"
+VERSIONS_BEHIND = "verl_precision_versions_behind"
 # Keys of what comes back.
 MISMATCH = "verl_precision/mismatch_statistics"
 PHANTOM = "verl_precision/phantom_statistics"
+FAILED = "verl_precision/failed_measurements"
 
 logger = logging.getLogger("verl_precision.mismatch")
 
@@ -26,46 +31,66 @@ logger = logging.getLogger("verl_precision.mismatch")
 class Request(TypedDict):
     """What the trainer asks the worker to measure; plain data, because it travels with a batch."""
 
-    mismatch: bool  # is the gap itself measured here? in decoupled mode the driver does that
-    bypass: bool  # is the loss's ratio taken against the rollout's log-probs?
-    clip_range: tuple[float, float]  # ε_low and ε_high of the loss
+    mismatch: bool  # is the gap itself measured here? else the driver does that
+    rollout_as_shadow: bool  # where no shadow runs, is the rollout to stand for one?
+    bypass: bool  # are the old log-probs the rollout's?
+    clip: (
+        tuple[bool, float, float, float] | None
+    )  # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
+    beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
     ratio_threshold: float  # C
 
 
 def measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any) -> dict[str, MergedMetric]:
-    """Measure one micro-batch; a failure is logged and costs the numbers of this micro-batch, never the run.
+    """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
 
     Args:
         request: What to measure.
         log_probs: Nested, log π of prompt and response tokens from the training forward.
         shadow_log_probs: Likewise from the shadow, or None.
         data: verl's micro-batch.
+
+    Returns:
+        The same keys whether it failed or not: verl merges ranks by the keys of the first.
     """
+    failed, mismatch, phantom = 0, MismatchByVersion(), PhantomStatistics()
     try:
-        return _measure(request, log_probs.detach(), shadow_log_probs, data)
+        mismatch, phantom = _measure(request, log_probs.detach(), shadow_log_probs, data)
     except Exception:  # somebody's run is under way, and does not need this number
+        failed = 1
         logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")
-        return {}
+    found = {MISMATCH: MergedMetric([mismatch]), PHANTOM: MergedMetric([phantom])}
+    return {**found, FAILED: MergedMetric([Count(torch.tensor(float(failed)))])}
 
 
 def _measure(
     request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any
-) -> dict[str, MergedMetric]:
-    fields = ["response_mask", "advantages", "old_log_probs"]
+) -> tuple[MismatchByVersion, PhantomStatistics]:
+    fields = ["response_mask", "advantages"]
     if "rollout_log_probs" in data:
         fields.append("rollout_log_probs")
-    elif not request["bypass"]:
+    elif request["bypass"]:
+        fields.append("old_log_probs")  # they are the rollout's
+    else:
         raise KeyError("rollout_log_probs did not reach the worker")
     padded = data.select(*fields).to_padded_tensor()
-    mask, advantages, old = (padded[name] for name in fields[:3])
-    rollout = padded[fields[-1]]  # in bypass mode the old log-probs are the rollout's
+    mask, advantages, rollout = (padded[name] for name in fields)
     trainer = no_padding_2_padding(log_probs, data)
-    found = {}
+    behind = _versions_behind(data, len(mask))
+    mismatch, phantom = MismatchByVersion(), PhantomStatistics()
     if request["mismatch"]:
-        mismatch = MismatchStatistics.measure(trainer, rollout, mask, advantages, request["ratio_threshold"])
-        found[MISMATCH] = MergedMetric([mismatch])
+        mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, request["ratio_threshold"])
+    clip = None if request["clip"] is None else ClipRange(*request["clip"])
     if shadow_log_probs is not None:
-        shadow, against = no_padding_2_padding(shadow_log_probs, data), None if request["bypass"] else old
-        phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, against, *request["clip_range"])
-        found[PHANTOM] = MergedMetric([phantom])
-    return found
+        shadow = no_padding_2_padding(shadow_log_probs, data)
+        phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, request["beta_in_ratio"])
+    elif request["rollout_as_shadow"]:
+        phantom = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip)
+    return mismatch, phantom
+
+
+def _versions_behind(data: Any, responses: int) -> list[int]:
+    if VERSIONS_BEHIND not in data:
+        return [0] * responses
+    counts = data[VERSIONS_BEHIND]
+    return (counts.values() if counts.is_nested else counts).flatten().tolist()

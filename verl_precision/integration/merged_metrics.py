@@ -2,27 +2,45 @@
 
 verl's `Metric` knows mean, sum, min and max, but `ppo_loss` forces MEAN on everything a policy loss returns, and the
 reduction over ranks is a class method of `Metric` that no subclass can change. Both are wrapped: a `MergedMetric` stays
-what it is, anything else passes through unchanged. Over the mini-batches of a step verl then takes the maximum of keys
-with `max`, the minimum of keys with `min`, and else the mean.
+what it is, anything else passes through unchanged. So micro-batches, ranks and mini-batches are merged before a number
+is made of them. The number remembers its statistic (`Number`): the updates between two weight syncs, which verl
+combines by the names of the metrics, are merged by `run_monitor.py`.
 """
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from verl.utils.metric import AggregationType, Metric
 
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.mergeable import Statistic, StatisticSet
+from verl_precision.mismatch.versions import MismatchByVersion
 
-Mergeable: TypeAlias = Statistic | StatisticSet
+Mergeable: TypeAlias = Statistic | StatisticSet | MismatchByVersion
+
+
+class Number(float):
+    """The value of a statistic, which can still be merged with others.
+
+    Attributes:
+        statistic: What it is the value of.
+    """
+
+    statistic: Statistic
+
+    def __new__(cls, statistic: Statistic) -> "Number":
+        """Make the number of a statistic."""
+        number = super().__new__(cls, statistic.value())
+        number.statistic = statistic
+        return number
 
 
 class MergedMetric(Metric):
     """What micro-batches report under one key; it is merged before anything is computed from it.
 
-    A `Statistic`, of a loss, becomes a number when the ranks are merged. A `StatisticSet`, of the mismatch, stays one
-    until the driver takes it out: many metrics are made of it there.
+    A `Statistic`, of a loss, becomes a `Number` in the driver, once the mini-batches of an update are merged. A set of
+    statistics, of the mismatch, stays one until the driver takes it out: many metrics are made of it there.
     """
 
     def __init__(self, pieces: Iterable[Mergeable] = ()) -> None:
@@ -33,22 +51,19 @@ class MergedMetric(Metric):
         """Add one micro-batch, or those of another metric."""
         self.values.extend(value.values if isinstance(value, MergedMetric) else [value])
 
-    def aggregate(self) -> float | StatisticSet:
-        """Return the metric, or the set, of everything added so far."""
-        merged = self._merged()
-        return merged.value() if isinstance(merged, Statistic) else merged
+    def aggregate(self) -> Number | StatisticSet | MismatchByVersion:
+        """Return the number, or the set, of everything added so far."""
+        merged = self.merged().values[0]
+        return Number(merged) if isinstance(merged, Statistic) else merged
 
-    def over_ranks(self) -> "float | MergedMetric":
-        """Return what verl goes on with, once the micro-batches of all ranks have been added."""
-        merged = self._merged()
-        return merged.value() if isinstance(merged, Statistic) else MergedMetric([merged])
+    def merged(self) -> "MergedMetric":
+        """Return the metric of everything added so far, in one piece."""
+        whole: Any = reduce(lambda one, other: one.merge(other), self.values)  # type: ignore[arg-type, return-value]
+        return MergedMetric([whole])
 
     def init_list(self) -> "MergedMetric":
         """Return an empty metric of the same sort."""
         return MergedMetric()
-
-    def _merged(self) -> Mergeable:
-        return reduce(lambda one, other: one.merge(other), self.values)  # type: ignore[arg-type]
 
 
 def metrics_of_loss(statistics: Mapping[str, Statistic]) -> dict[str, MergedMetric]:
@@ -76,4 +91,4 @@ def _aggregate_dp(wrapped, instance, args, kwargs):
     metrics = kwargs.get("metric_lists", args[0] if args else [])
     if not metrics or not isinstance(metrics[0], MergedMetric):
         return wrapped(*args, **kwargs)
-    return MergedMetric(piece for metric in metrics for piece in metric.values).over_ranks()
+    return MergedMetric(piece for metric in metrics for piece in metric.values).merged()

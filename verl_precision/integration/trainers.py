@@ -65,10 +65,11 @@ def _measuring(base: type, mode: str) -> type:
 
         def __init__(self, config):
             _require_rollout_log_probs(config)
-            self._monitor = RunMonitor(config, settings_of(config), on_policy=mode == "sync")
+            self._monitor = RunMonitor(config, settings_of(config))
             self._canary = TrainerCanary(config, canary_settings(config))
             self._canary_metrics: dict[str, float] = {}
             self._known: dict[str, Any] = {}  # metrics of the step, before verl completes them
+            self._saved_step: int | None = None
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
@@ -94,13 +95,14 @@ def _measuring(base: type, mode: str) -> type:
             self._canary_metrics.update(self._canary.judge(self.actor_rollout_wg))
 
         def _compute_advantage(self, batch, metrics):
+            self._monitor.remember_mask(batch)
             with advantages_by_session():
                 batch = super()._compute_advantage(batch, metrics=metrics)
-            self._monitor.measure_in_driver(batch, metrics)
+            self._monitor.measure_in_driver(batch, self.global_steps)
             return batch
 
         def _update_actor(self, batch, metrics):
-            self._monitor.ask_the_worker(batch)
+            self._monitor.ask_the_worker(batch, self.global_steps, self.local_trigger_step)
             batch = super()._update_actor(batch, metrics=metrics)
             self._monitor.take_from_the_worker(metrics)
             self._known = metrics
@@ -111,7 +113,10 @@ def _measuring(base: type, mode: str) -> type:
             canary, self._canary_metrics = self._canary_metrics, {}
             guard_seconds = metrics.get("weight_sync/seconds", 0.0)
             metrics.update({**canary, "weight_sync/seconds": guard_seconds + canary.get("weight_sync/seconds", 0.0)})
+            self._monitor.add_metrics(metrics)
             stop = self._monitor.judge(global_steps, metrics)
+            if self._saved_step == global_steps:
+                self._monitor.save(_checkpoint_folder(self))
             self._monitor.show_histograms(self.logger, global_steps)
             if stop is not None:
                 self.logger.log(data=metrics, step=global_steps)
@@ -124,6 +129,7 @@ def _measuring(base: type, mode: str) -> type:
             remember_row(self.logger, self.global_steps, self._known)
             super()._save_checkpoint()
             self._monitor.save(_checkpoint_folder(self))
+            self._saved_step = self.global_steps  # verl saves before the alarm has judged the step
 
         def _load_checkpoint(self):
             result = super()._load_checkpoint()

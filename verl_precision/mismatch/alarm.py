@@ -8,7 +8,7 @@ Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from verl_precision.mismatch.remedies import ADVICE, Advice
 # of 10, and a seventh of what FP16 shows on the tiny model of the quickstart (7e-5). k3 ≈ gap²/2.
 GAP_FLOOR = 1e-5
 K3_FLOOR = 1e-10
+# Steps in a row with NaN or infinity: one may be one broken sample, three are an engine.
+NOT_FINITE_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def _limits(s: AlarmSettings) -> list[Limit]:
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
     persist, skipped = s.persist_steps, s.skipped_steps
     return [
-        Limit("mismatch_not_finite", persist, names.LOG_PROB_GAP, lambda x: not math.isfinite(x), "finite"),
+        Limit("trainer_not_finite", NOT_FINITE_STEPS, names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0"),
+        Limit("rollout_not_finite", NOT_FINITE_STEPS, names.NONFINITE_ROLLOUT, lambda x: x > 0, "allowed 0"),
+        Limit("responses_not_finite", NOT_FINITE_STEPS, names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0"),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MIN, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MAX, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("beta_beyond_clip", persist, names.BETA_BEYOND_CLIP, lambda x: x > s.affected_fraction, share),
@@ -93,10 +97,12 @@ class MismatchAlarm:
 
     Attributes:
         settings: Thresholds and sensitivity.
+        in_use: Remedies that the run has already, which are not offered (`remedies.remedies_in_use`).
     """
 
-    def __init__(self, settings: AlarmSettings | None = None) -> None:
+    def __init__(self, settings: AlarmSettings | None = None, in_use: Collection[str] = ()) -> None:
         self.settings = s = settings or AlarmSettings()
+        self.in_use = in_use
         self._limits = _limits(s)
         self._growing = {
             "k3_growth": Growth(1, K3_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
@@ -123,26 +129,26 @@ class MismatchAlarm:
 
         Args:
             step: The training step; one call for each, in order.
-            metrics: Whatever the run logs. A metric that is missing, or NaN where NaN is not itself the finding,
-                changes nothing.
+            metrics: Whatever the run logs. A metric that is missing or NaN changes nothing. Growth is looked for in
+                the responses of the current version alone, where there are others.
 
         Returns:
             The alarms raised by this step, which is seldom more than one; each until it has recovered only once.
         """
         raised = []
         for (name, growth), metric in zip(self._growing.items(), (names.K3_KL, names.LOG_PROB_GAP), strict=True):
-            value = names.value_of(metrics, metric)
+            value = names.of_current_version(metrics, metric)
             if value is not None and growth.update(step, value):
-                raised.append(_alarm(name, metric, value, growth.normal(), step, growth))
+                raised.append(self._alarm(name, metric, value, growth.normal(), step, growth))
         measured: dict[str, list[tuple[bool, float, Limit]]] = {}
         for limit in self._limits:
             value = names.value_of(metrics, limit.metric)
-            if value is not None and (limit.beyond(value) or not math.isnan(value)):
+            if value is not None and not math.isnan(value):
                 measured.setdefault(limit.name, []).append((limit.beyond(value), value, limit))
         for name, found in measured.items():
             beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
             if self._persisting[name].update(step, beyond):
-                raised.append(_alarm(name, limit.metric, value, limit.allowed, step, self._persisting[name]))
+                raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, self._persisting[name]))
         return raised
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,10 +173,11 @@ class MismatchAlarm:
             ) from error
         self._growing, self._persisting = fresh._growing, fresh._persisting
 
-
-def _alarm(name: str, metric: str, seen: float, normal: str, step: int, detector: Growth | Persistence) -> Alarm:
-    began = step if detector.since is None else detector.since
-    return Alarm(name, metric, seen, normal, step, began, ADVICE[name])
+    def _alarm(
+        self, name: str, metric: str, seen: float, normal: str, step: int, detector: Growth | Persistence
+    ) -> Alarm:
+        began = step if detector.since is None else detector.since
+        return Alarm(name, metric, seen, normal, step, began, ADVICE[name].without(self.in_use))
 
 
 def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], object]) -> None:

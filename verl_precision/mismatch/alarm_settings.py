@@ -21,7 +21,7 @@ class AlarmSettings:
         extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
         affected_fraction: Share of tokens with β beyond the clip range, or phantom-clipped, that is too much;
             in (0, 1].
-        persist_steps: Consecutive steps before extremes, β beyond the clip range or NaN are an alarm.
+        persist_steps: Consecutive steps before extremes, or tokens clipped for their rounding, are an alarm.
         skipped_steps: Consecutive steps with a skipped update before they are a storm.
         loss_scale_minimum: The scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
             switches the check off (a static scale of 1 is always there).

@@ -11,6 +11,11 @@ LOG_PROB_GAP = "mismatch/log_prob_gap_abs_mean"
 PROBS_PEARSON = "mismatch/probs_pearson"
 PROB_GAP_MIN = "mismatch/probs_diff_min"
 PROB_GAP_MAX = "mismatch/probs_diff_max"
+FAILED_MEASUREMENTS = "mismatch/failed_measurements"
+STALE_FRACTION = "mismatch/stale_fraction"
+NONFINITE_TRAINER = "mismatch/nonfinite_trainer_tokens"
+NONFINITE_ROLLOUT = "mismatch/nonfinite_rollout_tokens"
+NONFINITE_RESPONSES = "nonfinite_responses"
 ALPHA = "phantom/alpha_abs_mean"
 BETA = "phantom/beta_abs_mean"
 BETA_BEYOND_CLIP = "phantom/beta_beyond_clip_fraction"
@@ -19,6 +24,29 @@ LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"
 
 ACTOR = "actor/"
+# What is also measured of the responses of each version, where there are several.
+BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
+
+
+def behind(versions: int, key: str) -> str:
+    """Return the name of a metric of the responses that are so many versions of the weights behind; 3 means 3 or more.
+
+    Args:
+        versions: 0 to 3.
+        key: One of `BY_VERSION`.
+    """
+    return key.replace("/", f"/behind_{versions}/", 1)
+
+
+def of_current_version(metrics: Mapping[str, object], key: str) -> float | None:
+    """Return a metric of the responses that the present weights sampled: no staleness is in it.
+
+    Args:
+        metrics: Of one step.
+        key: One of `BY_VERSION`.
+    """
+    stale = value_of(metrics, STALE_FRACTION)
+    return value_of(metrics, behind(0, key) if stale else key)
 
 
 def value_of(metrics: Mapping[str, object], key: str) -> float | None:

@@ -1,11 +1,25 @@
 """What each alarm means, whether it may end a run, and what to try, strongest first."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from typing_extensions import Self
 
 MATCH_PRECISIONS = "match the precisions: precision=fp16 (trainer and rollout in FP16, FP32 master weights)"
 SHADOW_RATIO = "take the ratio from a forward in the rollout's precision: ratio_source=shadow"
-WIDEN_CLIP = "widen the clip range (actor.clip_ratio_low, actor.clip_ratio_high) until it is off: grpo_unclipped"
+WIDEN_CLIP = "widen the clip range (actor.clip_ratio_low, actor.clip_ratio_high), or do without: estimator=cispo"
+DECOUPLE = "take the ratio against the trainer's own log-probs: algorithm.rollout_correction.bypass_mode=False"
 WEIGH_SEQUENCES = "weigh whole responses by π/μ: estimator=pg_seq_mis or grpo_seq_mis"
+LOWER_RATE = "lower the learning rate"
+TRAIN_BF16 = (
+    "train this model with precision=bf16 if its activations exceed FP16's 65504 "
+    "(verl-precision check --model PATH --activations)"
+)
+SAMPLE_BF16 = (
+    "sample this model with actor_rollout_ref.rollout.dtype=bfloat16 if its activations exceed FP16's 65504 "
+    "(verl-precision check --model PATH --activations)"
+)
+VERIFY_SYNCS = "run with the package's rollout, which verifies each sync (any precision preset), and read its message"
 GO_BACK = (
     "go back to a checkpoint from before the first step named here; what follows is learned from a biased gradient"
 )
@@ -25,6 +39,29 @@ class Advice:
     try_first: tuple[str, ...]
     severe: bool
 
+    def without(self, in_use: Collection[str]) -> Self:
+        """Return the advice without the remedies that a run has already."""
+        return replace(self, try_first=tuple(remedy for remedy in self.try_first if remedy not in in_use))
+
+
+def remedies_in_use(train: str, rollout: str, weighs_sequences: bool, verifies_syncs: bool) -> frozenset[str]:
+    """Return the remedies that a run has already.
+
+    Args:
+        train: Dtype of the trainer: bf16, fp16 or fp32.
+        rollout: Of the rollout.
+        weighs_sequences: Whether responses are weighed or rejected by their ratio to the rollout.
+        verifies_syncs: Whether the package's rollout runs.
+    """
+    has = {
+        MATCH_PRECISIONS: train == rollout != "bf16",
+        TRAIN_BF16: train == "bf16",
+        SAMPLE_BF16: rollout == "bf16",
+        WEIGH_SEQUENCES: weighs_sequences,
+        VERIFY_SYNCS: verifies_syncs,
+    }
+    return frozenset(remedy for remedy, on in has.items() if on)
+
 
 _GROWTH = Advice(
     "Trainer and rollout drift apart on the same tokens and weights. In the FP16 paper every run that collapsed showed "
@@ -36,12 +73,29 @@ _GROWTH = Advice(
 ADVICE = {
     "k3_growth": _GROWTH,
     "gap_growth": _GROWTH,
-    "mismatch_not_finite": Advice(
-        "The log-probs of trainer or rollout are NaN or infinite: nothing can be learned from them.",
+    "trainer_not_finite": Advice(
+        "The TRAINER's forward gives log-probs that are NaN or infinite. Responses with such a token have no gradient.",
         (
             "look for NaN in the weights of the last checkpoint, and go back to one without",
-            "lower the learning rate, or train this model with precision=bf16 if its activations exceed FP16's 65504 "
-            "(verl-precision check --model PATH --activations)",
+            LOWER_RATE,
+            TRAIN_BF16,
+        ),
+        severe=True,
+    ),
+    "rollout_not_finite": Advice(
+        "The ROLLOUT reports log-probs that are NaN or infinite. Losses that weigh by them drop the whole response.",
+        (
+            SAMPLE_BF16,
+            VERIFY_SYNCS,
+            "look for NaN in the weights of the last checkpoint, and go back to one without",
+        ),
+        severe=True,
+    ),
+    "responses_not_finite": Advice(
+        "The loss leaves out responses: a log-prob, an advantage or a weight of theirs is NaN or infinite.",
+        (
+            "see which: mismatch/nonfinite_trainer_tokens and mismatch/nonfinite_rollout_tokens count log-probs; if "
+            "both are 0, look at rewards and advantages",
         ),
         severe=True,
     ),
@@ -55,13 +109,13 @@ ADVICE = {
     "beta_beyond_clip": Advice(
         "The precision gap β alone pushes tokens out of the clip range: clipping is decided by rounding, not by what "
         "the policy did.",
-        (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP),
+        (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP, DECOUPLE),
         severe=False,
     ),
     "phantom_clipping": Advice(
         "Tokens are clipped, with a gradient of exactly zero, that would not be without the precision gap. The run may "
         "stall for good.",
-        (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP),
+        (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP, DECOUPLE),
         severe=False,
     ),
     "skipped_step_storm": Advice(
@@ -69,8 +123,7 @@ ADVICE = {
         (
             "look at loss and grad_norm of the steps before the first one named here; lower the learning rate",
             "start lower: fsdp_config.loss_scale.initial",
-            "train this model with precision=bf16 if its activations exceed FP16's 65504 "
-            "(verl-precision check --model PATH --activations)",
+            TRAIN_BF16,
         ),
         severe=True,
     ),
@@ -78,7 +131,8 @@ ADVICE = {
         "The loss scale has no room left: small gradients round to zero, and the next overflow cannot be answered.",
         (
             "look for inf or NaN in the forward or the data: so small a scale does not overflow by itself",
-            "lower the learning rate, or train this model with precision=bf16",
+            LOWER_RATE,
+            TRAIN_BF16,
         ),
         severe=False,
     ),
@@ -86,7 +140,7 @@ ADVICE = {
         "Trainer and rollout do not compute one policy. Right after the start, or suddenly: a weight sync did not "
         "take, and the rollout samples from other weights. After growth reported before: the run has collapsed.",
         (
-            "run with the package's rollout, which verifies each sync (any precision preset), and read its message",
+            VERIFY_SYNCS,
             "compare trainer and rollout settings: model path, LoRA merge, temperature, quantisation",
             GO_BACK,
         ),
