@@ -14,8 +14,11 @@ from omegaconf import OmegaConf
 from verl.utils.config import validate_config
 
 from verl_precision.integration.machine import look
+from verl_precision.integration.run_monitor import RunMonitor
+from verl_precision.mismatch.settings import settings_of
 from verl_precision.presets import preset_names
 from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
 from verl_precision.tiny_model import ARCHITECTURES, cached_tiny_model
 
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
@@ -109,6 +112,14 @@ def test_the_moe_recipe_says_how_experts_are_computed_and_verl_builds_that(imple
 def test_run_names_differ_where_checkpoints_do(precision, estimator, name):
     config = compose_recipe(SANITY, f"precision={precision}", f"estimator={estimator}")
     assert config.trainer.experiment_name == name
+
+
+def test_rollout_correction_can_be_switched_off_as_in_verl():
+    """To verl, null means off: rules, run name and trainer take it so."""
+    config = compose_recipe(SANITY, "estimator=grpo", "algorithm.rollout_correction=null")
+    assert config.trainer.experiment_name == "fp16_grpo"
+    assert not [fault for fault in find_faults(config, Environment()) if "rollout_correction" in str(fault)]
+    assert not RunMonitor(config, settings_of(config)).bypass
 
 
 def test_stand_in_is_in_verls_format_and_fits_the_scale(load_script):

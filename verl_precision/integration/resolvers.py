@@ -59,6 +59,6 @@ def run_name(_root_: DictConfig) -> str:
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)
     precision = train if train == rollout else f"{train}_train_{rollout}_rollout"
-    weights = _root_.algorithm.rollout_correction.rollout_is
+    weights = (_root_.algorithm.get("rollout_correction") or {}).get("rollout_is")
     loss = _root_.actor_rollout_ref.actor.policy_loss.loss_mode
     return "_".join([precision, loss, *([weights] if weights else [])])
