@@ -195,7 +195,8 @@ def _count(values) -> tuple[float, int, int, int, int]:
     """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece.
 
     Compared as integers: without the sign bit, floats are ordered as their bit patterns are, and 16-bit comparisons are
-    several times cheaper than a cast to FP32.
+    several times cheaper than a cast to FP32. Counted by `count_nonzero`, which is several times cheaper than a sum of
+    booleans or their selection.
     """
     import torch
 
@@ -208,11 +209,11 @@ def _count(values) -> tuple[float, int, int, int, int]:
     infinite = bits(float("inf"))
     overflows = not_finite = 0
     if int(magnitude.max()) >= bits(FP16_TO_INF):
-        not_finite = int((magnitude >= infinite).sum())
-        overflows = int((magnitude >= bits(FP16_TO_INF)).sum()) - not_finite
+        not_finite = int(torch.count_nonzero(magnitude >= infinite))
+        overflows = int(torch.count_nonzero(magnitude >= bits(FP16_TO_INF))) - not_finite
         magnitude = magnitude[magnitude < infinite]
     largest = float(magnitude.max().view(values.dtype)) if magnitude.numel() else 0.0
-    small = magnitude[magnitude < bits(FP16_SMALLEST_NORMAL)]
-    gone = int((small <= bits(FP16_TO_ZERO)).sum())
-    zeros = int((small == 0).sum())
-    return largest, overflows, not_finite, small.numel() - gone, gone - zeros
+    small = int(torch.count_nonzero(magnitude < bits(FP16_SMALLEST_NORMAL)))
+    gone = int(torch.count_nonzero(magnitude <= bits(FP16_TO_ZERO)))
+    zeros = magnitude.numel() - int(torch.count_nonzero(magnitude))
+    return largest, overflows, not_finite, small - gone, gone - zeros
