@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
+from composer import compose_verl
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.rules.attention_rules import ATTENTION
@@ -171,8 +171,7 @@ def composed(overrides: str = ""):
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
     if "calculate_log_probs" not in text:
         base.append("actor_rollout_ref.rollout.calculate_log_probs=True")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*base, *text.split()], return_hydra_config=True)
+    return compose_verl(*base, *text.split(), return_hydra_config=True)
 
 
 def found(overrides: str = "", environment: Environment = NOTHING_KNOWN) -> list[str]:
