@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import composer
+import forked
 import hypothesis
 import pytest
-from omegaconf import DictConfig
 
 # A test process talks to nobody: no hub, no cluster of somebody else's.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -35,14 +34,31 @@ def _import_without_log_levels() -> None:
 
 _import_without_log_levels()
 
+# The files that take longest, longest first; `make test` hands out whole files in this order.
+LONG = (
+    *("test_recipes.py", "test_witnesses.py", "test_ranks.py", "test_releases.py", "test_install.py"),
+    *("test_arithmetic_model.py", "test_worker.py", "test_plugin.py", "test_presets.py", "test_rules.py"),
+    *("test_checks.py", "test_properties.py", "test_tensor_parallel.py"),
+)
+
 # Two test processes share two cores: how long an example takes says nothing.
 hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the first process of all: its test processes find the server it offers
+        config.add_cleanup(forked.offer())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first, so that no test process is left alone with one at the end."""
+    items.sort(key=lambda item: LONG.index(file) if (file := item.path.name) in LONG else len(LONG))
+
+
 @pytest.fixture
 def root() -> Path:
-    return composer.ROOT
+    return Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -72,12 +88,16 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 
 @pytest.fixture
-def compose_verl() -> Callable[..., DictConfig]:
+def compose_verl() -> Callable:
+    import composer  # imports verl, which whoever hands out tests and runs none need not
+
     return composer.compose_verl
 
 
 @pytest.fixture
-def compose_recipe() -> Callable[..., DictConfig]:
+def compose_recipe() -> Callable:
+    import composer
+
     return composer.compose_recipe
 
 

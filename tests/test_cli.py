@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 
+import forked
 import pytest
 from typer.testing import CliRunner
 
@@ -78,8 +79,9 @@ def test_check_passes_here_and_speaks_json(run_python):
     assert any("platform cpu" in finding["detail"] for finding in content["findings"])
 
 
-def test_check_says_what_is_wrong_and_exits_1(run_python):
-    done = run_python("from verl_precision.cli import app; app(['check'])", VERL_USE_EXTERNAL_PLUGINS="none")
+def test_check_says_what_is_wrong_and_exits_1(tmp_path):
+    script = "from verl_precision.cli import app; app(['check'])"
+    done = forked.run(script, tmp_path, VERL_USE_EXTERNAL_PLUGINS="none")
     assert done.returncode == 1
     assert "FAIL" in done.stdout and "VERL_USE_EXTERNAL_PLUGINS='none' excludes it" in done.stdout
 

@@ -4,12 +4,10 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from unittest.mock import MagicMock, patch
 
+import forked
 import pytest
 from packaging.specifiers import SpecifierSet
 from verl.plugin.platform import PlatformRegistry
@@ -43,8 +41,9 @@ import importlib.metadata, inspect, json, sys, wrapt
 def change(math_reward): math_reward.is_equiv = lambda one, other: one == other
 wrapt.register_post_import_hook(change, "verl.utils.reward_score.math_reward")
 
+before = sorted(sys.modules)
 import verl
-found = {"modules": sorted(sys.modules)}
+found = {"before": before, "modules": sorted(sys.modules)}
 
 from verl.plugin.platform import get_platform
 from verl.trainer.ppo import core_algos
@@ -96,9 +95,7 @@ SHOW = "print(json.dumps(found))"
 
 def clean_interpreter(folder, *script: str, **environment: str) -> tuple[dict, str]:
     """Run a script; return what it found, and its standard error."""
-    command = [sys.executable, "-c", "\n".join(script)]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=240)
+    done = forked.run("\n".join(script), folder, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -160,7 +157,10 @@ def test_import_stays_light(with_plugin, without_plugin):
     added = set(with_plugin[0]["modules"]) - set(without_plugin[0]["modules"])
     packages = {name.partition(".")[0] for name in added}
     assert "verl_precision" in packages
-    assert not packages & {"vllm", "hydra", "matplotlib", "torchvision", "typer", "flash_attn"}
+    heavy = {"vllm", "hydra", "matplotlib", "torchvision", "typer", "flash_attn"}
+    assert not heavy & packages
+    before = {name.partition(".")[0] for name in with_plugin[0]["before"]}
+    assert not (heavy | {"verl", "verl_precision"}) & before, "what is there before would not be seen"
     assert not {name for name in added if name.startswith("verl.")}, "no verl module is imported early"
 
 

@@ -1,10 +1,8 @@
 """Real FSDP2 ranks over gloo, real verl engines on a CPU: the tests in `ranks.py`, in 1 and in 2 processes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 RANKS = Path(__file__).with_name("ranks.py")
@@ -12,14 +10,14 @@ RANKS = Path(__file__).with_name("ranks.py")
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks(world, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--noconftest", "-p", "no:cacheprovider", str(RANKS)]
+    arguments = ["-x", "-q", "--noconftest", "-p", "no:cacheprovider", str(RANKS)]
+    script = f"import sys, pytest\nsys.exit(pytest.main({arguments!r}))"
     logs = [tmp_path / f"log_{rank}.txt" for rank in range(world)]
     shared = {"VERL_PLATFORM": "cpu", "WORLD_SIZE": str(world), "SHARED_FOLDER": str(tmp_path)}
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as output:
-            environment = {**os.environ, **shared, "RANK": str(rank)}
-            processes.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+            processes.append(forked.start(script, tmp_path, output, RANK=str(rank), **shared))
     try:
         codes = [process.wait(timeout=280) for process in processes]
     finally:

@@ -2,6 +2,7 @@
 
 import re
 
+import forked
 import pytest
 import torch
 from composer import actor_config, compose_estimator
@@ -82,13 +83,13 @@ def my_reinforce(trainer_log_probs, advantages, response_mask, *, aggregation):
 """
 
 
-def test_own_loss_by_external_module_is_chosen_by_name(run_python, tmp_path, root):
-    (tmp_path / "mine.py").write_text(OWN_LOSS)
-    done = run_python(
+def test_own_loss_by_external_module_is_chosen_by_name(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)  # beside the script
+    done = forked.run(
         "import verl\nfrom verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
         "print(get_policy_loss_fn('my_reinforce').entry.function.__module__, get_policy_loss_fn('gspo').__module__)",
+        tmp_path,
         VERL_USE_EXTERNAL_MODULES="mine",
-        PYTHONPATH=f"{tmp_path}:{root}",
     )
     assert done.stdout.split() == ["mine", "verl.trainer.ppo.core_algos"], done.stderr
 

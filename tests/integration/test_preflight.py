@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 
+import forked
 import psutil
 import pytest
 import torch
@@ -157,10 +158,10 @@ def test_callback_ends_the_process_with_every_error_and_no_warning(config, capsy
     assert said.count("verl_precision: ") == 2 and "[rollout-contradicts-actor]" in said
 
 
-def test_callback_makes_verls_platform_cpu(run_python, root):
-    done = run_python(
+def test_callback_makes_verls_platform_cpu(root, tmp_path):
+    done = forked.run(
         f"""
-import os; os.chdir({str(root)!r})
+os.chdir({str(root)!r})
 import verl.trainer.main_ppo
 from pathlib import Path
 from verl.plugin.platform import get_platform
@@ -169,6 +170,7 @@ from verl_precision.integration.preflight import PreflightCallback
 from verl_precision.integration.recipe_config import compose_recipe
 PreflightCallback().on_job_start(compose_recipe(Path("recipes/quickstart/quickstart.yaml"), []))
 assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
-"""
+""",
+        tmp_path,
     )
     assert done.returncode == 0, done.stderr

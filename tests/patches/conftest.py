@@ -25,7 +25,7 @@ PRELOADED = (
     *("tensordict", "pandas", "hydra", "pytest"),
 )
 # Without our plugin, which is for 0.9 alone.
-SETTINGS = {"VERL_USE_EXTERNAL_PLUGINS": "none", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"}
+SETTINGS = {"VERL_USE_EXTERNAL_PLUGINS": "none", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _fetch(version: str) -> Path:

@@ -1,11 +1,9 @@
 """Each check of part A, on a healthy machine and on broken ones: what is broken is named."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
+import forked
 import pytest
 import torch
 
@@ -76,14 +74,7 @@ ask("shadow_offload", "the shadow is not refreshed", ShadowModel, "outdate", lam
 @pytest.fixture(scope="module")
 def said(tmp_path_factory) -> dict[tuple[str, str], str | dict]:
     """What each check of verl's engine said of each broken machine."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path_factory.mktemp("engine"),
-        env={**os.environ, "VERL_PLATFORM": "cpu"},  # as the session has it
-        timeout=180,
-    )
+    done = forked.run(ENGINE, tmp_path_factory.mktemp("engine"), VERL_PLATFORM="cpu")  # as the session has it
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["')]
     return {(check, what): words for check, what, words in lines}

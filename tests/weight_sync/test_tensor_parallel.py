@@ -1,9 +1,10 @@
 """The guard as it runs on an accelerator, in two ranks that hold half a model each."""
 
-import multiprocessing
 import os
 import traceback
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
@@ -12,7 +13,7 @@ from test_accelerator import AcceleratorPair, assert_takes, like_an_accelerator
 ARCHITECTURES = ("qwen3_tied", "qwen3_moe")
 
 
-def _one_of_two(rank: int, folder: str) -> None:
+def one_of_two(rank: int, folder: str) -> None:
     from verl.plugin.platform import set_platform
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -40,16 +41,19 @@ def _one_of_two(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def test_syncs_take_with_tensor_parallel_2(tmp_path, monkeypatch):
-    """In new processes: one that is forked hangs where this one's threads hold torch's locks."""
-    monkeypatch.setenv("VLLM_DIST_IDENT", f"vp{os.getpid()}")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_one_of_two, args=(rank, str(tmp_path))) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(timeout=180)
-    stuck = [rank for rank in ranks if rank.exitcode is None]
-    for rank in stuck:
-        rank.kill()
-    assert not stuck and [rank.exitcode for rank in ranks] == [0, 0]
+def test_syncs_take_with_tensor_parallel_2(tmp_path):
+    """In new processes: one that is forked from this hangs where this one's threads hold torch's locks."""
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    logs = [tmp_path / f"log_{rank}.txt" for rank in range(2)]
+    shared = {"VLLM_DIST_IDENT": f"vp{os.getpid()}"}
+    ranks = []
+    for rank, log in enumerate(logs):
+        script = f"import sys\nsys.path += {folders!r}\nfrom test_tensor_parallel import one_of_two\n"
+        with log.open("w") as output:
+            ranks.append(forked.start(f"{script}one_of_two({rank}, {str(tmp_path)!r})", tmp_path, output, **shared))
+    try:
+        codes = [rank.wait(timeout=180) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], "\n".join(log.read_text()[-6000:] for log in logs)
