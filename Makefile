@@ -24,8 +24,10 @@ quickstart: $(STAMP)
 sanity: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh
 
+# One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 -m "not e2e and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 \
+		-m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
