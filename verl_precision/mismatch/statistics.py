@@ -34,7 +34,7 @@ from verl_precision.mismatch.histogram import GapHistogram, gap_edges
 from verl_precision.mismatch.kinds import Correlation, Perplexity, RatioSampleSize, Slope
 from verl_precision.mismatch.packing import Chunk, packed_chunks
 from verl_precision.mismatch.token_bins import BinShares, ClassMean
-from verl_precision.mismatch.token_sums import TokenSums, sums_of
+from verl_precision.mismatch.token_sums import LARGEST_GAP_SQUARED, TokenSums, sums_of
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,6 @@ def _response_statistics(log_ratio_B: Tensor, length_B: Tensor, ratio_threshold:
         "sequence_ratio_at_most_c": Share(at_most, n, bounds),
         "sequence_ratio_within_c": Share(within, n, bounds),
         # a response beyond e^300 counts as e^300, so that the sum of squares stays finite
-        "sequence_chi_square": Mean((2 * log_ratio_B.clamp(max=LARGEST_GAP / 2)).expm1().sum(), n),
+        "sequence_chi_square": Mean((2 * log_ratio_B.clamp(max=LARGEST_GAP_SQUARED)).expm1().sum(), n),
         "sequence_ess": RatioSampleSize(n, high, ratio_B.sum(), ratio_B.dot(ratio_B)),
     }
