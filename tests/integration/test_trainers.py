@@ -13,7 +13,7 @@ from verl_precision.integration.trainers import MODES, measured_mode
 
 HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
-    *("on_init_end", "on_sample_end", "on_step_end"),
+    *("on_init_end", "on_sample_end", "on_step_end", "fit"),
 )
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
@@ -77,7 +77,8 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch)
             show_histograms=lambda tracking, step: None,
             save=lambda folder: None,
         ),
-        "logger": SimpleNamespace(log=lambda data, step: None),
+        "_known": {},
+        "logger": SimpleNamespace(log=lambda data, step: None, logger={}),
         "checkpoint_manager": SimpleNamespace(sleep_replicas=lambda: done.append("asleep")),
         "config": SimpleNamespace(trainer=SimpleNamespace(default_local_dir="")),
         "global_steps": 1,

@@ -76,9 +76,9 @@ def _measuring(base: type, mode: str) -> type:
             if mode == "sync" and config.trainer.device == "cpu" and type(self.replay_buffer) is ReplayBuffer:
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
 
-        def fit(self, *args, **kwargs):
+        def fit(self, agent_loop_manager):
             with series_goes_on(self.global_steps):  # of the checkpoint, which is loaded
-                super().fit(*args, **kwargs)
+                super().fit(agent_loop_manager)
             forget_row(self.logger)
 
         def on_init_end(self):
