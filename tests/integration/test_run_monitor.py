@@ -21,7 +21,6 @@ from verl_precision.integration.measurement import (
     Request,
     measure,
 )
-from verl_precision.integration.merged_metrics import Number
 from verl_precision.integration.run_monitor import ALARM_FILE, RunMonitor
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mergeable import Count, Mean
@@ -242,8 +241,8 @@ def of_the_worker(*numbers: float) -> dict:
     return {
         "actor/" + MISMATCH: MismatchByVersion.measure(pi, mu, mask, advantages, [0]),
         "actor/" + PHANTOM: PhantomStatistics.measure(pi, mu, mu, mask, advantages),
-        "actor/" + FAILED: Number(Count(torch.tensor(1.0))),
-        "actor/is_weight_mean": Number(Mean(torch.tensor(sum(numbers)), torch.tensor(float(len(numbers))))),
+        "actor/" + FAILED: Count(torch.tensor(1.0)),
+        "actor/is_weight_mean": Mean(torch.tensor(sum(numbers)), torch.tensor(float(len(numbers)))),
         "actor/precision/loss_scale": 8.0,
         "actor/grad_norm": 1.0,
     }

@@ -5,11 +5,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.utils.metric import reduce_metrics
 
 from verl_precision.errors import ConfigurationError, MismatchAlarmError
+from verl_precision.integration.merged_metrics import MergedMetric
 from verl_precision.integration.run_monitor import ALARM_FILE
 from verl_precision.integration.trainers import MODES, measured_mode
+from verl_precision.mergeable import Mean
 
 HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
@@ -100,6 +104,21 @@ def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(monkeypatch, conf
     trainer._compute_metrics(None, {"mismatch/k3_kl": 1e-5}, {}, global_steps=7, epoch=0)
     saved = json.loads((tmp_path / "global_step_7" / ALARM_FILE).read_text())
     assert len(saved["k3_growth"]["baseline"]) == 1
+
+
+def test_an_update_leaves_its_statistics_for_the_end_of_the_step(monkeypatch, config):
+    """verl combines the numbers of a step's updates by their names."""
+    base, half = TRAINER_REGISTRY["sync"], MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))])
+    monkeypatch.setattr(base, "__init__", lambda self, config: None)
+    monkeypatch.setattr(
+        base, "_update_actor", lambda self, batch, metrics: metrics.update(reduce_metrics({"actor/half": half}))
+    )
+    trainer, metrics = TRAINER_REGISTRY["vp_sync"](config), {}
+    trainer.global_steps, trainer.local_trigger_step = 1, 0
+    trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
+    assert metrics == {}
+    trainer._monitor.add_metrics(metrics)
+    assert metrics["actor/half"] == 0.5
 
 
 def test_separate_async_cannot_run_on_a_cpu(compose_verl):

@@ -24,6 +24,7 @@ from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_precision.integration.measurement import REQUEST, VERSIONS_BEHIND, measure
+from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.mismatch.settings import settings_of
 
@@ -330,7 +331,8 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
             )
             append_to_dict(reported, Metric.from_dict({**metrics, **found}, aggregation=AggregationType.MEAN))
         append_to_dict(output, {key: Metric.aggregate_dp([metric]) for key, metric in reported.items()})
-    return reduce_metrics(rename_dict(output, "actor/"))
+    with statistics_kept():
+        return reduce_metrics(rename_dict(output, "actor/"))
 
 
 def run(situation: Situation, monkeypatch) -> tuple[dict, set[str]]:

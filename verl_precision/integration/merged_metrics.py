@@ -3,11 +3,13 @@
 verl's `Metric` knows mean, sum, min and max, but `ppo_loss` forces MEAN on everything a policy loss returns, and the
 reduction over ranks is a class method of `Metric` that no subclass can change. Both are wrapped: a `MergedMetric` stays
 what it is, anything else passes through unchanged. So micro-batches, ranks and mini-batches are merged before a number
-is made of them. The number remembers its statistic (`Number`): the updates between two weight syncs, which verl
-combines by the names of the metrics, are merged by `run_monitor.py`.
+is made of them. The updates between two weight syncs, which verl combines by the names of the metrics, are merged by
+`run_monitor.py`, which takes the statistics instead of numbers (`statistics_kept`).
 """
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -20,26 +22,23 @@ from verl_precision.mismatch.versions import MismatchByVersion
 Mergeable: TypeAlias = Statistic | StatisticSet | MismatchByVersion
 
 
-class Number(float):
-    """The value of a statistic, which can still be merged with others.
+_kept: ContextVar[bool] = ContextVar("kept", default=False)
 
-    Attributes:
-        statistic: What it is the value of.
-    """
 
-    statistic: Statistic
-
-    def __new__(cls, statistic: Statistic) -> "Number":
-        """Make the number of a statistic."""
-        number = super().__new__(cls, statistic.value())
-        number.statistic = statistic
-        return number
+@contextlib.contextmanager
+def statistics_kept() -> Iterator[None]:
+    """Within it, verl's reduction leaves a statistic a statistic, to be merged with those of other updates."""
+    token = _kept.set(True)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 class MergedMetric(Metric):
     """What micro-batches report under one key; it is merged before anything is computed from it.
 
-    A `Statistic`, of a loss, becomes a `Number` in the driver, once the mini-batches of an update are merged. A set of
+    A `Statistic`, of a loss, becomes a number in the driver, once the mini-batches of an update are merged. A set of
     statistics, of the mismatch, stays one until the driver takes it out: many metrics are made of it there.
     """
 
@@ -51,10 +50,10 @@ class MergedMetric(Metric):
         """Add one micro-batch, or those of another metric."""
         self.values.extend(value.values if isinstance(value, MergedMetric) else [value])
 
-    def aggregate(self) -> Number | StatisticSet | MismatchByVersion:
+    def aggregate(self) -> float | Mergeable:
         """Return the number, or the set, of everything added so far."""
         merged = self.merged().values[0]
-        return Number(merged) if isinstance(merged, Statistic) else merged
+        return merged.value() if isinstance(merged, Statistic) and not _kept.get() else merged
 
     def merged(self) -> "MergedMetric":
         """Return the metric of everything added so far, in one piece."""

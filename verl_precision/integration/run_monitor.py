@@ -17,7 +17,6 @@ from verl_precision.errors import MismatchAlarmError
 from verl_precision.files import write_file
 from verl_precision.integration.histogram_loggers import log_histograms
 from verl_precision.integration.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
-from verl_precision.integration.merged_metrics import Number
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mergeable import Statistic
@@ -128,24 +127,32 @@ class RunMonitor:
                 _put(batch, VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
 
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
-        """Take the statistics of an update out of its metrics, and give this package's metrics their own names."""
+        """Take the statistics of an update out of its metrics, and give this package's metrics their own names.
+
+        Args:
+            metrics: Of an update within `merged_metrics.statistics_kept`.
+        """
         for key in (MISMATCH, PHANTOM):
             if ACTOR + key in metrics:
                 self._add(key, metrics.pop(ACTOR + key))
-        for key in [key for key, value in metrics.items() if isinstance(value, Number)]:
-            statistic = metrics.pop(key).statistic
+        for key in [key for key, value in metrics.items() if isinstance(value, Statistic)]:
+            statistic = metrics.pop(key)
             self._losses[key] = self._losses[key].merge(statistic) if key in self._losses else statistic
         for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in OURS))]:
             metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
 
-    def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
-        """Add the metrics of all updates of the step; a metric that is undefined on what was measured is left out."""
-        for found in self._sets.values():
-            metrics.update(found.metrics())
+    def measured(self) -> dict[str, float]:
+        """Return the metrics of all updates of the step so far; one that is undefined on what was measured is absent."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
         failed = self._failures + int(numbers.pop(ACTOR + FAILED, 0))
-        metrics.update({key: value for key, value in numbers.items() if not math.isnan(value)})
-        metrics[FAILED_MEASUREMENTS] = failed
+        found = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        for part in self._sets.values():
+            found |= part.metrics()
+        return {**found, FAILED_MEASUREMENTS: failed}
+
+    def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
+        """Add what was measured to the metrics of the step, which ends."""
+        metrics.update(self.measured())
         self._losses, self._failures = {}, 0
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.metrics_file import forget_row, remember_row, series_goes_on
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.integration.session_advantages import advantages_by_session
@@ -103,7 +104,8 @@ def _measuring(base: type, mode: str) -> type:
 
         def _update_actor(self, batch, metrics):
             self._monitor.ask_the_worker(batch, self.global_steps, self.local_trigger_step)
-            batch = super()._update_actor(batch, metrics=metrics)
+            with statistics_kept():
+                batch = super()._update_actor(batch, metrics=metrics)
             self._monitor.take_from_the_worker(metrics)
             self._known = metrics
             return batch
@@ -126,7 +128,7 @@ def _measuring(base: type, mode: str) -> type:
                 raise stop
 
         def _save_checkpoint(self):
-            remember_row(self.logger, self.global_steps, self._known)
+            remember_row(self.logger, self.global_steps, {**self._known, **self._monitor.measured()})
             super()._save_checkpoint()
             self._monitor.save(_checkpoint_folder(self))
             self._saved_step = self.global_steps  # verl saves before the alarm has judged the step
