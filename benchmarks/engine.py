@@ -3,76 +3,135 @@
     python benchmarks/engine.py
     python benchmarks/engine.py --dtype bf16 --repeats 5
 
-One rank over gloo on a CPU, a Qwen3 of random weights, micro-batches of one sequence. The engines alternate, so that a
-busy machine slows all of them; ratios are medians over the repeats. `shadow` engines run a second, no-grad forward in
-the rollout's dtype; every 10th: one such step and nine without, added up. On a CPU verl's own loss scaler is off, so
-that its FP16 steps leave out work that ours do.
+One rank over gloo on a CPU, a Qwen3 of random weights, micro-batches of one sequence. The engines take turns. An engine
+with a shadow runs a second, no-grad forward in the rollout's dtype; every 10th: one such step and nine without, added
+up. On a CPU verl's own loss scaler is off, so that its FP16 steps leave out work that ours do.
+
+A policy gradient beside `grpo`: log-probs at θ' with entropy, as verl takes them for `grpo`, and an update with verl's
+`ppo_loss`; the policy gradients need only the update. With gradient checkpointing, as in all our scales, and in FP32
+without it too. In 16 bits a CPU without such kernels takes longer for a gradient than for a forward, so that the
+forward that is saved is a smaller part of the whole than on a GPU: FP32 has the right proportions.
 """
 
 import argparse
 import os
-import statistics
-import tempfile
-import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 os.environ["VERL_PLATFORM"] = "cpu"
 
 import torch
-import torch.distributed as dist
 import verl  # noqa: F401 - loads the plugin
+from measure import MIB, Record, actor_config, alternate, growth, matmul_peak, parser, peak_memory, record, report
+from torch.utils.flop_counter import FlopCounterMode
 from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils as tu
 from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
 
 from verl_precision import tiny_model
 from verl_precision.engine.log_probs import log_probs_and_entropy
+from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import DTYPES, ShadowSettings
+from verl_precision.integration.engine_batch import engine_batch
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 
-SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 4096}
-SHADOW = "ours, shadow at every step"
-
-
-def main() -> None:
-    arguments = parse()
-    log_prob_memory()
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        tiny_model.ARCHITECTURES["benchmark"] = ("qwen3", SHAPE)
-        tiny_model.build_tiny_model("benchmark", Path(folder) / "model")
-        engines = {
-            "verl's": engine(folder, arguments.dtype, None),
-            "ours": engine(folder, arguments.dtype, ShadowSettings()),
-            SHADOW: engine(folder, arguments.dtype, ShadowSettings(arguments.dtype, ratio_source="shadow")),
-        }
-        times: dict[str, list[float]] = {name: [] for name in engines}
-        for repeat in range(arguments.repeats + 1):
-            for name, one in engines.items():
-                seconds = step(one, arguments.tokens)
-                if repeat:  # the first warms up
-                    times[name].append(seconds)
-        dist.destroy_process_group()
-    times["ours, shadow at every 10th"] = [(9 * a + b) / 10 for a, b in zip(times["ours"], times[SHADOW], strict=True)]
-    print(f"\n{arguments.dtype}, 4 x {arguments.tokens} tokens, {torch.get_num_threads()} threads, {SHAPE}")
-    print(f"| engine | step, s | ratio to verl's |\n|{'---|' * 3}")
-    for name, seconds in times.items():
-        ratio = statistics.median(a / b for a, b in zip(seconds, times["verl's"], strict=True))
-        print(f"| {name} | {statistics.median(seconds):.3f} | {ratio:.3f} |")
+SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
+SEQUENCES = 2
+PROMPT = 16
+TOKENS = {"fp32": 512}  # else 64, since a CPU's 16-bit products are slow
+ARITHMETIC = "its matrix products at the speed of torch's largest"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp16", help="compute dtype (default fp16)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each of 4 sequences (default 256)")
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps of each engine (default 9)")
-    return parser.parse_args()
+    arguments = parser(__doc__, repeats=9)
+    both = ["fp16", "fp32"]
+    arguments.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=both, help="default fp16 fp32")
+    arguments.add_argument("--tokens", type=int, help="tokens of each of 2 sequences (default 64, in fp32 512)")
+    return arguments.parse_args()
 
 
-def engine(folder: str, dtype: str, shadow: ShadowSettings | None):
+def records(arguments: argparse.Namespace) -> Iterator[Record]:
+    yield log_prob_memory()
+    with TemporaryDirectory() as folder, one_rank("cpu"):
+        for name, layers in (("benchmark", SHAPE["num_hidden_layers"]), ("half", SHAPE["num_hidden_layers"] // 2)):
+            tiny_model.ARCHITECTURES[name] = ("qwen3", {**SHAPE, "num_hidden_layers": layers})
+            tiny_model.build_tiny_model(name, Path(folder) / name)
+        for dtype in arguments.dtype:
+            setting = dtype, arguments.tokens or TOKENS.get(dtype, 64), arguments.repeats
+            yield from engine_steps(Path(folder), *setting)
+            for checkpointing in (True, False) if dtype == "fp32" else (True,):
+                yield estimators(Path(folder), checkpointing, *setting)
+
+
+def engine_steps(folder: Path, dtype: str, tokens: int, repeats: int) -> Iterator[Record]:
+    """Compare our engine, without a shadow and with one, with verl's."""
+
+    def mean_log_prob(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
+        return -model_output["log_probs"].values().float().mean(), {}
+
+    def step(one: Any, tokens: int = tokens) -> None:
+        update(one, batch(tokens), mean_log_prob)
+
+    ours = engine(folder / "benchmark", dtype, ShadowSettings())
+    calls = {
+        "ours": partial(step, ours),
+        "verl's": partial(step, engine(folder / "benchmark", dtype, None)),
+        "shadow": partial(step, engine(folder / "benchmark", dtype, ShadowSettings(dtype, ratio_source="shadow"))),
+        "half the tokens": partial(step, ours, tokens // 2),
+        "half the layers": partial(step, engine(folder / "half", dtype, ShadowSettings())),
+    }
+    least = least_time(calls["ours"], dtype), least_time(calls["shadow"], dtype)
+    times = alternate(calls, repeats, seconds=30)
+    tenth = [(9 * a + b) / 10 for a, b in zip(times["ours"], times["shadow"], strict=True)]
+    size = f"{dtype}, {SEQUENCES} x {tokens} tokens"
+    grown = growth(times, "ours", {"tokens": "half the tokens", "layers": "half the layers"})
+    for what, found, at_most, floor in (
+        ("step of the engine", times["ours"], 1.02, least[0]),
+        ("step with a shadow at every 10th", tenth, 1.04, 0.9 * least[0] + 0.1 * least[1]),
+        ("step with a shadow at every step", times["shadow"], None, least[1]),
+    ):
+        fields = {"at_most": at_most, "limit": ARITHMETIC, "least": floor, "growth": grown}
+        yield record(f"{what}, {size}", "verl's engine", "ms", found, times["verl's"], **fields)
+
+
+def estimators(folder: Path, checkpointing: bool, dtype: str, tokens: int, repeats: int) -> Record:
+    """Compare log-probs at θ' and update of `grpo` with the update of a policy gradient."""
+    one = engine(folder / "benchmark", dtype, ShadowSettings(), checkpointing)
+
+    def log_probs(**settings: bool) -> torch.Tensor:
+        with one.eval_mode():
+            whole = one.infer_batch(batch(tokens, **settings))["model_output"]["log_probs"]
+        return nested([row[PROMPT - 1 : -1] for row in whole.unbind()])
+
+    rollouts = log_probs()
+
+    def estimator(name: str) -> Callable[[], None]:
+        config = actor_config(name, tokens, "actor_rollout_ref.actor.strategy=fsdp2")
+        loss = partial(ppo_loss, config=config)
+
+        def step() -> None:
+            data = batch(tokens)
+            data["old_log_probs"] = log_probs(calculate_entropy=True) if name == "grpo" else rollouts
+            update(one, data, loss)
+
+        return step
+
+    ours, theirs = estimator("pg_seq_is"), estimator("grpo")
+    least = least_time(ours, dtype)
+    times = alternate({"ours": ours, "theirs": theirs}, repeats, seconds=20)
+    how = "gradient checkpointing" if checkpointing else "no gradient checkpointing"
+    what = f"log-probs at θ' and update of pg_seq_is, {how}, {dtype}, {SEQUENCES} x {tokens} tokens"
+    fields = {"at_most": 0.8, "limit": ARITHMETIC, "least": least, "growth": "as a step of the engine"}
+    return record(what, "grpo", "ms", times["ours"], times["theirs"], **fields)
+
+
+def engine(model_path: Path, dtype: str, shadow: ShadowSettings | None, checkpointing: bool = False) -> Any:
     """Return an initialised engine: verl's without `shadow`, else ours."""
     settings = dict(
         strategy="fsdp2",
@@ -81,9 +140,9 @@ def engine(folder: str, dtype: str, shadow: ShadowSettings | None):
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
     model = HFModelConfig(
-        path=f"{folder}/model",
+        path=str(model_path),
         use_remove_padding=False,
-        enable_gradient_checkpointing=False,
+        enable_gradient_checkpointing=checkpointing,
         override_config={"attn_implementation": "sdpa"},
     )
     model.model_type = "language_model"
@@ -100,68 +159,65 @@ def engine(folder: str, dtype: str, shadow: ShadowSettings | None):
     return built
 
 
-def step(one, tokens: int) -> float:
-    """Return the seconds of a training step of 4 micro-batches."""
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def batch(tokens: int, calculate_entropy: bool = False) -> Any:
+    """Return sequences of a prompt and a response each, with what verl's `ppo_loss` asks for but `old_log_probs`."""
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(SHAPE["vocab_size"], (tokens,), generator=generator) for _ in range(4)]
-
-    def nested(tensors):
-        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
-    data = tu.get_tensordict(
-        {
-            "input_ids": nested(sequences),
-            "position_ids": nested([torch.arange(tokens) for _ in sequences]),
-            "loss_mask": nested([torch.ones(tokens) for _ in sequences]),
-            "temperature": torch.ones(4),
-        },
-        non_tensor_dict=dict(
-            use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=1,
-            use_remove_padding=False,
-            use_fused_kernels=False,
-            calculate_entropy=False,
-            update_lr_scheduler=True,
-        ),
+    sequences = [torch.randint(SHAPE["vocab_size"], (tokens,), generator=generator) for _ in range(SEQUENCES)]
+    data = engine_batch(
+        sequences,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=1,
+        use_remove_padding=False,
+        calculate_entropy=calculate_entropy,
+        update_lr_scheduler=True,
+        global_batch_size=SEQUENCES,
     )
+    ones = [torch.ones(tokens - PROMPT) for _ in sequences]
+    data["prompts"] = nested([sequence[:PROMPT] for sequence in sequences])
+    data["responses"] = nested([sequence[PROMPT:] for sequence in sequences])
+    data["response_mask"] = nested(ones)
+    data["advantages"] = nested([float((-1) ** row) * one for row, one in enumerate(ones)])
+    return data
 
-    def loss(model_output, data, dp_group):
-        return -model_output["log_probs"].values().float().mean(), {}
 
-    start = time.perf_counter()
+def update(one: Any, data: Any, loss: Callable) -> None:
     with one.train_mode():
         one.train_batch(data, loss)
-    return time.perf_counter() - start
 
 
-def log_prob_memory(tokens: int = 4096, vocabulary: int = 32768) -> None:
-    """Print what log-probs of FP16 logits allocate beyond the logits and their gradient, forward and backward."""
+def least_time(step: Callable[[], None], dtype: str) -> float:
+    """Return the milliseconds that a step's matrix products take at least."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops() / matmul_peak(getattr(torch, DTYPES[dtype]))
 
-    def peak(function) -> float:
+
+def log_prob_memory(tokens: int = 4096, vocabulary: int = 32768, chunk: int = 512) -> Record:
+    """Compare what log-probs of FP16 logits, taken in FP32, allocate beyond the logits and their gradient."""
+
+    def peak(function: Callable) -> list[float]:
         logits = torch.randn(tokens, vocabulary).half().requires_grad_()
         labels = torch.randint(vocabulary, (tokens,))
-        with torch.profiler.profile(profile_memory=True) as profile:
-            function(logits, labels).sum().backward()
-        alive = largest = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                largest = max(largest, alive)
-        assert logits.grad is not None
-        return (largest - 2 * logits.grad.numel()) / 2**20
+        return [(peak_memory(lambda: function(logits, labels).sum().backward()) - 2 * logits.numel()) / MIB]
 
-    ones = torch.ones(tokens)
-    print(f"log-probs of {tokens} x {vocabulary} FP16 logits ({tokens * vocabulary * 2 / 2**20:.0f} MiB)")
-    print("extra MiB, verl's in FP16:", f"{peak(lambda x, y: logprobs_from_logits(x, y)):.0f}")
-    print("extra MiB, verl's in FP32:", f"{peak(lambda x, y: logprobs_from_logits(x.float(), y)):.0f}")
-    for chunk in (128, 512, 2048):
+    def ours(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return log_probs_and_entropy(logits, labels, torch.ones(tokens), chunk_tokens=chunk, with_entropy=False)[0]
 
-        def ours(x, y, chunk=chunk):
-            return log_probs_and_entropy(x, y, ones, chunk_tokens=chunk, with_entropy=False)[0]
-
-        one = chunk * vocabulary * 4 / 2**20
-        print(f"extra MiB, ours with chunks of {chunk} tokens ({one:.0f} MiB of FP32 logits each): {peak(ours):.0f}")
+    return record(
+        f"memory of FP32 log-probs, {tokens} x {vocabulary} FP16 logits, {chunk} at a time",
+        "verl's of FP32 logits",
+        "MiB",
+        peak(ours),
+        peak(lambda logits, labels: logprobs_from_logits(logits.float(), labels)),
+        limit="one chunk in FP32",
+        least=chunk * vocabulary * 4 / MIB,
+        growth="with the chunk and the vocabulary, not with the tokens",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    report(records(given := parse()), given.json)

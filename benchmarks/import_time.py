@@ -1,33 +1,56 @@
-"""What the plugin adds to `import verl`: CPU seconds with and without it, alternating, in clean interpreters.
+"""What the plugin adds to `import verl`, and how long the command line takes to answer.
 
-python benchmarks/import_time.py --repeats 7
+    python benchmarks/import_time.py
+    python benchmarks/import_time.py --repeats 7
+
+The import: CPU time in clean interpreters, with the plugin and without. The commands: by the clock, beside verl's own
+way to show what a run is made of. All take turns, after one round that fills the page cache.
 """
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-SCRIPT = "import time; start = time.process_time(); import verl; print(time.process_time() - start)"
+from measure import Record, alternate, parser, record, report
+
+ROOT = Path(__file__).parents[1]
+IMPORT = "import time; start = time.process_time(); import verl; print(time.process_time() - start)"
+OURS = (sys.executable, "-m", "verl_precision.cli")
+MAIN = (sys.executable, "-m", "verl.trainer.main_ppo")
 
 
-def seconds(policy: str) -> float:
+def parse() -> argparse.Namespace:
+    return parser(__doc__, repeats=3).parse_args()
+
+
+def records(arguments: argparse.Namespace) -> Iterator[Record]:
+    imported("auto")
+    without, with_plugin = zip(*((imported("none"), imported("auto")) for _ in range(arguments.repeats)), strict=True)
+    yield record("import verl, CPU time", "without the plugin", "s", list(with_plugin), list(without))
+    calls = {
+        "help": (*OURS, "--help"),
+        "check": (*OURS, "check", "recipes/quickstart/quickstart.yaml"),
+        "verl's": (*MAIN, "--config-dir", "recipes/quickstart", "--config-name", "quickstart", "--cfg", "job"),
+    }
+    times = alternate({name: lambda words=words: run(words) for name, words in calls.items()}, arguments.repeats)
+    seconds = {name: [time / 1e3 for time in found] for name, found in times.items()}
+    for what, ours, most in (("--help", "help", 1), ("check, quickstart", "check", 8)):
+        peer = "main_ppo --cfg job, which checks nothing"
+        yield record(f"verl-precision {what}", peer, "s", seconds[ours], seconds["verl's"], ours_at_most=most)
+
+
+def imported(policy: str) -> float:
+    """Return the CPU seconds of `import verl` under a policy of plugins."""
     environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": policy}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
-    return float(done.stdout)
+    return float(run((sys.executable, "-c", IMPORT), environment))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, help="interpreters started for each of the two")
-    repeats = parser.parse_args().repeats
-    seconds("auto")  # fill the page cache
-    pairs = [(seconds("none"), seconds("auto")) for _ in range(repeats)]
-    without, with_plugin = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"import verl: {without:.2f} s without the plugin, {with_plugin:.2f} s with it (median of {repeats})")
-    print(f"added: {(with_plugin - without) * 1000:.0f} ms CPU time, ratio {with_plugin / without:.3f}")
+def run(words: tuple[str, ...], environment: dict[str, str] | None = None) -> str:
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment).stdout
 
 
 if __name__ == "__main__":
-    main()
+    report(records(given := parse()), given.json)

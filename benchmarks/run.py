@@ -1,0 +1,182 @@
+"""Run all benchmarks that this machine can, and record them; or compare their ratios with the recorded ones.
+
+    python benchmarks/run.py          # make bench: writes benchmarks/results.json and the table of docs/benchmarks.md
+    python benchmarks/run.py --check  # make bench-check: exit code 1 when a ratio got worse by more than a fifth
+
+Each benchmark has a process of its own, in which ours and its peer take turns.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from measure import Record, bandwidth, matmul_peak
+
+from verl_precision.engine.settings import DTYPES
+from verl_precision.integration.cpu.kernels import CPUINFO, instruction_sets
+from verl_precision.versions import installed_versions
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results.json"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+# Of a CPU, and of a GPU; with arguments.
+ON_CPU = ("mismatch.py", "losses.py", "digest.py", "engine.py", "import_time.py", "step_share.py")
+ON_GPU = ("digest.py --device cuda --megabytes 4096 --shape 768 2048", "grouped_experts.py")
+WORSE = 1.2
+INTRODUCTION = """# Benchmarks
+
+<!-- written by `make bench` from benchmarks/results.json; do not edit -->
+
+```bash
+make bench        # at most ten minutes on two cores: runs everything, and writes this page
+make bench-check  # runs it again, and says which ratios got worse by more than a fifth
+```
+
+Ours and what a user would run instead take turns in one process, so that a busy machine slows both. Times and sizes are
+medians. The ratio is the median over the pairs of ours / theirs, so less is better. A physical limit is what no
+implementation can be better than on the machine below, and the share is how near ours comes to it. A target is what
+was asked for. How ours grows is measured beside it, with half of the tokens, responses, layers or bytes; nothing was
+measured on more than one rank. Each benchmark's own docstring says what it does; `alarm_rates.py` and
+`phantom_interventions.py` are studies without a peer, and are run by themselves.
+
+| what | ours | a user would run instead | ratio (quartiles) | target | physical limit | share reached | grows |
+|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> int:
+    """Run what was asked for; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with benchmarks/results.json; write nothing")
+    start, checking = time.monotonic(), parser.parse_args().check
+    if checking and not RESULTS.exists():
+        parser.error("there is no benchmarks/results.json to compare with: run make bench first")
+    gpu = torch.cuda.is_available()
+    commands = [*ON_CPU, *(ON_GPU if gpu else ())]
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "versions": installed_versions(),
+        "records": {},
+        "not_run": {} if gpu else dict.fromkeys(ON_GPU, "needs a GPU"),
+    }
+    failed = False
+    for number, command in enumerate(commands, 1):
+        print(f"[{number}/{len(commands)}, {time.monotonic() - start:.0f} s] {command}", flush=True)
+        found = run(command)
+        if found is None:
+            failed, results["not_run"][command] = True, "failed"
+        elif checking:
+            failed |= say_worse(command, found)
+        else:
+            results["records"][command] = [asdict(one) for one in found]
+    print(f"took {time.monotonic() - start:.0f} s")
+    if not checking:
+        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        PAGE.write_text(page(results))
+        print(f"wrote {RESULTS.relative_to(HERE.parent)} and {PAGE.relative_to(HERE.parent)}")
+    return int(failed)
+
+
+def run(command: str) -> list[Record] | None:
+    """Run a benchmark in a process of its own, which prints as it goes; return its records, None if it fails."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "records.json"
+        log = Path(folder) / "stderr"
+        with log.open("wb") as stderr:
+            words = [sys.executable, str(HERE / command.split()[0]), *command.split()[1:], "--json", str(file)]
+            code = subprocess.run(words, stderr=stderr).returncode
+        if code != 0:
+            print(f"FAILED with exit code {code}:\n{log.read_text(errors='replace')[-3000:]}", flush=True)
+            return None
+        return read(json.loads(file.read_text()))
+
+
+def read(rows: list[dict]) -> list[Record]:
+    """Return the records of a file."""
+    return [Record(**{**row, "spread": tuple(row["spread"])}) for row in rows]
+
+
+def say_worse(command: str, found: list[Record]) -> bool:
+    """Compare with what is recorded, print what got worse, and return whether anything did.
+
+    A benchmark that looks worse is run once more, and a record counts if it is worse both times.
+    """
+    recorded = json.loads(RESULTS.read_text())
+    before = read(recorded["records"].get(command, []))
+    lines = worse(before, found)
+    if lines:
+        print("worse than recorded, so once more", flush=True)
+        again = worse(before, run(command) or [])
+        lines = {what: line for what, line in again.items() if what in lines}
+    for line in lines.values():
+        print(f"WORSE {line}", flush=True)
+    if recorded["machine"]["cpu"] != machine_name() and lines:
+        print(f"It was recorded on another machine: {recorded['machine']['cpu']}.")
+    return bool(lines)
+
+
+def worse(before: list[Record], now: list[Record]) -> dict[str, str]:
+    """Return what got worse by more than a fifth, or is not measured any more: name -> line."""
+    ratios = {one.what: one.ratio for one in now}
+    lines = {}
+    for one in before:
+        if one.what not in ratios:
+            lines[one.what] = f"{one.what}: recorded, and not measured now"
+        elif max(ratios[one.what], one.noise) > WORSE * max(one.ratio, one.noise):
+            change = ratios[one.what] / one.ratio - 1
+            lines[one.what] = f"{one.what}: ratio {ratios[one.what]:.3g}, recorded {one.ratio:.3g}, {change:.0%} more"
+    return lines
+
+
+def machine_name() -> str:
+    """Return the CPU's name."""
+    found = re.search(r"^model name\s*:\s*(.*)$", CPUINFO.read_text() if CPUINFO.exists() else "", re.M)
+    return found.group(1) if found else "unknown CPU"
+
+
+def machine() -> dict[str, Any]:
+    """Return what this machine is, and what it can do at best."""
+    return {
+        "cpu": machine_name(),
+        "threads": torch.get_num_threads(),
+        "instruction_sets": instruction_sets(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "copy_gb_per_second": round(bandwidth() / 1e6, 1),
+        "matmul_gflop_per_second": {
+            name: round(matmul_peak(getattr(torch, dtype)) / 1e6, 1) for name, dtype in DTYPES.items()
+        },
+    }
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return docs/benchmarks.md."""
+    lines = [INTRODUCTION]
+    for rows in results["records"].values():
+        for one in read(rows):
+            ratio = f"{one.ratio:.3g} ({one.spread[0]:.3g} to {one.spread[1]:.3g})"
+            share = f"{one.least / one.ours:.0%}" if one.least else ""
+            cells = [one.what, one.amount(one.ours), f"{one.peer}: {one.amount(one.theirs)}", ratio]
+            cells += [one.target(), one.limit, share, one.growth]
+            lines.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
+    found, versions = results["machine"], results["versions"]
+    products = ", ".join(f"{name} {value:g}" for name, value in found["matmul_gflop_per_second"].items())
+    lines += [
+        "",
+        f"Machine: {found['cpu']}, {found['threads']} threads, {', '.join(found['instruction_sets']) or 'no AVX2'};",
+        f"{found['gpu'] or 'no GPU'}. At best it copies {found['copy_gb_per_second']:g} GB/s, read and written, and",
+        f"multiplies matrices at {products} GFLOP/s.",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
+    ]
+    not_run = [f"- `python benchmarks/{command}`: {why}" for command, why in results["not_run"].items()]
+    return "\n".join([*lines, *(["", "Not run here:", "", *not_run] if not_run else [])]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

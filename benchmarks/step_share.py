@@ -1,0 +1,44 @@
+"""What the checks of weight syncs and the statistics of the mismatch add to a step of a real run: the quickstart.
+
+    python benchmarks/step_share.py
+    python benchmarks/step_share.py --repeats 3
+
+verl, vLLM, Ray and FSDP2 in FP16 on a CPU. Guard and canary are `weight_sync/seconds` in the run's metrics, the
+statistics `timing_s/mismatch`. A pair is what one step spent on it, and the step. The first step is left out.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from measure import Record, parser, record, report
+
+from verl_precision.runs.fork_server import fork_server_on_cpu
+from verl_precision.runs.launch import run_verl
+from verl_precision.runs.read import read_metrics
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
+PARTS = {
+    "weight_sync/seconds": ("guard and canary", 0.01, "with layers and bytes of the weights, not with the batch"),
+    "timing_s/mismatch": ("statistics of the mismatch", 0.01, "with the tokens of the batch"),
+}
+
+
+def parse() -> argparse.Namespace:
+    return parser(__doc__, repeats=8).parse_args()
+
+
+def records(arguments: argparse.Namespace) -> Iterator[Record]:
+    chosen = ("precision=fp16", f"trainer.total_training_steps={arguments.repeats + 1}")
+    with TemporaryDirectory() as folder, fork_server_on_cpu() as python:
+        run_verl(RECIPE, chosen, Path(folder) / "run", lambda progress: None, python)
+        steps = read_metrics(Path(folder) / "run" / "metrics.jsonl")[1:]
+    whole = [1e3 * step["timing_s/step"] for step in steps]
+    for key, (what, at_most, growth) in PARTS.items():
+        part = [1e3 * step[key] for step in steps]
+        yield record(f"{what}, quickstart in FP16", "the whole step", "ms", part, whole, at_most=at_most, growth=growth)
+
+
+if __name__ == "__main__":
+    report(records(given := parse()), given.json)
