@@ -76,6 +76,7 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch)
         "_canary_metrics": {},
         "_saved_step": None,
         "_monitor": SimpleNamespace(
+            measured=dict,
             add_metrics=lambda metrics: None,
             judge=lambda step, metrics: MismatchAlarmError("k3 grows"),
             show_histograms=lambda tracking, step: None,
@@ -106,8 +107,8 @@ def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(monkeypatch, conf
     assert len(saved["k3_growth"]["baseline"]) == 1
 
 
-def test_an_update_leaves_its_statistics_for_the_end_of_the_step(monkeypatch, config):
-    """verl combines the numbers of a step's updates by their names."""
+def test_an_update_leaves_its_statistics_for_the_end_of_the_step(monkeypatch, config, tmp_path):
+    """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
     base, half = TRAINER_REGISTRY["sync"], MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))])
     monkeypatch.setattr(base, "__init__", lambda self, config: None)
     monkeypatch.setattr(
@@ -117,6 +118,13 @@ def test_an_update_leaves_its_statistics_for_the_end_of_the_step(monkeypatch, co
     trainer.global_steps, trainer.local_trigger_step = 1, 0
     trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
     assert metrics == {}
+    config.trainer.default_local_dir = str(tmp_path)
+    (tmp_path / "global_step_1").mkdir()
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: None)
+    file = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
+    trainer.config, trainer.logger = config, SimpleNamespace(logger={"file": file})
+    trainer._save_checkpoint()
+    assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
     trainer._monitor.add_metrics(metrics)
     assert metrics["actor/half"] == 0.5
 

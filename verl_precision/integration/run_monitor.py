@@ -142,7 +142,7 @@ class RunMonitor:
             metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
 
     def measured(self) -> dict[str, float]:
-        """Return the metrics of all updates of the step so far; what is undefined on the tokens measured is absent."""
+        """Return the metrics of all updates of the step so far; what is undefined on them is absent."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
         failed = self._failures + int(numbers.pop(ACTOR + FAILED, 0))
         found = {key: value for key, value in numbers.items() if not math.isnan(value)}
