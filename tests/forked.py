@@ -18,7 +18,7 @@ PRELOADED = ("torch", "torch.distributed.fsdp", "tensordict", "transformers", "r
 SERVER = "VERL_PRECISION_TEST_PYTHON"
 KEPT = (
     *("PATH", "HOME", "PYTHONPATH", "XDG_CACHE_HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH"),
-    *("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"),
+    *("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE", "VERL_PRECISION_CACHE", "CUDA_VISIBLE_DEVICES"),
 )
 IDLE_SECONDS = 600.0  # longer than the pause between two tests that want a fork
 
