@@ -2,7 +2,7 @@
 
 Importing this module imports numba; the first call compiles. The loops over tokens hold no branch and write nothing, so
 that they become vector instructions. Arithmetic is IEEE float64 as written, with two freedoms: sums may be taken in any
-order (`_plus`), and a product and a sum may share one rounding (`_product_plus`).
+order (`_plus...`), and a product and a sum may share one rounding (`_product_plus`).
 """
 
 import math
@@ -44,6 +44,11 @@ def compiled(function: FunctionT) -> FunctionT:
 @njit(fastmath={"reassoc", "nsz"})
 def _plus(total, value):  # type: ignore[no-untyped-def]
     return total + value
+
+
+@njit(fastmath={"reassoc", "nsz", "contract"})
+def _plus_product(total, one, other):  # type: ignore[no-untyped-def]
+    return total + one * other
 
 
 @njit(fastmath={"contract"})
@@ -108,12 +113,13 @@ def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
         diff = prob if far else prob * excess  # π - μ = μ (e^g - 1)
         prob = 0.0 if far else prob
         squared = min(excess, LARGEST_EXCESS)
-        gaps, squares = _plus(gaps, gap), _plus(squares, gap * gap)
+        gaps, squares = _plus(gaps, gap), _plus_product(squares, gap, gap)
         k3 = _plus(k3, rest if power == 1 else excess - capped)
-        distance, chi_square = _plus(distance, abs(excess)), _plus(chi_square, squared * (squared + 2))
+        distance, chi_square = _plus(distance, abs(excess)), _plus_product(chi_square, squared, squared + 2)
         mus, probs = _plus(mus, log_mu), _plus(probs, prob)
-        probs_squares, cross = _plus(probs_squares, prob * prob), _plus(cross, prob * diff)
-        diffs, diff_abs, diff_squares = _plus(diffs, diff), _plus(diff_abs, abs(diff)), _plus(diff_squares, diff * diff)
+        probs_squares, cross = _plus_product(probs_squares, prob, prob), _plus_product(cross, prob, diff)
+        diffs, diff_abs = _plus(diffs, diff), _plus(diff_abs, abs(diff))
+        diff_squares = _plus_product(diff_squares, diff, diff)
         gap_min, gap_max = _least(gap_min, gap), _most(gap_max, gap)
         diff_min, diff_max = _least(diff_min, diff), _most(diff_max, diff)
     totals = squares, k3, distance, chi_square, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross
