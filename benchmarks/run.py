@@ -1,6 +1,7 @@
 """Run all benchmarks that this machine can, and record them; or compare their ratios with the recorded ones.
 
     python benchmarks/run.py          # make bench: writes benchmarks/results.json and the table of docs/benchmarks.md
+    python benchmarks/run.py --only mismatch.py  # that one again; the other records of this machine stay
     python benchmarks/run.py --check  # make bench-check: exit code 1 when a ratio got worse by more than a fifth
 
 Each benchmark has a process of its own, in which ours and its peer take turns.
@@ -55,17 +56,24 @@ def main() -> int:
     """Run what was asked for; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with benchmarks/results.json; write nothing")
-    start, checking = time.monotonic(), parser.parse_args().check
-    if checking and not RESULTS.exists():
-        parser.error("there is no benchmarks/results.json to compare with: run make bench first")
+    parser.add_argument("--only", choices=ON_CPU + ON_GPU, help="run one, and keep the other records")
+    given = parser.parse_args()
+    start, checking = time.monotonic(), given.check
+    if (checking or given.only) and not RESULTS.exists():
+        parser.error("there is no benchmarks/results.json: run make bench first")
     gpu = torch.cuda.is_available()
-    commands = [*ON_CPU, *(ON_GPU if gpu else ())]
+    commands = [given.only] if given.only else [*ON_CPU, *(ON_GPU if gpu else ())]
     results: dict[str, Any] = {
         "machine": machine(),
         "versions": installed_versions(),
         "records": {},
         "not_run": {} if gpu else dict.fromkeys(ON_GPU, "needs a GPU"),
     }
+    if given.only:
+        recorded = json.loads(RESULTS.read_text())
+        if (recorded["machine"]["cpu"], recorded["versions"]) != (results["machine"]["cpu"], results["versions"]):
+            parser.error("benchmarks/results.json is of another machine or other versions: run make bench")
+        results = recorded
     failed = False
     for number, command in enumerate(commands, 1):
         print(f"[{number}/{len(commands)}, {time.monotonic() - start:.0f} s] {command}", flush=True)
