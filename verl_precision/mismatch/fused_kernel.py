@@ -18,7 +18,7 @@ from verl_precision.mismatch.histogram import BITS_LEFT, HALF
 from verl_precision.mismatch.token_bins import CLASSES, LAST_BIN, NATS_TO_DECADES, SIGN_COUNT
 from verl_precision.mismatch.token_sums import LARGEST_GAP, LARGEST_GAP_SQUARED
 
-BLOCK = 1024  # tokens that stay in the nearest cache while they are read three times
+BLOCK = 1024  # tokens that stay in the nearest cache while they are read four times
 ADDED = 12  # sums that only add up, the first fields of `TokenSums`
 
 # e^x = 2ⁿ e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. Adding 1.5 · 2^52 rounds to an integer, which is then in the
@@ -100,6 +100,11 @@ def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
     gaps = squares = k3 = distance = chi_square = mus = probs = 0.0
     probs_squares = diffs = diff_abs = diff_squares = cross = 0.0
     gap_min, gap_max, diff_min, diff_max = lows[0], highs[0], lows[1], highs[1]
+    for i in range(len(pi)):  # a loop of its own: the sums of both do not fit the registers
+        log_mu = np.float64(mu[i])
+        gap = np.float64(pi[i]) - log_mu
+        gaps, squares, mus = _plus(gaps, gap), _plus_product(squares, gap, gap), _plus(mus, log_mu)
+        gap_min, gap_max = _least(gap_min, gap), _most(gap_max, gap)
     for i in range(len(pi)):
         log_pi, log_mu = np.float64(pi[i]), np.float64(mu[i])
         gap = log_pi - log_mu
@@ -113,14 +118,11 @@ def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
         diff = prob if far else prob * excess  # π - μ = μ (e^g - 1)
         prob = 0.0 if far else prob
         squared = min(excess, LARGEST_EXCESS)
-        gaps, squares = _plus(gaps, gap), _plus_product(squares, gap, gap)
         k3 = _plus(k3, rest if power == 1 else excess - capped)
         distance, chi_square = _plus(distance, abs(excess)), _plus_product(chi_square, squared, squared + 2)
-        mus, probs = _plus(mus, log_mu), _plus(probs, prob)
-        probs_squares, cross = _plus_product(probs_squares, prob, prob), _plus_product(cross, prob, diff)
+        probs, probs_squares = _plus(probs, prob), _plus_product(probs_squares, prob, prob)
+        cross, diff_squares = _plus_product(cross, prob, diff), _plus_product(diff_squares, diff, diff)
         diffs, diff_abs = _plus(diffs, diff), _plus(diff_abs, abs(diff))
-        diff_squares = _plus_product(diff_squares, diff, diff)
-        gap_min, gap_max = _least(gap_min, gap), _most(gap_max, gap)
         diff_min, diff_max = _least(diff_min, diff), _most(diff_max, diff)
     totals = squares, k3, distance, chi_square, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross
     for k in range(len(totals)):
