@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from composer import actor_config, compose_estimator
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
@@ -26,6 +29,7 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 from verl_precision.integration.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.run_monitor import RunMonitor
+from verl_precision.integration.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
 
 RESPONSES, TOKENS = 16, 32
@@ -36,6 +40,7 @@ REJECTION = (
     "algorithm.rollout_correction.rollout_rs=token_k2",
     "algorithm.rollout_correction.rollout_rs_threshold=0.002",
 )
+CORRECTIONS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 # Beyond PPO's clip range on one token in nine, as BF16 does on models with rough weights; and FP16's.
 BF16, FP16 = 0.15, 1.8e-4
 
@@ -57,6 +62,9 @@ class Situation:
         broken: The engine that gives NaN for 1% of its tokens.
         sync_step: Updates between two weight syncs.
         empty: Whether the second mini-batch of each update has no valid token.
+        far: Nats by which the trainer's log-probs of the first response are below the rollout's.
+        resumed: Whether each step is a new start, from the checkpoint of the one before.
+        sessions: Outputs of each session of an agent loop, of two prompts; the second and the last have reward 1.
         steps: Of the run.
     """
 
@@ -72,6 +80,9 @@ class Situation:
     broken: str = ""
     sync_step: int = 1
     empty: bool = False
+    far: float = 0.0
+    resumed: bool = False
+    sessions: tuple[int, ...] = ()
     steps: int = 6
 
 
@@ -157,6 +168,15 @@ SITUATIONS = [
         steps=3,
     ),
     Situation(
+        "the same, resumed after every step",
+        "`mismatch/nonfinite_trainer_tokens` = 6",
+        "responses_not_finite, trainer_not_finite",
+        gap=FP16,
+        broken="trainer",
+        resumed=True,
+        steps=3,
+    ),
+    Situation(
         "1% of the rollout's are, decoupled",
         "`mismatch/nonfinite_trainer_tokens` = 0; `mismatch/nonfinite_rollout_tokens` = 6",
         "rollout_not_finite",
@@ -178,6 +198,18 @@ SITUATIONS = [
         "verl's `rollout_rs` rejects most tokens: the gap is that before",
         "`mismatch/tokens` = 512; `mismatch/k3_kl` > 0.009",
         changes=REJECTION,
+    ),
+    Situation(
+        "one response of 16 has a weight that underflows, and none is beyond C",
+        "`rollout_corr/rollout_is_beyond_fraction` = 0; `mismatch/sequence_log_ratio_min` < -119",
+        estimator="grpo_seq_mis",
+        gap=FP16,
+        far=120.0,
+    ),
+    Situation(
+        "`rloo`, an agent loop whose sessions return 1, 3, 2 and 2 outputs: each counts once",
+        "`critic/advantages/max` > 0.66; `critic/advantages/max` < 0.67; `critic/advantages/min` < -0.66",
+        sessions=(1, 3, 2, 2),
     ),
     Situation(
         "four updates between two syncs: sums, whatever verl makes of names",
@@ -282,6 +314,7 @@ def batch_of(
     rollout = -4 - 3 * torch.rand(RESPONSES, TOKENS, generator=generator)
     shadow = rollout + learned
     trainer = (shadow + gap * normal()).clamp(max=0)
+    trainer[0] -= situation.far / TOKENS
     if situation.broken:
         bad = torch.randperm(RESPONSES * TOKENS, generator=generator)[: math.ceil(0.01 * RESPONSES * TOKENS)]
         {"trainer": trainer, "rollout": rollout}[situation.broken].view(-1)[bad] = torch.nan
@@ -335,7 +368,32 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
         return reduce_metrics(rename_dict(output, "actor/"))
 
 
-def run(situation: Situation, monkeypatch) -> tuple[dict, set[str]]:
+def advantages_of(sessions: tuple[int, ...]) -> torch.Tensor:
+    """Return what verl's trainer computes with `rloo`; keys are those of TransferQueue."""
+    keys = [
+        f"{prompt}_{session}_{output}" for prompt in "ab" for session, n in enumerate(sessions) for output in range(n)
+    ]
+    rewards = torch.tensor([float(key.split("_")[1] in "13") for key in keys])
+    data = DataProto.from_dict(
+        tensors={
+            "token_level_rewards": torch.nn.functional.pad(rewards.unsqueeze(-1), (TOKENS - 1, 0)),
+            "response_mask": torch.ones(RESPONSES, TOKENS),
+        },
+        non_tensors={"uid": np.array([key[0] for key in keys], dtype=object)},
+    )
+    with advantages_by_session():
+        data = trainer_base.compute_advantage_for_multi_trajectories(
+            data,
+            batch_keys=keys,
+            adv_estimator="rloo",
+            num_repeat=len(sessions),
+            norm_adv_by_std_in_grpo=False,
+            config={},
+        )
+    return data.batch["advantages"]
+
+
+def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]]:
     """Return the metrics of the last step, and all alarms."""
     config = compose_estimator(situation.estimator, "+precision=bf16", f"data.max_response_length={TOKENS}")
     for path, _, value in (change.partition("=") for change in situation.changes):
@@ -343,6 +401,7 @@ def run(situation: Situation, monkeypatch) -> tuple[dict, set[str]]:
     monitor, raised, metrics = RunMonitor(config, settings_of(config)), set(), {}
     generator = torch.Generator().manual_seed(1)
     correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
+    bypass = correction.get("bypass_mode")
     for step in range(1, situation.steps + 1):
         aggregator = MetricsAggregator()
         for number in range(situation.sync_step):
@@ -350,13 +409,15 @@ def run(situation: Situation, monkeypatch) -> tuple[dict, set[str]]:
             monkeypatch.setattr("transfer_queue.kv_batch_get", batch.get)
             monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
             monitor.remember_mask(batch)
-            if correction.get("rollout_rs"):
-                _, batch.rows["response_mask"], _ = compute_rollout_correction_and_rejection_mask(
+            if situation.sessions:
+                batch.rows["advantages"] = advantages_of(situation.sessions)
+            corrected: dict = {}
+            if not bypass:
+                _, batch.rows["response_mask"], corrected = compute_rollout_correction_and_rejection_mask(
                     batch.rows["old_log_probs"],
                     batch.rows["rollout_log_probs"],
                     batch.rows["response_mask"],
-                    rollout_rs=correction.rollout_rs,
-                    rollout_rs_threshold=correction.rollout_rs_threshold,
+                    **{key: correction[key] for key in CORRECTIONS if correction.get(key)},
                 )
             monitor.measure_in_driver(batch, step)
             monitor.ask_the_worker(batch, step, number)
@@ -365,9 +426,17 @@ def run(situation: Situation, monkeypatch) -> tuple[dict, set[str]]:
             aggregator.add_step_metrics(update, sample_count=RESPONSES)
         metrics = aggregator.get_aggregated_metrics()
         monitor.add_metrics(metrics)
+        metrics |= corrected
+        metrics |= {
+            f"critic/advantages/{end}": float(getattr(batch.rows["advantages"], end)()) for end in ("min", "max")
+        }
         monitor.judge(step, metrics)
         monitor.show_histograms(SimpleNamespace(logger={}), step)
         raised |= set(monitor.alarm.active)
+        if situation.resumed:
+            monitor.save(str(folder))
+            monitor = RunMonitor(config, settings_of(config))
+            monitor.load(str(folder))
     if "actor/clip_fraction_high" in metrics:
         metrics["actor/clip_fraction"] = metrics["actor/clip_fraction_high"] + metrics["actor/clip_fraction_low"]
     return metrics, raised
@@ -385,8 +454,8 @@ def holds(condition: str, metrics: dict) -> bool:
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.words)
-def test_what_is_said(situation, monkeypatch):
-    metrics, raised = run(situation, monkeypatch)
+def test_what_is_said(situation, monkeypatch, tmp_path):
+    metrics, raised = run(situation, monkeypatch, tmp_path)
     assert {condition: holds(condition, metrics) for condition in situation.says.split("; ")} == dict.fromkeys(
         situation.says.split("; "), True
     )
