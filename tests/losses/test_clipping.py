@@ -29,7 +29,9 @@ def verls_losses():
 
 def test_every_registered_loss_has_stated_its_ratio():
     assert set(verls_losses()) == {*POLICY_LOSSES, *VERLS_RATIOS}
-    assert all(entry.ratio is not None for entry in POLICY_LOSSES.values())
+    # other tests register losses of their own, without a statement, in the same process
+    ours = [entry for entry in POLICY_LOSSES.values() if entry.function.__module__.startswith("verl_precision.")]
+    assert len(ours) >= 8 and all(entry.ratio is not None for entry in ours)
 
 
 @pytest.mark.parametrize("name", sorted({*POLICY_LOSSES, *VERLS_RATIOS}))
