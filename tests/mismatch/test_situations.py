@@ -31,6 +31,7 @@ from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.integration.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
+from verl_precision.sampling.engine import response_seed
 
 RESPONSES, TOKENS = 16, 32
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
@@ -466,3 +467,9 @@ def test_the_page_shows_this_table():
     text = (Path(__file__).parents[2] / "docs" / "alarm.md").read_text()
     table = "".join(f"| {row.words} | {row.says} | {row.alarms or 'none'} |\n" for row in SITUATIONS)
     assert table in text, f"docs/alarm.md should show:\n{table}"
+
+
+def test_two_seeds_share_no_sample():
+    """Numbers of the offline commands: response i of one seed must not be response i + 1 of another."""
+    one, other = ({response_seed(seed, "a problem", index) for index in range(40)} for seed in (0, 1))
+    assert len(one) == len(other) == 40 and not one & other

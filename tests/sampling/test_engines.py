@@ -17,7 +17,6 @@ def test_every_response_has_a_seed_of_its_own():
     assert len(seeds) >= 7990  # of 8000; 2^31 values collide 0.015 times on average
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert response_seed(0, "a", 1) == response_seed(0, "a", 1) != response_seed(1, "a", 1)
-    assert not {response_seed(0, "a", index) for index in range(40)} & {response_seed(1, "a", i) for i in range(40)}
     assert response_seed(0, "a", 11) != response_seed(0, "a1", 1)
 
 
