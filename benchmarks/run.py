@@ -45,7 +45,14 @@ Ours and what a user would run instead take turns in one process, so that a busy
 medians. The ratio is the median over the pairs of ours / theirs, so less is better. A physical limit is what no
 implementation can be better than on the machine below, and the share is how near ours comes to it. A target is what
 was asked for. How ours grows is measured beside it, with half of the tokens, responses, layers or bytes; nothing was
-measured on more than one rank. Each benchmark's own docstring says what it does; `alarm_rates.py` and
+measured on more than one rank.
+
+Without FP16 units a CPU takes FP16 products slowly, and a backward one several times as slowly as a forward one: to
+leave out a forward then saves less than on a GPU. A share above 100% says that the products of a small step ran
+faster than the large ones that the limit is taken from. The quickstart's step is about the smallest there is, and
+what is constant weighs most in it. `make quickstart`, `make test` and CI are timed in [log.md](log.md), "minutes".
+
+Each benchmark's own docstring says what it does; `alarm_rates.py` and
 `phantom_interventions.py` are studies without a peer, and are run by themselves.
 
 | what | ours | a user would run instead | ratio (quartiles) | target | physical limit | share reached | grows |
