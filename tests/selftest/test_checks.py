@@ -82,7 +82,7 @@ def said(tmp_path_factory) -> dict[tuple[str, str], str | dict]:
 
 def test_engine_checks_pass_on_a_healthy_machine(said):
     figures = said["fp16_updates", "nothing"]
-    assert figures["last_scale"] == 256 and 0 < figures["gradient_error"] < 3e-3 and figures["resumed_apart"] == 0
+    assert figures["last_scale"] == 256 and 0 < figures["gradient_error"] < 4e-3 and figures["resumed_apart"] == 0
     figures = said["shadow_offload", "nothing"]
     assert figures["gap_nats"] < 0.25 * figures["one_update_nats"]
 
