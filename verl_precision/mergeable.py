@@ -19,7 +19,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -155,12 +155,20 @@ class Maximum(Minimum):
     extreme: Tensor = largest()
 
 
-StatisticT = TypeVar("StatisticT", bound=Statistic)
+class Mergeable(Protocol):
+    """What can be merged with its like."""
+
+    def merge(self, other: Self) -> Self:
+        """Return both pieces together; neither changes."""
 
 
-def merge_by_name(pieces: Iterable[Mapping[str, StatisticT]]) -> dict[str, StatisticT]:
-    """Merge the statistics of pieces name by name; a piece need not have every name."""
-    merged: dict[str, StatisticT] = {}
+NameT = TypeVar("NameT")
+MergeableT = TypeVar("MergeableT", bound=Mergeable)
+
+
+def merge_by_name(pieces: Iterable[Mapping[NameT, MergeableT]]) -> dict[NameT, MergeableT]:
+    """Merge the statistics, or sets of them, of pieces name by name; a piece need not have every name."""
+    merged: dict[NameT, MergeableT] = {}
     for piece in pieces:
         for name, statistic in piece.items():
             merged[name] = merged[name].merge(statistic) if name in merged else statistic

@@ -7,32 +7,24 @@ is made of them. The updates between two weight syncs, which verl combines by th
 `run_monitor.py`, which takes the statistics instead of numbers (`statistics_kept`).
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any
 
 from verl.utils.metric import AggregationType, Metric
 
 from verl_precision.integration.ledger import wrap_once
-from verl_precision.mergeable import Statistic, StatisticSet
-from verl_precision.mismatch.versions import MismatchByVersion
-
-Mergeable: TypeAlias = Statistic | StatisticSet | MismatchByVersion
-
+from verl_precision.integration.scope import within
+from verl_precision.mergeable import Mergeable, Statistic
 
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
 
 
-@contextlib.contextmanager
-def statistics_kept() -> Iterator[None]:
-    """Within it, verl's reduction leaves a statistic a statistic, to be merged with those of other updates."""
-    token = _kept.set(True)
-    try:
-        yield
-    finally:
-        _kept.reset(token)
+def statistics_kept() -> AbstractContextManager[None]:
+    """Return a block in which verl's reduction leaves a statistic one, to be merged with those of other updates."""
+    return within(_kept, True)
 
 
 class MergedMetric(Metric):

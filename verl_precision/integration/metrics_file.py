@@ -6,11 +6,11 @@ done again, move to `<file>.superseded`. verl writes a step's row after its chec
 finds the row in `<file>.pending`.
 """
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from numbers import Real
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from verl_precision.files import write_file
 from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.scope import within
 
 # The step of the checkpoint that the run goes on from; None: verl's own behaviour.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
@@ -33,18 +34,13 @@ def keep_metrics(tracking: ModuleType) -> None:
     wrap_once(tracking.__name__, "FileLogger.__init__", _open)
 
 
-@contextlib.contextmanager
-def series_goes_on(step: int) -> Iterator[None]:
-    """Within it, a metrics file that is opened keeps its rows up to a step.
+def series_goes_on(step: int) -> AbstractContextManager[None]:
+    """Return a block in which a metrics file that is opened keeps its rows up to a step.
 
     Args:
         step: The last step that the checkpoint holds; 0 for a run from scratch.
     """
-    token = _resumed_at.set(step)
-    try:
-        yield
-    finally:
-        _resumed_at.reset(token)
+    return within(_resumed_at, step)
 
 
 def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:

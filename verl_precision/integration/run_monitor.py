@@ -19,7 +19,7 @@ from verl_precision.integration.histogram_loggers import log_histograms
 from verl_precision.integration.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
-from verl_precision.mergeable import Statistic
+from verl_precision.mergeable import Statistic, merge_by_name
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.metric_names import ACTOR, FAILED_MEASUREMENTS
 from verl_precision.mismatch.remedies import remedies_in_use
@@ -135,9 +135,8 @@ class RunMonitor:
         for key in (MISMATCH, PHANTOM):
             if ACTOR + key in metrics:
                 self._add(key, metrics.pop(ACTOR + key))
-        for key in [key for key, value in metrics.items() if isinstance(value, Statistic)]:
-            statistic = metrics.pop(key)
-            self._losses[key] = self._losses[key].merge(statistic) if key in self._losses else statistic
+        found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
+        self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
         for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in OURS))]:
             metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
 
@@ -189,7 +188,7 @@ class RunMonitor:
             self.alarm.load_state_dict(json.loads(path.read_text()))
 
     def _add(self, key: str, found: Any) -> None:
-        self._sets[key] = self._sets[key].merge(found) if key in self._sets else found
+        self._sets = merge_by_name([self._sets, {key: found}])
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

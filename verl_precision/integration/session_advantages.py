@@ -4,14 +4,14 @@ verl takes the last output of a session, and gives its advantage to the others, 
 `rloo`, which the estimator presets set, each output would count as a response of its own in the mean of its group.
 """
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import ModuleType
 
 import torch
 
 from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.scope import within
 
 _by_session: ContextVar[bool] = ContextVar("by_session", default=False)
 
@@ -25,14 +25,9 @@ def wrap_advantages(utils: ModuleType) -> None:
     wrap_once(utils.__name__, "compute_advantage_for_multi_trajectories", _of_final_outputs)
 
 
-@contextlib.contextmanager
-def advantages_by_session() -> Iterator[None]:
-    """Within it, `rloo` counts each session once."""
-    token = _by_session.set(True)
-    try:
-        yield
-    finally:
-        _by_session.reset(token)
+def advantages_by_session() -> AbstractContextManager[None]:
+    """Return a block in which `rloo` counts each session once."""
+    return within(_by_session, True)
 
 
 def _of_final_outputs(wrapped, instance, args, kwargs):

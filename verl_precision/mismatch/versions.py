@@ -63,10 +63,7 @@ class MismatchByVersion:
 
     def merge(self, other: Self) -> Self:
         """Return the statistics of both pieces together; neither changes."""
-        merged = {**self.groups}
-        for group, statistics in other.groups.items():
-            merged[group] = merged[group].merge(statistics) if group in merged else statistics
-        return type(self)(merged)
+        return type(self)(merge_by_name([self.groups, other.groups]))
 
     @property
     def whole(self) -> MismatchStatistics:
