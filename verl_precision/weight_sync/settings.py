@@ -1,4 +1,4 @@
-"""Settings of the canary: the block `weight_sync.canary` of a config."""
+"""Settings of weight syncs: the block `weight_sync` of a config, and the canary's in it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,31 @@ class CanarySettings:
     tokens: int = Field(default=32, ge=2, strict=True)  # length of each sequence
     action: Literal["stop", "log"] = Field(default="stop", description="The value stop suits every run.")
     timeout_seconds: float = Field(default=120.0, gt=0, strict=True)  # after the trainer has finished sampling
+
+
+@settings("weight_sync.{}".format)
+class SyncSettings:
+    """How FP32 weights become the rollout's."""
+
+    # stochastic: rounded up or down at random before they leave, so that small updates are served on average
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="The value nearest is as in verl."
+    )
+
+
+def sync_settings(config: DictConfig) -> SyncSettings:
+    """Return the settings in a config's block `weight_sync`, those of the canary left out.
+
+    Args:
+        config: Composed config.
+
+    Raises:
+        ConfigurationError: If a key does not exist or a value is not allowed.
+    """
+    block: Any = OmegaConf.select(config, "weight_sync")
+    if block is None:
+        return SyncSettings()
+    return SyncSettings(**{key: value for key, value in block.items() if key != "canary"})
 
 
 def canary_settings(config: DictConfig) -> CanarySettings:

@@ -1,0 +1,71 @@
+"""Weights rounded to the rollout's dtype at random, so that what is served is on average what was trained. Pure torch.
+
+Nearest rounding hides from the rollout every update that stays below half of one unit in the last place. With
+stochastic rounding such an update changes the served weight with the probability that is its share of the unit.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 22  # elements rounded at a time: 100 MiB of temporaries, however large the tensor
+
+
+def rounded_stream(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, step: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a stream of weights, those in FP32 rounded at random; whoever has the same weights sends the same bits.
+
+    Args:
+        weights: (name, tensor); any shape and device, but no DTensor. What is not FP32 passes as it is.
+        dtype: The rollout's, torch.bfloat16 or torch.float16.
+        step: Of training; with the tensor's name it makes the seed.
+    """
+    for name, weight in weights:
+        if weight.dtype == torch.float32:
+            weight = round_stochastically(weight, dtype, seed_of(step, name))
+        yield name, weight
+
+
+def seed_of(step: int, name: str) -> int:
+    """Return the seed for one tensor in one step: the first 63 bits of SHA-256 of "<step> <name>"."""
+    return int.from_bytes(hashlib.sha256(f"{step} {name}".encode()).digest()[:8], "big") >> 1
+
+
+@torch.no_grad()
+def round_stochastically(weight: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """Round each element up or down, to the nearer neighbour with the higher probability.
+
+        round(x) = ⌊x⌋ with probability (⌈x⌉ - x) / (⌈x⌉ - ⌊x⌋), else ⌈x⌉;  E[round(x)] = x
+
+    ⌊x⌋ and ⌈x⌉ are the neighbours of x in the dtype, subnormal numbers among them. Source: Gupta et al., Deep Learning
+    with Limited Numerical Precision, 2015, arXiv 1502.02551, section 3.
+
+    With f the share of the way from one neighbour to the other, the squared error is f(1 - f) units² on average, which
+    is 1/6 where f is uniform; that of nearest rounding is min(f, 1 - f)², on average 1/12. Neither is above 1/4.
+    Probabilities are multiples of 2⁻²⁴; others (those of tiny numbers in FP16) count as the next multiple above.
+
+    Args:
+        weight: float32, any shape and device.
+        dtype: torch.bfloat16 or torch.float16.
+        seed: 0 to 2⁶³ - 1. The same seed, weight and kind of device give the same bits.
+
+    Returns:
+        The same shape in `dtype`, without graph. What the dtype can hold, ±inf and ±0 among it, is unchanged, and NaN
+        stays NaN. Beyond the largest finite number there is no neighbour: it is rounded to the nearest, as torch does.
+    """
+    flat = weight.detach().reshape(-1)
+    rounded = torch.empty_like(flat, dtype=dtype)
+    generator = torch.Generator(weight.device).manual_seed(seed)
+    for x, out in zip(flat.split(_CHUNK), rounded.split(_CHUNK), strict=True):
+        nearest = x.to(dtype)
+        error = x - nearest.float()  # exact, as are all differences of neighbours
+        bits = nearest.view(torch.int16)  # sign and magnitude: one more is the next number away from zero
+        outwards = (error < 0) == nearest.signbit()
+        other = torch.where(outwards, bits + 1, bits - 1).view(dtype)
+        probability = error.abs() / (other.float() - nearest.float()).abs()  # NaN for NaN and ±inf: stays nearest
+        drawn = torch.rand(x.shape, generator=generator, device=x.device)
+        out.copy_(torch.where(drawn < probability, other, nearest))
+    return rounded.view(weight.shape)
