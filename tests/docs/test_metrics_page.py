@@ -11,6 +11,7 @@ from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.token_bins import PROBABILITY_BINS
 from verl_precision.mismatch.versions import MismatchByVersion
+from verl_precision.weight_sync.bf16_grid import CROSSINGS, OFF_GRID
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
 
@@ -27,6 +28,7 @@ def emitted() -> set[str]:
     mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
     mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, range(4))
     found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
+    found |= {CROSSINGS, OFF_GRID}
     for beta_in_ratio in (True, False):
         clip = ClipRange(False, -0.2, 0.2)
         phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)
@@ -35,7 +37,7 @@ def emitted() -> set[str]:
 
 
 def test_documented_are_the_emitted(emitted):
-    rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync)/[^`]+)` \|", TEXT, re.M)
+    rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync|precision/bf16)[/_][^`]+)` \|", TEXT, re.M)
     fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123"}
     documented = []
     for row in rows:

@@ -43,7 +43,8 @@ def random_responses(rows, longest, seed, gap=1e-2, shortest=0):
         for name in ("trainer", "shadow"):
             response[name] = np.minimum(mu + gap * rng.standard_normal(length), 0)
         response = {name: np.float32(values).astype(np.float64) for name, values in response.items()}
-        responses.append({**response, "advantage": np.full(length, rng.choice([-1.5, 0.0, 0.5]))})
+        response["advantage"] = np.full(length, rng.choice([-1.5, 0.0, 0.5]))
+        responses.append({**response, "ended": np.full(length, rng.random() < 0.7)})
     return responses
 
 
@@ -76,7 +77,9 @@ def measured(responses, kind="mismatch", layout=padded, chunk_tokens=None, mask=
     tensors, valid = layout(responses, **options)
     arguments = [tensors[name] for name in names]
     mask = valid if mask is None else mask
-    return statistics.measure(*arguments, mask, tensors["advantage"], chunk_tokens=chunk_tokens, **more)
+    ended = torch.tensor([plain_statistics.ended(response) for response in responses], dtype=torch.bool)
+    more = {**more, "chunk_tokens": chunk_tokens, "ended": ended}
+    return statistics.measure(*arguments, mask, tensors["advantage"], **more)
 
 
 def assert_close(found, expected, tolerance=1e-6):
@@ -96,4 +99,6 @@ def scale(name, expected):
     if name.endswith("per_1k_tokens"):
         s = max(abs(expected[f"mismatch/sequence_log_ratio_{end}"]) for end in ("min", "max"))
         return max(abs(expected[name]), 1000 * s)
+    if name == "mismatch/final_token_gap_mean":
+        return scale("mismatch/log_prob_gap_mean", expected)
     return 1.0 if name.endswith("pearson") else abs(expected[name]) + 1e-300

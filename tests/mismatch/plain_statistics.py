@@ -28,6 +28,11 @@ def bad_counts(*log_probs):
     return (~finite).sum(), (finite & ~usable(*log_probs)).sum()
 
 
+def ended(response):
+    """Whether it was not cut."""
+    return bool(np.all(response.get("ended", True)))
+
+
 def histogram_quantile(values, q, absolute=False):
     """The smallest x with F(x) >= q, F uniform within each bin of the float32-rounded values."""
     rounded = np.float32(values).astype(np.float64)
@@ -114,6 +119,7 @@ def mismatch(responses, c=3.0):
         if len(set(length)) > 1:
             slope = np.polyfit(length / 1000, np.abs(s), 1)[0]
             found["sequence_log_ratio_abs_per_1k_tokens"] = slope
+        found["final_token_gap_mean"] = mean([(r["trainer"] - r["rollout"])[-1] for r in whole if ended(r)])
     return {f"mismatch/{name}": float(value) for name, value in found.items() if value is not None}
 
 
@@ -163,8 +169,14 @@ def clipping(responses, advantage, mu, clip, beta_in_ratio):
     without = clipped(log_ratios(responses, "shadow", "rollout", clip), advantage, clip)
     ghost, beta = with_beta & ~without, log_ratios(responses, "trainer", "shadow", clip)
     if not beta_in_ratio:
-        return {"clip_fraction": without.mean(), "avoided_fraction": ghost.mean()}
+        final = mean(final_tokens(responses, without))
+        return {
+            "clip_fraction": without.mean(),
+            "avoided_fraction": ghost.mean(),
+            "final_token_clip_fraction": final,
+        }
     return {
+        "final_token_clip_fraction": mean(final_tokens(responses, with_beta)),
         "beta_beyond_clip_fraction": ((beta > clip.high) | (beta < clip.low)).mean(),
         "fraction": ghost.mean(),
         "clip_fraction": with_beta.mean(),
@@ -173,3 +185,14 @@ def clipping(responses, advantage, mu, clip, beta_in_ratio):
         "fraction_negative_advantage": mean(ghost[advantage < 0]),
         **{f"{name}/fraction": mean(ghost[inside]) for name, inside in bin_of(mu).items()},
     }
+
+
+def final_tokens(responses, values):
+    """The values at the last token of each response with A > 0 there that is whole and was not cut."""
+    found, begin = [], 0
+    for response in responses:
+        keep = usable(*(response[name] for name in ("trainer", "shadow", "rollout")))
+        begin += keep.sum()
+        if len(keep) and keep.all() and ended(response) and response["advantage"][-1] > 0:
+            found.append(values[begin - 1])
+    return found

@@ -102,7 +102,8 @@ def batches(draw):
         advantages = None
     elif kind == "one a response":
         advantages = tensors[2][:, 0] if longest else torch.zeros(rows)
-    return pi, mu, mask, advantages, 3.0, draw(st.sampled_from([1, 1000, 4000, None]))
+    ended = draw(st.sampled_from([None, torch.tensor(rng.random(rows) < 0.5)]))
+    return pi, mu, mask, advantages, 3.0, draw(st.sampled_from([1, 1000, 4000, None])), ended
 
 
 LAYOUTS = (

@@ -58,6 +58,21 @@ def test_by_sign_and_by_probability():
     assert "prob_1e-2_1e-1/fraction" not in found
 
 
+def test_final_tokens_by_hand():
+    """Log-ratios 0.3 are clipped where A > 0: in the first response the final token, in the second another one."""
+    mu = torch.full((4, 2), -3.0, dtype=torch.float64)
+    gaps = torch.tensor([[0.0, 0.3], [0.3, 0.0], [0.0, 0.3], [0.3, 0.3]], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, 1.0])
+    assert phantom_of(mu + gaps, mu, mu, advantages)["final_token_clip_fraction"] == pytest.approx(2 / 3)
+    ended = torch.tensor([True, True, True, False])
+    for chunk_tokens in (1, None):
+        found = phantom_of(mu + gaps, mu, mu, advantages, ended=ended, chunk_tokens=chunk_tokens)
+        assert found["final_token_clip_fraction"] == 0.5 and found["clip_fraction"] == 0.5
+    assert "final_token_clip_fraction" not in phantom_of(mu + gaps, mu, mu, -advantages, ended=ended & (advantages > 0))
+    by_shadow = phantom_of(mu + gaps, mu, mu, advantages, beta_in_ratio=False)
+    assert by_shadow["final_token_clip_fraction"] == 0, "the loss sees a ratio of 1"
+
+
 def test_the_ratio_of_a_response_clips_all_of_its_tokens_or_none():
     """GSPO's range is 3e-4, a token's gap often more: tokens beyond it that cancel are no reason to clip."""
     mu = torch.full((2, 2), -2.0, dtype=torch.float64)

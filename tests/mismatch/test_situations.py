@@ -1,7 +1,8 @@
 """Known situations: what each metric and alarm must say. docs/alarm.md shows this table.
 
-Each row is a run of some steps: a config of verl's, verl's own losses, rejection, metrics and their aggregators, and
-log-probs made up with a known gap. Only the store of the batch (TransferQueue, which needs Ray) is a dictionary.
+Each row is a run of some steps: a config of verl's, verl's own losses, rejection, metrics and their aggregators, the
+measuring trainer's own saving and judging in verl's order, and log-probs made up with a known gap. Only the store of
+the batch (TransferQueue, which needs Ray) is a dictionary, and verl's part of a checkpoint is an empty folder.
 """
 
 import fnmatch
@@ -21,6 +22,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
@@ -28,9 +30,10 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_precision.integration.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.merged_metrics import statistics_kept
-from verl_precision.integration.run_monitor import RunMonitor
+from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.session_advantages import advantages_by_session
-from verl_precision.mismatch.settings import settings_of
+from verl_precision.rules.book import find_faults
+from verl_precision.rules.rule import Environment
 from verl_precision.sampling.engine import response_seed
 
 RESPONSES, TOKENS = 16, 32
@@ -64,7 +67,8 @@ class Situation:
         sync_step: Updates between two weight syncs.
         empty: Whether the second mini-batch of each update has no valid token.
         far: Nats by which the trainer's log-probs of the first response are below the rollout's.
-        resumed: Whether each step is a new start, from the checkpoint of the one before.
+        resumed: Whether each step is a new start, from the checkpoint of the one before, which verl saves before the
+            step has metrics.
         sessions: Outputs of each session of an agent loop, of two prompts; the second and the last have reward 1.
         steps: Of the run.
     """
@@ -101,6 +105,11 @@ SITUATIONS = [
     ),
     Situation("the same, `ratio_one`", f"`phantom/beta_abs_mean` > 0.1; {NOT_MEASURED}", estimator="ratio_one"),
     Situation("the same, verl's `vanilla`", f"`actor/pg_clipfrac` = 0; {NOT_MEASURED}", changes=(f"{LOSS}=vanilla",)),
+    Situation(
+        "the same, with `clip_ratio_low=10`",
+        "`mismatch/tokens` = 512; `mismatch/failed_measurements` = 0",
+        changes=(f"{LOSS}=vanilla", "actor_rollout_ref.actor.clip_ratio_low=10.0"),
+    ),
     Situation(
         "FP16's gap, GSPO, decoupled: its range of 3e-4 is for responses",
         f"`actor/clip_fraction_high` = 0; {NOT_MEASURED}",
@@ -166,15 +175,6 @@ SITUATIONS = [
         "responses_not_finite, trainer_not_finite",
         gap=FP16,
         broken="trainer",
-        steps=3,
-    ),
-    Situation(
-        "the same, resumed after every step",
-        "`mismatch/nonfinite_trainer_tokens` = 6",
-        "responses_not_finite, trainer_not_finite",
-        gap=FP16,
-        broken="trainer",
-        resumed=True,
         steps=3,
     ),
     Situation(
@@ -268,7 +268,15 @@ SITUATIONS = [
         gap=2.0,
     ),
     Situation(
-        "`algorithm.rollout_correction=null`",
+        "the same, resumed after every step",
+        "`mismatch/log_prob_gap_abs_mean` > 1",
+        "extreme_prob_gap, policies_differ",
+        estimator="pg_seq_is",
+        gap=2.0,
+        resumed=True,
+    ),
+    Situation(
+        "`algorithm.rollout_correction=null`: off, to rules and run names too",
         "`mismatch/tokens` = 512; `mismatch/failed_measurements` = 0",
         changes=("algorithm.rollout_correction=null",),
     ),
@@ -394,19 +402,34 @@ def advantages_of(sessions: tuple[int, ...]) -> torch.Tensor:
     return data.batch["advantages"]
 
 
+def trainer_of(config, monkeypatch, folder: Path):
+    """Return a measuring trainer without workers: what verl's own would start, compute and write is left out."""
+    base = TRAINER_REGISTRY["sync"]
+    config.trainer.default_local_dir = str(folder)
+    monkeypatch.setattr(base, "__init__", lambda self, config: setattr(self, "config", config))
+    monkeypatch.setattr(base, "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: (folder / f"global_step_{self.global_steps}").mkdir())
+    monkeypatch.setattr(base, "_load_checkpoint", lambda self: None)
+    trainer = TRAINER_REGISTRY["vp_sync"](config)
+    trainer.logger = SimpleNamespace(logger={})
+    return trainer
+
+
 def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]]:
     """Return the metrics of the last step, and all alarms."""
     config = compose_estimator(situation.estimator, "+precision=bf16", f"data.max_response_length={TOKENS}")
     for path, _, value in (change.partition("=") for change in situation.changes):
         OmegaConf.update(config, path, OmegaConf.create(f"value: {value}").value, merge=False, force_add=True)
-    monitor, raised, metrics = RunMonitor(config, settings_of(config)), set(), {}
+    assert run_name(config) and not [fault for fault in find_faults(config, Environment()) if fault.severity == "error"]
+    trainer, raised, metrics = trainer_of(config, monkeypatch, folder), set(), {}
     generator = torch.Generator().manual_seed(1)
     correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
     bypass = correction.get("bypass_mode")
     for step in range(1, situation.steps + 1):
+        monitor, trainer.global_steps = trainer._monitor, step
         aggregator = MetricsAggregator()
         for number in range(situation.sync_step):
-            batch, trainer, shadow = batch_of(situation, step, config, generator)
+            batch, log_probs, shadow = batch_of(situation, step, config, generator)
             monkeypatch.setattr("transfer_queue.kv_batch_get", batch.get)
             monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
             monitor.remember_mask(batch)
@@ -422,22 +445,21 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
                 )
             monitor.measure_in_driver(batch, step)
             monitor.ask_the_worker(batch, step, number)
-            update = update_of_verl(situation, config, batch, trainer, shadow)
+            update = update_of_verl(situation, config, batch, log_probs, shadow)
             monitor.take_from_the_worker(update)
             aggregator.add_step_metrics(update, sample_count=RESPONSES)
-        metrics = aggregator.get_aggregated_metrics()
-        monitor.add_metrics(metrics)
-        metrics |= corrected
+        metrics = aggregator.get_aggregated_metrics() | corrected
         metrics |= {
             f"critic/advantages/{end}": float(getattr(batch.rows["advantages"], end)()) for end in ("min", "max")
         }
-        monitor.judge(step, metrics)
-        monitor.show_histograms(SimpleNamespace(logger={}), step)
+        if situation.resumed:
+            trainer._save_checkpoint()
+        trainer._compute_metrics(batch, metrics, {}, global_steps=step, epoch=0)
         raised |= set(monitor.alarm.active)
         if situation.resumed:
-            monitor.save(str(folder))
-            monitor = RunMonitor(config, settings_of(config))
-            monitor.load(str(folder))
+            trainer = trainer_of(config, monkeypatch, folder)
+            trainer.global_steps = step
+            trainer._load_checkpoint()
     if "actor/clip_fraction_high" in metrics:
         metrics["actor/clip_fraction"] = metrics["actor/clip_fraction_high"] + metrics["actor/clip_fraction_low"]
     return metrics, raised

@@ -65,6 +65,19 @@ def test_responses_by_hand():
     assert (found["sequence_ratio_at_most_c"], found["sequence_ratio_within_c"]) == (0.75, 0.5)
 
 
+def test_final_tokens_by_hand():
+    """Lengths 2, 3, 1; the last gaps are 0.2, -0.3 and 0.7. The third response was cut."""
+    mu, mask = torch.full((3, 3), -2.0, dtype=torch.float64), torch.arange(3) < torch.tensor([[2], [3], [1]])
+    gaps = torch.tensor([[1.0, 0.2, 9.0], [1.0, 1.0, -0.3], [0.7, 9.0, 9.0]], dtype=torch.float64)
+    assert mismatch_of(mu + gaps, mu, mask)["final_token_gap_mean"] == pytest.approx(0.2)
+    ended = torch.tensor([True, True, False])
+    found = MismatchStatistics.measure(mu + gaps, mu, mask, ended=ended).metrics()
+    assert found["mismatch/final_token_gap_mean"] == pytest.approx(-0.05)
+    assert found["mismatch/responses"] == 3, "nothing else leaves it out"
+    cut = MismatchStatistics.measure(mu + gaps, mu, mask, ended=~ended & False).metrics()
+    assert "mismatch/final_token_gap_mean" not in cut
+
+
 def test_growth_with_length_by_hand():
     """|s| = 1e-3 a token whatever its sign: 1 nat per 1,000 tokens."""
     mu, mask = torch.full((3, 300), -1.0, dtype=torch.float64), torch.arange(300) < torch.tensor([[100], [200], [300]])

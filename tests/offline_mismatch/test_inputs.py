@@ -35,7 +35,7 @@ def test_responses_must_fit_the_context_and_vllm_takes_the_dtype(job_of):
     check_model(job_of(max_response_tokens=90), small, 10)
     with pytest.raises(ConfigurationError, match=r"has 101 tokens, and the model's context 100.*up to 90"):
         check_model(job_of(max_response_tokens=91), small, 10)
-    with pytest.raises(ConfigurationError, match="--rollout-dtype fp16 with --model m: vLLM refuses FP16"):
+    with pytest.raises(ConfigurationError, match="--rollout-dtype fp16 with model m: vLLM refuses FP16"):
         check_model(job_of(), Model("m", "", {"model_type": "gemma3"}), 10)
 
 

@@ -37,14 +37,18 @@ class Measured(NamedTuple):
     Attributes:
         counts: Metrics of how many tokens there are, and how many were left out.
         sums: Over the tokens; None if there are none.
+        whole_B: Which of all responses are whole, bool on the CPU: at least one valid token, none left out.
         log_ratio_B: log ρ of the whole responses, float64 on the CPU.
         length_B: Their tokens, likewise.
+        final_gap_B: The gap of their last token, likewise.
     """
 
     counts: Mapping[str, Statistic]
     sums: TokenSums | None
+    whole_B: Tensor
     log_ratio_B: Tensor
     length_B: Tensor
+    final_gap_B: Tensor
 
 
 def reason_for_torch(log_probs: Tensor) -> str | None:
@@ -146,16 +150,15 @@ def _flat(
 
 def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:
     """Merge what the kernel returned for the pieces, in their order."""
-    *sums, lows, highs, log_ratio_R, length_R = next(results)
-    log_ratios, lengths = [log_ratio_R], [length_R]
-    for *more, low, high, log_ratio_R, length_R in results:
+    *sums, lows, highs, per_response = next(results)
+    of_responses = [per_response]
+    for *more, low, high, per_response in results:
         for total, part in zip(sums, more, strict=True):
             total += part
         lows, highs = np.minimum(lows, low), np.maximum(highs, high)
-        log_ratios.append(log_ratio_R)
-        lengths.append(length_R)
+        of_responses.append(per_response)
     added, tokens, gaps, bits, left_out = map(torch.from_numpy, sums)
-    log_ratio_B, length_B = (torch.from_numpy(np.concatenate(parts)) for parts in (log_ratios, lengths))
+    log_ratio_B, length_B, final_gap_B = torch.from_numpy(np.concatenate(of_responses, axis=1))
     whole_B = length_B > 0
     counts = {"tokens": added[0], "nonfinite_tokens": left_out[0], "positive_log_probs": left_out[1]}
     token_sums = None
@@ -163,6 +166,5 @@ def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:
         values = *added, *map(torch.tensor, (*lows, *highs)), *totals_of_signed(tokens, gaps), counts_of_bits(bits)
         names = [part.name for part in dataclasses.fields(TokenSums)]
         token_sums = TokenSums(**dict(zip(names, values, strict=True)))
-    return Measured(
-        {name: Count(number) for name, number in counts.items()}, token_sums, log_ratio_B[whole_B], length_B[whole_B]
-    )
+    of_whole = (part[whole_B] for part in (log_ratio_B, length_B, final_gap_B))
+    return Measured({name: Count(number) for name, number in counts.items()}, token_sums, whole_B, *of_whole)

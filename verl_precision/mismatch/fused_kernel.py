@@ -188,13 +188,13 @@ def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ig
         left_out: [2] int64, tokens that are not finite, others that are above 0.
         lows: [2], the smallest gap and difference; infinite without tokens.
         highs: [2], likewise the largest.
-        log_ratio_B: The gaps of each response, summed.
-        length_B: Its tokens; -1 if the response is not whole.
+        per_response: [3, B], the sum of its gaps; its tokens, -1 if the response is not whole; the gap of the last one.
     """
     added, lows, highs = np.zeros(ADDED), np.full(2, np.inf), np.full(2, -np.inf)
     tokens, gaps = np.zeros(2 * CLASSES, np.int64), np.zeros(2 * CLASSES)
     bits, left_out = np.zeros(2 * HALF, np.int64), np.zeros(2, np.int64)
-    log_ratio_B, length_B = np.zeros(len(lengths)), np.zeros(len(lengths))
+    per_response = np.zeros((3, len(lengths)))
+    log_ratio_B, length_B, final_gap_B = per_response
     kept_pi, kept_mu, kept_signs = np.empty(BLOCK, pi.dtype), np.empty(BLOCK, mu.dtype), np.empty(BLOCK, signs.dtype)
     for b in range(len(lengths)):
         unusable = 0
@@ -225,9 +225,11 @@ def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ig
                 if len(signs):
                     block_signs = kept_signs[:n]
             added[0] += len(block_pi)
+            if len(block_pi):
+                final_gap_B[b] = np.float64(block_pi[-1]) - np.float64(block_mu[-1])
             length_B[b] += len(block_pi)
             log_ratio_B[b] += _sum(block_pi, block_mu, added, lows, highs)
             _sort(block_pi, block_mu, block_signs, sign_B[b], tokens, gaps, bits)
         if unusable or length_B[b] == 0:
             length_B[b] = -1
-    return added, tokens, gaps, bits, left_out, lows, highs, log_ratio_B, length_B
+    return added, tokens, gaps, bits, left_out, lows, highs, per_response

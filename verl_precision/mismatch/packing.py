@@ -41,6 +41,11 @@ class Chunk:
         """Return N."""
         return len(self.log_probs[0])
 
+    @property
+    def last_R(self) -> Tensor:
+        """[R] int64, where among the N tokens the last of each response is; meaningless for a response without any."""
+        return self.lengths_R.cumsum(0) - 1
+
 
 def packed_chunks(
     log_probs: Mapping[str, Tensor],

@@ -41,6 +41,7 @@ class PhantomStatistics(StatisticSet):
         clip: ClipRange | None = None,
         beta_in_ratio: bool = True,
         chunk_tokens: int | None = None,
+        ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one.
 
@@ -54,6 +55,8 @@ class PhantomStatistics(StatisticSet):
                 not clip, or takes the ratio against others: then nothing is said about clipping.
             beta_in_ratio: Whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
             chunk_tokens: Tokens at a time; None fits the device.
+            ended: [B] bool, the responses that came to an end by themselves; the others are left out of the metrics of
+                final tokens. None for all.
 
         Returns:
             The statistics, on the CPU. Masked tokens never matter. Valid tokens with a NaN, an infinite or a positive
@@ -68,12 +71,17 @@ class PhantomStatistics(StatisticSet):
             "rollout_log_probs": rollout_log_probs,
         }
         statistics: dict[str, Statistic] = {}
+        begin = 0
         for chunk in packed_chunks(log_probs, response_mask, advantages, chunk_tokens):
             statistics = merge_by_name([statistics, chunk.counts])
+            counted_R = chunk.whole_R
+            if ended is not None:
+                counted_R = counted_R & ended[begin : begin + len(counted_R)].to(counted_R.device)
+            begin += len(counted_R)
             if len(chunk):
                 statistics = merge_by_name([statistics, _token_statistics(chunk)])
                 if clip is not None:
-                    statistics = merge_by_name([statistics, _clip_statistics(chunk, clip, beta_in_ratio)])
+                    statistics = merge_by_name([statistics, _clip_statistics(chunk, clip, beta_in_ratio, counted_R)])
         return cls.on_cpu(statistics)
 
 
@@ -99,8 +107,11 @@ def _token_statistics(chunk: Chunk) -> dict[str, Statistic]:
     }
 
 
-def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool) -> dict[str, Statistic]:
-    """Return metric -> statistic, of the tokens that the loss clips, with and without beta in its ratio."""
+def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted_R: Tensor) -> dict[str, Statistic]:
+    """Return metric -> statistic, of the tokens that the loss clips, with and without beta in its ratio.
+
+    `counted_R` says of which responses the final token counts.
+    """
     trainer_N, shadow_N, mu_N = chunk.log_probs
     assert chunk.advantages_N is not None
     positive_N, negative_N = chunk.advantages_N > 0, chunk.advantages_N < 0
@@ -119,10 +130,15 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool) -> dict
 
     with_beta_N, without_N = clipped(ratio(trainer_N - mu_N)), clipped(ratio(shadow_N - mu_N))
     n, bounds = trainer_N.new_full((), len(chunk)), tuple(clip)
+    final_E = chunk.last_R[counted_R]
+    useful_E = final_E[positive_N[final_E]]
+    silenced = (with_beta_N if beta_in_ratio else without_N)[useful_E].sum()
+    final = {"final_token_clip_fraction": Share(silenced, n.new_full((), len(useful_E)), bounds)}
     if not beta_in_ratio:
         return {
             "clip_fraction": Share(without_N.sum(), n, bounds),
             "avoided_fraction": Share((with_beta_N & ~without_N).sum(), n, bounds),
+            **final,
         }
     phantom_N, beta_N = with_beta_N & ~without_N, ratio(trainer_N - shadow_N)
     classes_N = token_classes(mu_N, chunk.advantages_N)
@@ -132,4 +148,5 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool) -> dict
         "fraction": ClassMean(phantom_C, tokens_C, by=("sign", "bin")),
         "clip_fraction": Share(with_beta_N.sum(), n, bounds),
         "missed_fraction": Share((without_N & ~with_beta_N).sum(), n, bounds),
+        **final,
     }

@@ -59,6 +59,7 @@ class MismatchStatistics(StatisticSet):
         advantages: Tensor | None = None,
         ratio_threshold: float = 3.0,
         chunk_tokens: int | None = None,
+        ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one; whole responses, because a response's ratio cannot be merged from pieces.
 
@@ -69,6 +70,8 @@ class MismatchStatistics(StatisticSet):
             advantages: [B, T], nested, or [B]; only the sign matters. None leaves out the metrics by sign.
             ratio_threshold: C >= 1 of the shares of responses within C; the paper's is 3.
             chunk_tokens: Tokens at a time; None fits the device. Does not change the result beyond float64 rounding.
+            ended: [B] bool, the responses that came to an end by themselves; the others are left out of the metrics of
+                final tokens. None for all.
 
         Returns:
             The statistics, on the CPU. Masked tokens never matter, whatever they hold. Valid tokens with a NaN, an
@@ -81,9 +84,12 @@ class MismatchStatistics(StatisticSet):
         require_threshold(ratio_threshold, "ratio_threshold")
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
         measure = fused.measure if fused.reason_for_torch(trainer_log_probs) is None else _measure_with_torch
-        counts, sums, log_ratio_B, length_B = measure(log_probs, response_mask, advantages, chunk_tokens)
-        tokens = _token_statistics(sums) if sums is not None else {}
-        return cls.on_cpu({**counts, **tokens, **_response_statistics(log_ratio_B, length_B, ratio_threshold)})
+        found = measure(log_probs, response_mask, advantages, chunk_tokens)
+        tokens = _token_statistics(found.sums) if found.sums is not None else {}
+        responses = _response_statistics(found.log_ratio_B, found.length_B, ratio_threshold)
+        final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
+        final = Mean(final_gap_E.sum(), final_gap_E.new_full((), len(final_gap_E)))
+        return cls.on_cpu({**found.counts, **tokens, **responses, "final_token_gap_mean": final})
 
     def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `mismatch/log_prob_gap` -> (edges [K + 1] in nats, -inf to inf; counts [K] of tokens), if measured."""
@@ -96,20 +102,22 @@ def _measure_with_torch(
 ) -> Measured:
     """Measure a batch on its device, chunk by chunk."""
     chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
-    counts, sums, log_ratios, lengths = zip(*map(_measure_chunk, chunks), strict=True)
+    counts, sums, *of_responses = zip(*map(_measure_chunk, chunks), strict=True)
     merged = merge_by_name({"": part} for part in sums if part is not None)
-    return Measured(merge_by_name(counts), merged.get(""), torch.cat(log_ratios), torch.cat(lengths))
+    return Measured(merge_by_name(counts), merged.get(""), *map(torch.cat, of_responses))
 
 
 def _measure_chunk(chunk: Chunk) -> Measured:
     pi_N, mu_N = chunk.log_probs
     if not len(chunk):
         nothing = torch.zeros(0, dtype=torch.float64)
-        return Measured(chunk.counts, None, nothing, nothing)
+        return Measured(chunk.counts, None, chunk.whole_R.cpu(), nothing, nothing, nothing)
     gap_N = pi_N - mu_N
-    log_ratio_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)[chunk.whole_R].cpu()
-    length_R = chunk.lengths_R[chunk.whole_R].double().cpu()
-    return Measured(chunk.counts, sums_of(pi_N, mu_N, gap_N, chunk.advantages_N), log_ratio_R, length_R)
+    whole_R = chunk.whole_R
+    log_ratio_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)[whole_R]
+    of_whole = (log_ratio_R, chunk.lengths_R[whole_R].double(), gap_N[chunk.last_R[whole_R]])
+    sums = sums_of(pi_N, mu_N, gap_N, chunk.advantages_N)
+    return Measured(chunk.counts, sums, whole_R.cpu(), *(part.cpu() for part in of_whole))
 
 
 def _token_statistics(sums: TokenSums) -> dict[str, Statistic]:

@@ -40,6 +40,7 @@ class MismatchByVersion:
         advantages: Tensor,
         versions_behind: Sequence[int],
         ratio_threshold: float = 3.0,
+        ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one.
 
@@ -50,15 +51,16 @@ class MismatchByVersion:
             advantages: Likewise.
             versions_behind: Of each response; 0: sampled with the weights of `trainer_log_probs`.
             ratio_threshold: C.
+            ended: As `MismatchStatistics.measure` takes it.
         """
         tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
         found = {}
         groups = [min(count, FURTHEST) for count in versions_behind]
         for group in set(groups):
-            trainer, rollout, mask, signs = _of_rows(
-                tensors, [row for row, other in enumerate(groups) if other == group]
-            )
-            found[group] = _measure(trainer, rollout, mask, signs, ratio_threshold)
+            kept = [row for row, other in enumerate(groups) if other == group]
+            trainer, rollout, mask, signs = _of_rows(tensors, kept)
+            ended_of_group = None if ended is None else ended[kept]
+            found[group] = _measure(trainer, rollout, mask, signs, ratio_threshold, ended_of_group)
         return cls(found)
 
     def merge(self, other: Self) -> Self:
@@ -97,10 +99,15 @@ def _of_rows(tensors: Sequence[Tensor], kept: list[int]) -> Sequence[Tensor]:
 
 
 def _measure(
-    trainer: Tensor, rollout: Tensor, mask: Tensor, advantages: Tensor, ratio_threshold: float
+    trainer: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    ratio_threshold: float,
+    ended: Tensor | None,
 ) -> MismatchStatistics:
     """Measure, and say which engine made what is not finite; that takes a second look, where there is any."""
-    found = MismatchStatistics.measure(trainer, rollout, mask, advantages, ratio_threshold)
+    found = MismatchStatistics.measure(trainer, rollout, mask, advantages, ratio_threshold, ended=ended)
     broken = found.statistics["nonfinite_tokens"]
     counts = {}
     for engine, log_probs in (("trainer", trainer), ("rollout", rollout)):
@@ -120,6 +127,7 @@ def beta_of_current_version(
     advantages: Tensor,
     versions_behind: Sequence[int],
     clip: ClipRange | None,
+    ended: Tensor | None = None,
 ) -> PhantomStatistics:
     """Measure the responses of the current version with the rollout in place of a shadow: alpha is 0, the gap is beta.
 
@@ -130,10 +138,12 @@ def beta_of_current_version(
         advantages: Likewise.
         versions_behind: As `MismatchByVersion.measure` takes them.
         clip: As `PhantomStatistics.measure` takes it.
+        ended: Likewise.
     """
     kept = [row for row, count in enumerate(versions_behind) if not count]
     if not kept:
         return PhantomStatistics()
     tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
     trainer, rollout, mask, signs = _of_rows(tensors, kept)
-    return PhantomStatistics.measure(trainer, rollout, rollout, mask, signs, clip)
+    ended = None if ended is None else ended[kept]
+    return PhantomStatistics.measure(trainer, rollout, rollout, mask, signs, clip, ended=ended)

@@ -19,7 +19,7 @@ from verl_precision.offline_mismatch.store import Series, Store
 from verl_precision.offline_mismatch.table import markdown, summary
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
-from verl_precision.sampling.work import start_engine, work_through
+from verl_precision.sampling.work import complete, start_engine
 from verl_precision.versions import installed_versions
 
 
@@ -62,19 +62,15 @@ def measure_mismatch(
         store = Store(journal, job, prompt_ids)
         journal.show_resumed(store.count, console)
 
-        def complete(name: str, build: partial, series: list[Series]) -> None:
-            unfinished = [each for each in series if each.missing]
-            if unfinished:
-                with closing(start_engine(build, name, folder, ray_address)) as engine:
-                    for each in unfinished:
-                        work_through(engine, each, in_flight, console)
+        def fill(name: str, build: partial, series: list[Series]) -> None:
+            complete(series, lambda: start_engine(build, name, folder, ray_address), in_flight, console)
 
         for rollout in job.rollout_dtypes:
             sampler = partial(VllmEngine, job.model, rollout, longest + job.max_response_tokens, log_probs=True)
-            complete(f"sample-{rollout}", sampler, [Series(store, rollout)])
+            fill(f"sample-{rollout}", sampler, [Series(store, rollout)])
         for train in job.train_dtypes:
             scorer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens)
-            complete(f"score-{train}", scorer, [Series(store, rollout, train) for rollout in job.rollout_dtypes])
+            fill(f"score-{train}", scorer, [Series(store, rollout, train) for rollout in job.rollout_dtypes])
         pairs = [measure(store, rollout, train) for rollout, train in job.pairs]
     _write(folder, pairs, job, len(prompts), console)
     return pairs

@@ -51,14 +51,13 @@ def check_model(job: MismatchJob, model: Model, longest_prompt: int) -> None:
         ConfigurationError: If vLLM refuses FP16 for it, or responses do not fit its context.
     """
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
-    context = model.config.get("max_position_embeddings")
     needed = longest_prompt + job.max_response_tokens
-    if context is not None and needed > context:
+    if model.context is not None and needed > model.context:
         raise ConfigurationError(
             f"with the longest prompt ({longest_prompt} tokens) a sequence has {needed} tokens, and the model's "
-            f"context {context}",
+            f"context {model.context}",
             setting="--max-response-tokens",
             value=job.max_response_tokens,
-            allowed=f"up to {max(context - longest_prompt, 0)}",
+            allowed=f"up to {max(model.context - longest_prompt, 0)}",
             remedy="Lower it, or leave long prompts out.",
         )

@@ -7,7 +7,6 @@ FP32 number from its neighbours.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from verl_precision.errors import CheckpointStateError
 from verl_precision.offline_mismatch.settings import MismatchJob
 from verl_precision.sampling.engine import Request, Response, response_seed
 from verl_precision.sampling.journal import Journal
-from verl_precision.sampling.work import Key
+from verl_precision.sampling.work import FixedWork, Key
 
 _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
@@ -69,28 +68,17 @@ class Store:
         return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
 
 
-class Series:
-    """The samples in a rollout dtype, or with a train dtype their scores, as `sampling.work.Work`."""
+class Series(FixedWork):
+    """The samples in a rollout dtype, or with a train dtype their scores."""
 
     def __init__(self, store: Store, rollout: str, train: str | None = None) -> None:
         self._store, self._rollout, self._train = store, rollout, train
         self._positions = store.positions[rollout, train]
-        self.total = len(store.keys)
-        self.missing = [key for key in store.keys if key not in self._positions]
-        self._unasked = iter(self.missing)
-
-    @property
-    def done(self) -> int:
-        """Number of responses that are sampled, or scored."""
-        return len(self._positions)
+        super().__init__(store.keys, self._positions)
 
     def progress(self) -> str:
         """Say what is done."""
         return f"responses sampled in {self._rollout}" + (f", scored in {self._train}" if self._train else "")
-
-    def next_requests(self, limit: int) -> list[Request]:
-        """Return up to so many requests, each once."""
-        return [self._request(*key) for key in islice(self._unasked, limit)]
 
     def _request(self, problem: str, response: int) -> Request:
         store, prompt = self._store, self._store.prompt_ids[int(problem)]
