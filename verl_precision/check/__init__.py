@@ -4,7 +4,6 @@
     checkpoint          do a checkpoint's weights survive FP16? tensor by tensor, in slices
     activations         do activations and gradients? forward and backward, layer by layer
     cluster             is every node of a Ray cluster ready for a run?
-    memory              what a run needs of each GPU, by arithmetic
     show                the tables a terminal gets
 
 The rules are in `rules/`; a recipe is composed, and this machine looked at, in `integration/`.

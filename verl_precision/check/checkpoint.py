@@ -6,7 +6,7 @@ normal in small numbers (they contribute little), and suspicious in large ones.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -120,11 +120,16 @@ def audit_checkpoint(
                     continue
                 begin, end = described["data_offsets"]
                 content.seek(start + begin)
-                tensors.append(_audit_tensor(name, described["dtype"], content, end - begin, on_slice))
+                pieces = _pieces(name, described["dtype"], content, end - begin, on_slice)
+                tensors.append(audit_tensor(name, described["dtype"], pieces))
         finished += file.stat().st_size
     on_progress(total, total)
-    tensors.sort(key=lambda tensor: (tensor.lost, tensor.flushed, tensor.largest), reverse=True)
-    return CheckpointReport(path, tensors, skipped)
+    return CheckpointReport(path, worst_first(tensors), skipped)
+
+
+def worst_first(tensors: list[TensorReport]) -> list[TensorReport]:
+    """Return tensors in the order in which they are shown."""
+    return sorted(tensors, key=lambda tensor: (tensor.lost, tensor.flushed, tensor.largest), reverse=True)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -170,22 +175,33 @@ def _header(file: Path, content: BinaryIO) -> tuple[int, dict[str, dict[str, Any
     return 8 + length, ordered
 
 
-def _audit_tensor(name: str, dtype: str, content: BinaryIO, size: int, on_slice: Callable[[int], None]) -> TensorReport:
-    """Audit the tensor that the next `size` bytes hold."""
+def _pieces(name: str, dtype: str, content: BinaryIO, size: int, on_slice: Callable[[int], None]) -> Iterator:
+    """Yield the tensor that the next `size` bytes hold, in slices."""
     import torch
 
-    kind = getattr(torch, DTYPES[dtype])
-    largest, counts, left = 0.0, [0, 0, 0, 0], size
+    kind, left = getattr(torch, DTYPES[dtype]), size
     while left:
         raw = bytearray(content.read(min(left, SLICE_ELEMENTS * kind.itemsize)))
         if not raw:
             raise _broken(Path(content.name), f"it ends within the tensor {name}")
-        piece_largest, *piece = _count(torch.frombuffer(raw, dtype=kind))
-        largest = max(largest, piece_largest)
-        counts = [sum(pair) for pair in zip(counts, piece, strict=True)]
+        yield torch.frombuffer(raw, dtype=kind)
         left -= len(raw)
         on_slice(content.tell())
-    elements = size // kind.itemsize
+
+
+def audit_tensor(name: str, dtype: str, pieces: Iterable) -> TensorReport:
+    """Audit one tensor.
+
+    Args:
+        name: Its name.
+        dtype: Name of its dtype in safetensors.
+        pieces: The tensor as flat slices.
+    """
+    elements, largest, counts = 0, 0.0, [0, 0, 0, 0]
+    for values in pieces:
+        piece_largest, *piece = _count(values)
+        elements, largest = elements + values.numel(), max(largest, piece_largest)
+        counts = [sum(pair) for pair in zip(counts, piece, strict=True)]
     overflows, not_finite, subnormal, flushed = counts
     share = 1 / max(elements, 1)
     return TensorReport(name, dtype, elements, largest, overflows, not_finite, subnormal * share, flushed * share)

@@ -7,7 +7,12 @@
     attention_rules flash attention in FP32, Ulysses without it
     loss_rules      aggregation, bypass mode, thresholds, weights
     rollout_rules   log-probs, truncated sampling, vLLM
+    checkpoint_rules  how many checkpoints are kept, and the disk that holds them
     engine_rules    this package's engine: loss scale, shadow
+    layout_rules    what is divided over GPUs, micro-batches, what vLLM refuses
+    memory_rules    what a GPU has to hold; `gpu_memory` has the arithmetic
+    value_rules     single values: out of range, without effect
+    file_rules      data, folders, loggers, the reward function
     run_rules       the plugin, the model, files, memory, Ray's resources
 
 `verl-precision check` shows the faults, and the preflight refuses the errors among them. A rule is a pure function of

@@ -6,11 +6,16 @@ from omegaconf import DictConfig
 
 from verl_precision.rules import (  # noqa: F401
     attention_rules,
+    checkpoint_rules,
     dtype_rules,
     engine_rules,
+    file_rules,
+    layout_rules,
     loss_rules,
+    memory_rules,
     rollout_rules,
     run_rules,
+    value_rules,
 )
 from verl_precision.rules.rule import RULES, Environment, Fault
 

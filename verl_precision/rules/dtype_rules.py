@@ -180,6 +180,30 @@ def _rounded_by(config: DictConfig) -> str:
     return setting if value and dtype == "bf16" and rollout_dtype(config) in ("fp16", "fp32") else ""
 
 
+@rule("stochastic-rounding")
+def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
+    """Only this package's engine rounds weights at random, from FP32 to 16 bits."""
+    if OmegaConf.select(config, "weight_sync.rounding") != "stochastic":
+        return
+    actor, rollout, backend = engines(config)[0], rollout_dtype(config), _backend(config)
+    if not (actor.ours and actor.master == "fp32"):
+        problem = f"the actor is verl's own engine, or holds its weights in {actor.master}: nothing would be rounded"
+        remedy = "Choose a precision preset (precision=fp32_train_bf16_rollout), or set weight_sync.rounding=nearest."
+    elif rollout not in HALF or config.actor_rollout_ref.rollout.get("quantization"):
+        problem = f"weights are rounded to {' or '.join(HALF)}, and the rollout is quantised or holds {rollout}"
+        remedy = f"Set {ROLLOUT_DTYPE} to bfloat16 or float16, or weight_sync.rounding=nearest."
+    elif backend.startswith("delta"):
+        problem = f"checkpoint_engine.backend={backend} sends differences of weights that verl rounds by itself"
+        remedy = "Choose another backend, or set weight_sync.rounding=nearest."
+    else:
+        return
+    yield Fault(setting="weight_sync.rounding", problem=problem, allowed="nearest here", remedy=remedy)
+
+
+def _backend(config: DictConfig) -> str:
+    return str((config.actor_rollout_ref.rollout.get("checkpoint_engine") or {}).get("backend", "naive"))
+
+
 @rule("megatron-fp16-overflow")
 def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Faults:
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
@@ -241,7 +265,7 @@ def export_rounds(config: DictConfig, environment: Environment) -> Faults:
             value=contents,
             problem="verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again",
             allowed="contents without hf_model",
-            remedy="Leave hf_model out, and export the saved model in FP16.",
+            remedy="Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16.",
         )
 
 

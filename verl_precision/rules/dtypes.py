@@ -6,7 +6,7 @@ As verl 0.9.1 does it: FSDP computes in `mixed_precision.param_dtype` (BF16 wher
 
 from dataclasses import dataclass
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 ALIASES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16", "bf16-mixed"),
@@ -115,15 +115,16 @@ def rollout_dtype(config: DictConfig) -> str:
 
 def lora_is_merged(config: DictConfig) -> bool:
     """Return whether LoRA weights are merged into the base before they are sent to the rollout."""
-    return _lora_rank(config) > 0 and bool((config.actor_rollout_ref.model.get("lora") or {}).get("merge"))
+    return lora_rank(config) > 0 and bool((config.actor_rollout_ref.model.get("lora") or {}).get("merge"))
 
 
 def uses_adapter(config: DictConfig) -> bool:
     """Return whether the rollout serves a LoRA adapter beside its base weights."""
-    return _lora_rank(config) > 0 and not lora_is_merged(config)
+    return lora_rank(config) > 0 and not lora_is_merged(config)
 
 
-def _lora_rank(config: DictConfig) -> int:
+def lora_rank(config: DictConfig) -> int:
+    """Return the rank of the LoRA adapters; 0 without them."""
     model = config.actor_rollout_ref.model
     return int(model.get("lora_rank") or (model.get("lora") or {}).get("rank") or 0)
 
@@ -136,4 +137,6 @@ def transport_dtype(config: DictConfig) -> tuple[str, str]:
         return "bf16", f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} (its default rollout_dtype)"
     if lora_is_merged(config) and actor.verls_fsdp:
         return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
+    if actor.ours and OmegaConf.select(config, "weight_sync.rounding") == "stochastic":
+        return rollout_dtype(config), "weight_sync.rounding=stochastic (before they leave)"
     return actor.master, "the master weights' own; the rollout casts on arrival"

@@ -17,6 +17,7 @@ from verl_precision.losses.settings import (
     require_plain_weights,
     require_threshold,
 )
+from verl_precision.rules.dtypes import engines, rollout_dtype
 from verl_precision.rules.rule import Environment, Fault, Faults, refused, rule
 
 CORRECTION = "algorithm.rollout_correction"
@@ -27,6 +28,8 @@ MAX_USUAL_THRESHOLD = 10
 # log(lower x upper) of a band that is the same both ways round
 SYMMETRY = 0.01
 VERLS_CLIP_RATIO_C = 3.0
+MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
+TYPICAL_WEIGHT = 0.02  # in size, of a language model
 
 
 @rule("normalizer-missing")
@@ -52,7 +55,7 @@ def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Fa
 @rule("bypass-without-loss")
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
-    if _clips_the_mismatch(config) and (ignored := _ignored_in_bypass(config)):
+    if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
         yield Fault(
             setting=f"{CORRECTION}.bypass_mode",
             problem=f"verl's V1 trainer ignores {' and '.join(ignored)} here: loss_mode={_loss(config)} runs with the "
@@ -65,9 +68,7 @@ def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
 @rule("bypass-clips-mismatch", "warning")
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
     """Bypass mode alone makes the clip act on the mismatch."""
-    ratio, source = ratio_of(config.actor_rollout_ref.actor), OmegaConf.select(config, RATIO_SOURCE)
-    clips = source != "shadow" and (ratio is None or ratio.clip is not None)
-    if _clips_the_mismatch(config) and clips and not _ignored_in_bypass(config):
+    if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
         yield Fault(
             setting=f"{CORRECTION}.bypass_mode",
             problem=f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "
@@ -77,7 +78,36 @@ def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Fault
         )
 
 
-def _clips_the_mismatch(config: DictConfig) -> bool:
+@rule("updates-below-grid", "warning")
+def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
+    """The trainer's weights move at once, the rollout's rounded ones do not, and the clip cuts what has been learnt."""
+    actor, rollout = engines(config)[0], rollout_dtype(config)
+    bits, learning_rate = MANTISSA_BITS.get(rollout, 0), (actor.optim or {}).get("lr", 0)
+    if not bits or MANTISSA_BITS.get(actor.compute, 0) <= bits or not learning_rate:
+        return
+    if _has_mismatch_in_clip(config):
+        step = TYPICAL_WEIGHT * 2 ** -(bits + 1.5)  # half the distance of two neighbours, on average
+        yield Fault(
+            setting="actor_rollout_ref.rollout.dtype",
+            problem=f"the trainer computes with weights in {actor.compute}, the rollout with weights rounded to "
+            f"{rollout}. Where they start on {rollout}'s grid, as a released checkpoint's may, one of "
+            f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
+            f"updates at lr={learning_rate}. Until then the trainer's policy leaves the rollout's, and the clip cuts "
+            "the tokens that were learnt (recipes/phantom_clipping/README.md)",
+            allowed="the actor's dtype",
+            remedy="Choose precision=fp16 or precision=bf16, where both round. Or keep FP32 and set "
+            f"{RATIO_SOURCE}=shadow. precision/bf16_crossings_fraction says what share of the weights a sync changes.",
+        )
+
+
+def _has_mismatch_in_clip(config: DictConfig) -> bool:
+    """Return whether the loss clips a ratio of which the mismatch is a part."""
+    ratio = ratio_of(config.actor_rollout_ref.actor)
+    clips = ratio is None or ratio.clip is not None
+    return _takes_rollout_as_old(config) and clips and OmegaConf.select(config, RATIO_SOURCE) != "shadow"
+
+
+def _takes_rollout_as_old(config: DictConfig) -> bool:
     knows = _loss(config) == "bypass_mode" or "rollout_log_probs" in _needs(config)
     return bool(_correction(config).get("bypass_mode") and not knows and config.trainer.get("use_v1", True))
 

@@ -15,6 +15,8 @@ NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0)}
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
+# Our agent loop, which ends a response at a string of `rollout.custom.stop`.
+STOPPING_LOOP = "vp_single_turn"
 
 
 @rule("raw-logprobs")
@@ -105,6 +107,22 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
             allowed="True",
             remedy=f"Set +{setting}=True.",
         )
+
+
+@rule("stop-strings")
+def stop_strings(config: DictConfig, environment: Environment) -> Faults:
+    """Stop strings and the agent loop that reads them belong together, and the loop speaks to vLLM."""
+    rollout = config.actor_rollout_ref.rollout
+    given = OmegaConf.select(config, f"{ROLLOUT}.custom.stop")
+    if rollout.agent.default_agent_loop != STOPPING_LOOP:
+        if given is not None:
+            setting, problem = f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {ROLLOUT}.custom.stop"
+            yield Fault(setting=setting, problem=problem, allowed=STOPPING_LOOP)
+    elif not OmegaConf.is_list(given) or not given or not all(isinstance(text, str) and text for text in given):
+        setting, problem = f"{ROLLOUT}.custom.stop", f"the agent loop {STOPPING_LOOP} ends a response at a string"
+        yield Fault(setting=setting, problem=problem, allowed='a list of strings such as ["</answer>"]')
+    elif rollout.name != "vllm":
+        yield Fault(setting=f"{ROLLOUT}.name", problem=f"{STOPPING_LOOP} knows vLLM's sampling only", allowed="vllm")
 
 
 @rule("adapter-not-loadable")

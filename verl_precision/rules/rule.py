@@ -58,10 +58,21 @@ class Machine:
     memory: int  # bytes of memory available
     shared_memory: int  # bytes free in /dev/shm
     flash_attention: bool = True  # whether flash-attn is installed
+    math_verify: bool = True  # whether math-verify is
     # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
+    critic_missing: bool = False  # whether `critic.model.path` is no folder there
     missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
     folder: str = ""  # working directory
+    parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
+    checkpoint_disk: int | None = None  # bytes free for `trainer.default_local_dir`
+    # folders that cannot be made or written to, among those that a run writes to
+    unwritable: frozenset[str] = frozenset()
+    # packages that are not installed, among those that a logger imports
+    missing_packages: frozenset[str] = frozenset()
+    train_rows: int | None = None  # rows of the training files; None where that is not known
+    # names that the reward function's file defines; None where it cannot be told without running it
+    reward_names: frozenset[str] | None = None
     kernel_problem: VerlPrecisionError | None = None  # why vLLM has no kernels for this CPU, or None
     # elements of one of the model's attention heads, where vLLM has no CPU kernel for that; else None
     head_size: int | None = None
@@ -78,6 +89,8 @@ class Environment:
     model: Mapping[str, Any] = field(default_factory=dict)
     # why verl cannot build prompts with the model's tokenizer, or None
     tokenizer_problem: VerlPrecisionError | None = None
+    # what verl's own validators and registries refuse
+    refusals: tuple[VerlPrecisionError, ...] = ()
     # value of `VERL_USE_EXTERNAL_PLUGINS` where verl did not load the plugin; None where it did
     plugin_policy: str | None = None
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs

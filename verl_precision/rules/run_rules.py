@@ -10,7 +10,7 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.rules.dtypes import engines
 from verl_precision.rules.rule import Environment, Fault, Faults, Machine, refused, rule
 from verl_precision.versions import require_tested
-from verl_precision.weight_sync.settings import canary_settings
+from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 GIB = 1 << 30
 # A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
@@ -21,6 +21,8 @@ MIN_SHARED_MEMORY = 256 << 20
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 
+# Rewards of this package, which ask math-verify.
+_ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.{name}" for name in ("boxed_answer", "answer_tag"))
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 
@@ -38,10 +40,17 @@ def plugin_not_loaded(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
+@rule("verl-refuses")
+def verl_refuses(config: DictConfig, environment: Environment) -> Faults:
+    """verl's own validators and registries say no: some before Ray starts, most in a worker."""
+    yield from environment.refusals
+
+
 @rule("check_mismatch")
 def measuring(config: DictConfig, environment: Environment) -> Faults:
-    """The blocks `mismatch` and `weight_sync.canary`."""
+    """The blocks `mismatch` and `weight_sync`."""
     yield from refused(settings_of, config)
+    yield from refused(sync_settings, config)
     yield from refused(canary_settings, config)
 
 
@@ -49,6 +58,14 @@ def measuring(config: DictConfig, environment: Environment) -> Faults:
 def model_path(config: DictConfig, machine: Machine) -> Faults:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
     path = config.actor_rollout_ref.model.path
+    hub = _HUB_NAME.match(str(config.critic.model.path))
+    if machine.critic_missing and not hub and any(engine.role == "critic" for engine in engines(config)):
+        yield Fault(
+            setting="critic.model.path",
+            problem="there is a critic (critic.enable, or adv_estimator=gae), and its model is not there",
+            allowed="a folder in Hugging Face format or a hub name (organisation/model)",
+            remedy="Set critic.model.path, or choose an estimator without a critic.",
+        )
     if machine.model == "folder without config.json":
         problem, remedy = "the folder has no readable config.json", "Check the path and its permissions."
     elif machine.model == "file" or (machine.model == "nothing" and not _HUB_NAME.match(str(path))):
@@ -66,23 +83,19 @@ def tokenizer(config: DictConfig, environment: Environment) -> Faults:
         yield environment.tokenizer_problem
 
 
-@rule("token-budget-too-small")
-def token_budget(config: DictConfig, environment: Environment) -> Faults:
-    """With dynamic batch sizes verl asserts that every response fits into a micro-batch, after the first rollout."""
-    model, longest = config.actor_rollout_ref, config.data.max_prompt_length + config.data.max_response_length
-    _, sequence_parallel = engines(config)[0].ulysses
-    for path, node, dynamic, budget in (
-        ("actor", model.actor, "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
-        ("rollout", model.rollout, "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
-    ):
-        if node.get(dynamic) and node[budget] * sequence_parallel < longest:
-            yield Fault(
-                setting=f"actor_rollout_ref.{path}.{budget}",
-                problem=f"the longest sequence, data.max_prompt_length + data.max_response_length, has {longest} tokens"
-                " and fits into no micro-batch: verl stops at the first one that is longer",
-                allowed=f"at least {-(-longest // sequence_parallel)}",
-                remedy="Raise it, or shorten the responses.",
-            )
+@rule("context-too-small")
+def context(config: DictConfig, environment: Environment) -> Faults:
+    """verl shortens what it asks vLLM for until it fits into the context, and says nothing."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    length = config.actor_rollout_ref.rollout.get("max_model_len")
+    if length is not None and length < longest:
+        yield Fault(
+            setting="actor_rollout_ref.rollout.max_model_len",
+            problem=f"data.max_prompt_length + data.max_response_length is {longest}: verl would cut responses at what "
+            "the prompt leaves of the context, without a word",
+            allowed=f"at least {longest}",
+            remedy="Leave it to the recipe, which adds the two, or shorten the responses.",
+        )
 
 
 @rule("check_files", of_machine=True)
@@ -98,6 +111,19 @@ def missing_files(config: DictConfig, machine: Machine) -> Faults:
                 remedy="Recipes are run from the repository's root; prepare the data first, or give an absolute path.",
             )
             return
+
+
+@rule("check_reward", of_machine=True)
+def math_verify(config: DictConfig, machine: Machine) -> Faults:
+    """The rewards of the paper's recipes compare answers with math-verify."""
+    path = OmegaConf.select(config, "reward.custom_reward_function.path")
+    if path in _ANSWER_REWARDS and not machine.math_verify:
+        yield Fault(
+            setting="reward.custom_reward_function.path",
+            problem="this reward compares answers with math-verify, which is not installed",
+            allowed="a machine with math-verify",
+            remedy='Install it on every node: pip install "math-verify[antlr4_9_3]".',
+        )
 
 
 def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,10 @@ Bytes, from the shape of a model and the settings of a scale; pure. It says whet
 GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 GIB = 1 << 30
 HALF, SINGLE = 2, 4  # bytes
@@ -17,6 +20,13 @@ LAYER_ACTIVATIONS = 34
 CHUNK_TOKENS, CHUNK_COPIES = 512, 5
 # CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
 REST = 6 * GIB
+# Of sdpa's mask for packed sequences: a byte an element, and 4 more in FP32 while a layer attends (docs/precision.md).
+MASK, MASK_FP32 = 1, 5
+# GiB of a GPU whose name does not say them, by a word of its name (makers' data sheets).
+GPU_GIB = {
+    **{"A100": 80, "A800": 80, "H100": 80, "H800": 80, "H20": 96, "H200": 141},
+    **{"A40": 48, "L40": 48, "L40S": 48, "A10": 24, "A10G": 24, "A30": 24, "L4": 24, "T4": 16},
+}
 
 
 @dataclass(frozen=True)
@@ -52,32 +62,91 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.ends_parameters
 
 
-def state_bytes(model: ModelShape, gpus: int) -> int:
-    """Return bytes a GPU of sharded FP32 weights, gradients and Adam's moments: 16 x parameters / GPUs."""
-    return STATE * model.parameters // gpus
+def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape of a decoder that its `config.json` describes, or None if that says too little.
+
+    Args:
+        described: Content of the file.
+    """
+    keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    if any(not isinstance(described.get(key), int) for key in keys):
+        return None
+    layers, hidden, vocabulary, heads, intermediate = (described[key] for key in keys)
+    experts = described.get("num_experts") or described.get("num_local_experts") or 1
+    return ModelShape(
+        layers,
+        hidden,
+        vocabulary,
+        heads,
+        described.get("num_key_value_heads") or heads,
+        described.get("head_dim") or hidden // heads,
+        (described.get("moe_intermediate_size") or intermediate) if experts > 1 else intermediate,
+        experts,
+        described.get("num_experts_per_tok") or 1,
+        bool(described.get("tie_word_embeddings")),
+    )
 
 
-def gathered_bytes(model: ModelShape) -> int:
+def gpu_memory(name: str) -> int | None:
+    """Return the bytes of memory of a GPU by its name, or None for one that is not known.
+
+    Args:
+        name: The driver's name, or a part of it.
+
+    Example:
+        >>> gpu_memory("NVIDIA A100-SXM4-40GB") // GIB, gpu_memory("H100") // GIB, gpu_memory("a potato")
+        (40, 80, None)
+    """
+    if said := re.search(r"(\d+) ?GB", name):
+        return int(said[1]) * GIB
+    known = [GPU_GIB[word] for word in re.findall(r"\w+", name.upper()) if word in GPU_GIB]
+    return known[0] * GIB if known else None
+
+
+def state_bytes(model: ModelShape, gpus: int, width: int = STATE) -> int:
+    """Return bytes a GPU of sharded state.
+
+    Args:
+        model: The model.
+        gpus: Number of GPUs over which it is sharded.
+        width: Bytes a parameter: FP32 weights, gradients and Adam's two moments, unless some of them are not there.
+    """
+    return width * model.parameters // gpus
+
+
+def gathered_bytes(model: ModelShape, width: int = HALF) -> int:
     """Return bytes a GPU of what FSDP2 gathers.
 
     Embedding and head stay, in 16 bits; with them their gradient, in 16 bits and in FP32 for its reduction: 2 + 2 + 4.
     Of the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
+
+    Args:
+        model: The model.
+        width: Bytes of a number that the forward computes with; in FP32 the reduction needs no copy.
     """
-    return (2 * HALF + SINGLE) * model.ends_parameters + (3 * HALF + SINGLE) * model.layer_parameters
+    copy = SINGLE if width == HALF else 0
+    return (2 * width + copy) * model.ends_parameters + (3 * width + copy) * model.layer_parameters
 
 
-def activation_bytes(model: ModelShape, tokens: int) -> int:
-    """Return bytes of activations of a micro-batch of `tokens`, with checkpointing of every layer.
+def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpointing: bool = True) -> int:
+    """Return bytes of activations of a micro-batch.
 
     The input of each layer in 16 bits; one layer recomputed; with experts also each token's copies into and inside its
     experts; logits and their gradient in 16 bits; one FP32 chunk.
+
+    Args:
+        model: The model.
+        tokens: Tokens of the micro-batch.
+        width: Bytes of a number that the forward computes with.
+        checkpointing: Whether layers are recomputed (`model.enable_gradient_checkpointing`); else all are kept.
     """
-    inputs = HALF * model.layers * model.hidden * tokens
-    layer = LAYER_ACTIVATIONS * model.hidden * tokens
+    inputs = width * model.layers * model.hidden * tokens
+    layer = LAYER_ACTIVATIONS * width // HALF * model.hidden * tokens
     if model.experts > 1:
-        layer += HALF * model.experts_per_token * (2 * model.hidden + 3 * model.intermediate) * tokens
-    logits = 2 * HALF * model.vocabulary * tokens
-    return inputs + layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
+        layer += width * model.experts_per_token * (2 * model.hidden + 3 * model.intermediate) * tokens
+    logits = 2 * width * model.vocabulary * tokens
+    kept = 1 if checkpointing else model.layers
+    return inputs + kept * layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
 
 
 def training_bytes(model: ModelShape, gpus: int, tokens: int, offload_policy: bool = False) -> int:
@@ -93,19 +162,18 @@ def training_bytes(model: ModelShape, gpus: int, tokens: int, offload_policy: bo
     return state + gathered_bytes(model) + activation_bytes(model, tokens) + REST
 
 
-def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, offloaded: bool = False) -> int:
-    """Return the peak of a GPU while vLLM works: its share, and the trainer's state without gradients beside it.
+def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, width: int = STATE - SINGLE) -> int:
+    """Return the peak of a GPU while vLLM works: its share, and the trainer's state beside it.
 
     Args:
         model: The model.
         gpus: Number of GPUs over which the state is sharded.
         share: Fraction of the GPU that vLLM takes, `rollout.gpu_memory_utilization`.
         gpu_bytes: Memory of the GPU.
-        offloaded: Whether the state is on the host, for good (`offload_policy`) or meanwhile (`param_offload` and
-            `optimizer_offload`).
+        width: Bytes a parameter of the state that stays on the GPU: without gradients, and less where it is on the
+            host, for good (`offload_policy`) or meanwhile (`param_offload`, `optimizer_offload`).
     """
-    state = 0 if offloaded else (STATE - SINGLE) * model.parameters // gpus
-    return state + int(share * gpu_bytes) + REST
+    return state_bytes(model, gpus, width) + int(share * gpu_bytes) + REST
 
 
 def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: int, width: int = HALF) -> int:

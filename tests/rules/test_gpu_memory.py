@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_precision.check.memory import (
+from verl_precision.rules.gpu_memory import (
     GIB,
     REST,
     ModelShape,
@@ -37,7 +37,7 @@ def test_bytes_by_hand():
     assert training_bytes(SMALL, 4, 5) == 5248 + 7040 + 104120 + REST
     assert training_bytes(SMALL, 4, 5, offload_policy=True) == 7040 + 104120 + REST
     assert rollout_bytes(SMALL, 4, 0.5, GIB) == 12 * 1312 // 4 + GIB // 2 + REST
-    assert rollout_bytes(SMALL, 4, 0.5, GIB, offloaded=True) == GIB // 2 + REST
+    assert rollout_bytes(SMALL, 4, 0.5, GIB, width=0) == GIB // 2 + REST
     assert host_bytes(SMALL, 2) == 16 * 1312 // 2
 
 
