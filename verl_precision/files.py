@@ -1,6 +1,7 @@
-"""Files that appear complete or not at all."""
+"""Files and folders that appear complete or not at all."""
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     """
     _require_free(path, replace)
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")  # the suffix stays: some writers read it
+    scratch = _scratch(path)
     try:
         yield scratch
         with scratch.open("rb+") as written:
@@ -39,6 +40,25 @@ def write_file(path: Path, content: str | bytes, replace: bool = False) -> None:
     """Write text (as UTF-8) or bytes to a file that appears complete or not at all; see `new_file`."""
     with new_file(path, replace) as scratch:
         scratch.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`, renamed to it when the block ends, and removed after an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = _scratch(path)
+    scratch.mkdir()
+    try:
+        yield scratch
+        scratch.rename(path)
+    except BaseException:
+        shutil.rmtree(scratch)
+        raise
+
+
+def _scratch(path: Path) -> Path:
+    """Return a new path beside another one. The suffix stays: some writers read it."""
+    return path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")
 
 
 def _require_free(path: Path, replace: bool) -> None:

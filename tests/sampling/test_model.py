@@ -42,7 +42,7 @@ def test_weights_and_config_have_a_fingerprint(tmp_path):
 
 def test_fp16_where_vllm_refuses_it():
     model = Model("m", "", {"model_type": "gemma3"})
-    with pytest.raises(ConfigurationError, match="--dtype fp16 with --model m: vLLM refuses FP16 for model type 'gem"):
+    with pytest.raises(ConfigurationError, match="--dtype fp16 with model m: vLLM refuses FP16 for model type 'gem"):
         model.require_dtypes("--dtype", ["bf16", "fp16"])
     model.require_dtypes("--dtype", ["bf16", "fp32"])
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_precision.sampling.engine import Request, Response
-from verl_precision.sampling.work import work_through
+from verl_precision.sampling.work import FixedWork, complete, work_through
 
 
 class Slow:
@@ -17,15 +17,19 @@ class Slow:
     engines = 2
 
     def __init__(self, batch):
-        self.batch, self.asked, self.most = batch, [], 0
+        self.batch, self.asked, self.most, self.total, self.closed = batch, [], 0, 0, False
 
     def submit(self, requests):
         self.asked += requests
+        self.total += len(requests)
         self.most = max(self.most, len(self.asked))
 
     def poll(self):
         ready = [self.asked.pop() for _ in range(min(self.batch, len(self.asked)))]
         return [Response(request.problem, request.response, 0) for request in ready]
+
+    def close(self):
+        self.closed = True
 
 
 class Counting:
@@ -55,6 +59,37 @@ def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
     work_through(engine, work, in_flight, Console(quiet=True))
     assert sorted(work.back) == sorted(work.keys)
     assert engine.most == min(2 * in_flight, count)
+
+
+class Known(FixedWork):
+    def __init__(self, keys, finished):
+        self.back = finished
+        super().__init__(keys, finished)
+
+    def progress(self):
+        return "came back"
+
+    def _request(self, problem, response):
+        return Request(problem, response, ())
+
+    def record(self, response):
+        self.back.append((response.problem, response.response))
+
+
+def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
+    keys = [("a", 0), ("a", 1), ("b", 0)]
+    half, done, started = Known(keys, keys[1:2]), Known(keys, list(keys)), []
+
+    def start():
+        started.append(Slow(2))
+        return started[-1]
+
+    complete([done], start, 4, Console(quiet=True))
+    assert not started
+    complete([done, half, Known(keys, [])], start, 4, Console(quiet=True))
+    assert half.missing == [("a", 0), ("b", 0)] and sorted(half.back) == keys
+    (engine,) = started
+    assert engine.total == 2 + 3 and engine.closed
 
 
 @pytest.mark.parametrize(("terminal", "shown"), [(False, ["0/20", "5/20", "10/20", "15/20"]), (True, ["20/20"])])

@@ -1,5 +1,6 @@
 """The data sets, layouts and templates of catalog.yaml, and how a row becomes question and answer."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ Row = Mapping[str, Any]
 
 
 class PaperDataSet(NamedTuple):
-    """One data set of the paper; catalog.yaml explains the fields."""
+    """One data set; catalog.yaml explains the fields."""
 
     hub: str
     splits: list[str]
@@ -21,6 +22,7 @@ class PaperDataSet(NamedTuple):
     template: str
     problems: tuple[int, int]
     number_from: str
+    config: str | None = None
     data_file: str | None = None
 
 
@@ -41,18 +43,26 @@ _DAPO_BEFORE, _DAPO_AFTER = TEMPLATES["dapo"]["user"].split("{question}")
 _GURU_AFTER = "Please output the final answer within \\boxed{}."
 
 
+def braced_box(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} of a text, braces balanced; None if there is none, or a part."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for position in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : position]
+    return None
+
+
 def last_boxed(solution: str) -> str:
-    r"""Return the content of the last \boxed{...} of a solution, braces balanced.
+    r"""Return the last boxed answer of a data set's solution.
 
     Raises:
         ConfigurationError: If there is none.
     """
-    start = solution.rfind("\\boxed{")
-    depth = 0
-    for position in range(start + len("\\boxed"), len(solution)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(solution[position], 0)
-        if depth == 0:
-            return solution[start + len("\\boxed{") : position]
+    box = braced_box(solution)
+    if box is not None:
+        return box
     # Some solutions of MATH are written \boxed 2 or \fbox{2}.
     for mark, end in (("\\boxed ", "$"), ("\\fbox{", "}")):
         _, found, after = solution.rpartition(mark)
@@ -69,7 +79,7 @@ def read_row(layout: str, row: Row) -> Question:
     """
     question, answer = (row[LAYOUTS[layout][meaning]] for meaning in ("question", "answer"))
     if layout != "verl":
-        return Question(question, last_boxed(answer) if layout == "math" else str(answer))
+        return Question(question, _answer(layout, answer))
     user = [message["content"] for message in question if message["role"] == "user"]
     if len(user) != 1:
         raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is wanted")
@@ -78,12 +88,26 @@ def read_row(layout: str, row: Row) -> Question:
     return Question(text, str(answer["ground_truth"]), str(row["data_source"]))
 
 
+def _answer(layout: str, answer: Any) -> str:
+    if layout == "math":
+        return last_boxed(answer)
+    if layout == "gsm8k":
+        _, found, last = answer.rpartition("####")
+        if not found:
+            raise ConfigurationError(f"no #### in the solution {answer[-80:]!r}")
+        return last.strip().replace(",", "")
+    # Some sets hold whole numbers as floats. What is missing is no answer, and refused as an empty one.
+    return "" if answer is None else re.sub(r"^(-?\d+)\.0$", r"\1", str(answer))
+
+
 def stand_in_row(layout: str, text: str, result: int) -> Row:
     """Return a row in a layout, made of a question and its answer."""
     question: Any = text
     answer: Any = result
     if layout == "math":
         answer = f"Adding gives $\\boxed{{{result}}}$."
+    elif layout == "gsm8k":
+        answer = f"Adding gives {result}.\n#### {result}"
     elif layout == "verl":
         question = [{"role": "user", "content": _DAPO_BEFORE + text + _DAPO_AFTER}]
         answer = {"ground_truth": str(result)}

@@ -62,7 +62,7 @@ def prepare(
         note = f"; expected {expected} ({wanted.number_from})"
         if not any_count:
             raise ConfigurationError(
-                f"{name}: {counted}{note}. It is not the data set of the paper, or it has changed",
+                f"{name}: {counted}{note}. It is not the data set that was meant, or it has changed",
                 remedy="Check --source, or give --any-count to write it nevertheless.",
             )
     origin = "stand-in" if stand_in else wanted.hub
@@ -83,7 +83,8 @@ def _download(wanted: PaperDataSet) -> Sequence[Row]:
     import datasets
 
     try:
-        splits = [datasets.load_dataset(wanted.hub, data_files=wanted.data_file, split=s) for s in wanted.splits]
+        where = {"path": wanted.hub, "name": wanted.config, "data_files": wanted.data_file}
+        splits = [datasets.load_dataset(**where, split=split) for split in wanted.splits]
     except (ConnectionError, OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentMismatchError(

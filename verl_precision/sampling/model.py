@@ -30,6 +30,11 @@ class Model:
     fingerprint: str
     config: dict[str, Any]  # its config.json
 
+    @property
+    def context(self) -> int | None:
+        """Most tokens of prompt and response together, where config.json says it."""
+        return self.config.get("max_position_embeddings")
+
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
         """Refuse FP16, chosen by an option, where vLLM refuses it.
 
@@ -40,7 +45,7 @@ class Model:
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
             others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
             raise ConfigurationError(
-                f"{option} fp16 with --model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others}), "
+                f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others}), "
                 "whose activations overflow it",
                 allowed="bf16, fp32",
                 remedy=f"Choose another {option}.",
@@ -94,7 +99,7 @@ def find_model(model: str) -> Model:
             problem = f"no such folder, and the hub refuses the name ({type(error).__name__}: {reason})"
     raise ConfigurationError(
         problem,
-        setting="--model",
+        setting="model",
         value=model,
         allowed="a folder in Hugging Face format with config.json and *.safetensors or *.bin; a hub name "
         f"(organisation/model) that is cached or reachable; or {TINY}qwen3",
@@ -124,7 +129,7 @@ def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
         if not is_text and tokenizer.chat_template is None:
             raise ConfigurationError(
                 f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens",
-                setting="--model",
+                setting="model",
                 value=model.name,
                 allowed="prompts of plain text",
                 remedy="Add chat_template to its tokenizer_config.json.",
@@ -154,4 +159,4 @@ def load_tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
     problem, remedy = f"its tokenizer cannot be loaded ({reason})", "Copy the tokenizer's files beside config.json."
-    raise ConfigurationError(problem, setting="--model", value=model, allowed="one with a tokenizer", remedy=remedy)
+    raise ConfigurationError(problem, setting="model", value=model, allowed="one with a tokenizer", remedy=remedy)

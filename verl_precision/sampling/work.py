@@ -1,8 +1,11 @@
 """The loop of every job: ask for what is missing, wait, write it down, show how far it is."""
 
 import time
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -33,6 +36,46 @@ class Work(Protocol):
 
     def progress(self) -> str:
         """Say in words what `done` counts."""
+
+
+class FixedWork:
+    """`Work` whose responses are known from the start: each that is missing is asked for once, in their order."""
+
+    def __init__(self, keys: Sequence[Key], finished: Collection[Key]) -> None:
+        """Begin with what is finished; `record` adds to it."""
+        self.total = len(keys)
+        self.missing = [key for key in keys if key not in finished]
+        self._finished = finished
+        self._unasked = iter(self.missing)
+
+    @property
+    def done(self) -> int:
+        """Number of responses that are finished."""
+        return len(self._finished)
+
+    def next_requests(self, limit: int) -> list[Request]:
+        """Return up to so many requests, each once."""
+        return [self._request(*key) for key in islice(self._unasked, limit)]
+
+    @abstractmethod
+    def _request(self, problem: str, response: int) -> Request: ...
+
+    @abstractmethod
+    def record(self, response: Response) -> None:
+        """Write a response to the journal, then count it."""
+
+    @abstractmethod
+    def progress(self) -> str:
+        """Say in words what `done` counts."""
+
+
+def complete(works: Sequence[Work], start: Callable[[], Engine], in_flight: int, console: Console) -> None:
+    """Finish works one after the other on one engine, which starts only if one of them is unfinished."""
+    unfinished = [work for work in works if work.done < work.total]
+    if unfinished:
+        with closing(start()) as engine:
+            for work in unfinished:
+                work_through(engine, work, in_flight, console)
 
 
 def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:

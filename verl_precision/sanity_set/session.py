@@ -16,7 +16,7 @@ from verl_precision.sampling.engine import Dtype, Engine, Request, Response, res
 from verl_precision.sampling.journal import Journal, open_journal
 from verl_precision.sampling.model import find_model, tokenize
 from verl_precision.sampling.problems import DataSet, Problem, read_data_set
-from verl_precision.sampling.work import start_engine, work_through
+from verl_precision.sampling.work import complete, start_engine
 from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.results import Summary, histogram_text, summarise, table, write_figure, write_summary
 from verl_precision.sanity_set.schedule import Schedule
@@ -114,10 +114,8 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
     with closing(open_journal(options.output, settings, OUTPUTS)) as journal:
         schedule = _Drawing(options, journal, reward, problems, prompts)
         journal.show_resumed(schedule.drawn, console)
-        if schedule.done < schedule.total:
-            console.print(f"{len(prompts)} problems; starting the engine", highlight=False)
-            with closing(_engine(options)) as engine:
-                work_through(engine, schedule, options.in_flight, console)
+        console.print(f"{len(prompts)} problems", highlight=False)
+        complete([schedule], lambda: _engine(options), options.in_flight, console)
         summary = summarise(data, schedule, len(unreadable), overlong=len(problems) - len(prompts))
         _write(options, data, schedule, settings, summary, console)
     return summary

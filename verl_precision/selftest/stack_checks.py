@@ -102,7 +102,7 @@ def _fault_stops_the_run(device: str, folder: Path, words: str, *plant: str) -> 
 
 
 def resume(device: str, folder: Path) -> Figures:
-    """Save every step, kill the run after two, and start it again: it goes on at step 3 with the same loss scale."""
+    """Save every step, kill the run after two, start it again: it goes on with the same loss scale and metrics."""
     saving = [
         *("trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.resume_mode=auto"),
         f"trainer.default_local_dir={quoted(folder / 'checkpoints')}",
@@ -114,7 +114,7 @@ def resume(device: str, folder: Path) -> Figures:
             raise _KilledError
 
     try:
-        _run(device, folder / "killed", *saving, on_progress=kill_after_two)
+        _run(device, folder, *saving, on_progress=kill_after_two)
     except _KilledError:
         pass
     else:
@@ -122,12 +122,14 @@ def resume(device: str, folder: Path) -> Figures:
     saved = int(marker.read_text())
     state = next((folder / "checkpoints" / f"global_step_{saved}").rglob("loss_scale.json"), None)
     require(state is not None, f"the checkpoint of step {saved} has no loss_scale.json")
-    rows = _run(device, folder / "resumed", *saving)
-    _healthy(rows, steps=4 - saved)
-    first = int(rows[0]["training/global_step"])
-    require(first == saved + 1, f"the run was saved at step {saved} and went on at step {first}")
+    rows = _run(device, folder, *saving)
+    _healthy(rows, steps=4)
+    log = (folder / "run" / "train-2.log").read_text()
+    require(f"global_step_{saved}, setting global step" in log, f"the run did not go on from step {saved}")
+    steps = [int(row["training/global_step"]) for row in rows]
+    require(steps == [1, 2, 3, 4], f"the metrics of both starts have the steps {steps}")
     scale = json.loads(Path(str(state)).read_text())["scale"]
-    return {"saved_at": saved, "went_on_at": first, "loss_scale": scale}
+    return {"saved_at": saved, "went_on_at": saved + 1, "loss_scale": scale}
 
 
 def _healthy(rows: Rows, steps: int) -> None:
@@ -151,7 +153,7 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_pr
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
         own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
     with fork_server_on_cpu() as python:
-        run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python)
+        run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python, goes_on=True)
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 

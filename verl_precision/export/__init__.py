@@ -1,0 +1,5 @@
+"""A checkpoint of verl's as a Hugging Face folder, rounded once from FP32: `verl-precision export`.
+
+shards.py    what the ranks saved, as whole tensors, one at a time; LoRA adapters merged
+session.py   range check, then safetensors, config.json and tokenizer in a folder that appears whole or not at all
+"""
