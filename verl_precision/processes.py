@@ -26,6 +26,11 @@ def end_processes(process: subprocess.Popen, mark: str, grace_seconds: float = _
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    end_marked(mark)
+
+
+def end_marked(mark: str) -> None:
+    """End every process whose environment carries the mark: asked first, then killed."""
     left = marked_processes(mark)
     for end in (psutil.Process.terminate, psutil.Process.kill):
         for survivor in left:

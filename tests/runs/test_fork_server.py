@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl_precision.integration.weight_socket import VARIABLE as WEIGHT_SOCKET
 from verl_precision.runs.fork_server import fork_server
 
 # Says what it is, then executes its first argument.
@@ -21,11 +22,43 @@ import numpy
 print(json.dumps({
     "arguments": sys.argv, "environment": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid(),
     "preloaded": "decimal" in sys.modules, "random": [random.random(), float(numpy.random.rand())],
-    "name": __name__, "parent": os.getppid(),
+    "name": __name__, "parent": os.getppid(), "path": sys.path,
 }), flush=True)
 exec(sys.argv[1])
 """
 SLEEP = "import time; time.sleep(600)"
+# Starts a process as vLLM does, executes its first argument before that and its third after; the process executes the
+# second, says what it is through the pipe, and executes the rest.
+SPAWN = """
+import json, multiprocessing, os, resource, signal, sys
+
+def child(pipe, lock, before, after):
+    exec(before)
+    tasks = os.listdir("/proc/self/task")
+    torch = sys.modules.get("torch")
+    with lock:
+        pipe.send({
+            "pid": os.getpid(), "preloaded": "decimal" in sys.modules, "parent": multiprocessing.parent_process().pid,
+            "niceness": os.nice(0), "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "cpus": sorted(sorted(os.sched_getaffinity(int(task))) for task in tasks),
+            "threads": torch and [torch.get_num_threads(), torch.get_num_interop_threads()],
+            "cwd": os.getcwd(), "name": multiprocessing.current_process().name, "late": os.environ.get("LATE"),
+        })
+    exec(after)
+
+if __name__ == "__main__":
+    exec(sys.argv[1])
+    context = multiprocessing.get_context("spawn")
+    (ours, its), lock = context.Pipe(), context.Lock()
+    process = context.Process(target=child, args=(its, lock, *sys.argv[2:4]), name="engine")
+    process.start()
+    its.close()
+    print(json.dumps({**ours.recv(), "client": process.pid, "self": os.getpid()}), flush=True)
+    exec(sys.argv[4])
+"""
+END = "process.join(); print(process.exitcode)"
+# Of the libraries that vLLM's worker computes with, the one that binds threads.
+PARALLEL = "import torch; torch.ones(4096, 64).exp().sum()"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +77,17 @@ def start(python, tmp_path):
         command = ["bash", "-c", f"exec {python} {shlex.join([str(script), *arguments])}"]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env={"PATH": os.environ["PATH"], **environment}, **streams)
+
+    return run
+
+
+@pytest.fixture
+def spawn(start, tmp_path):
+    """Start a script that spawns a process with multiprocessing: in a fork, or in Python itself."""
+    (tmp_path / "a script.py").write_text(SPAWN)
+
+    def run(first: str = "", before: str = "", after: str = "", last: str = END, **how: str) -> subprocess.Popen:
+        return start(first, before, after, last, **how)
 
     return run
 
@@ -68,13 +112,14 @@ def test_it_runs_as_python_would(start, tmp_path):
     assert seen["name"] == "__main__" and seen["cwd"] == os.getcwd()
     assert seen["environment"]["RANK"] == "3" and len(seen["environment"]["OF_THIS_RUN"]) == 120_000
     assert seen["preloaded"] and seen["pid"] != process.pid
+    assert seen["path"][0] == str(tmp_path) and not any(path.endswith("verl_precision/runs") for path in seen["path"])
 
 
 def test_one_template_an_environment_but_for_what_tells_workers_apart(start):
     """A module may read any variable as it is imported, so that it must see the worker's."""
-    settings = ({"RANK": "0"}, {"RANK": "1"}, {"VERL_LOGGING_LEVEL": "DEBUG"})
-    first, other_rank, other_setting = (whole(start("", **setting))[0]["parent"] for setting in settings)
-    assert first == other_rank != other_setting
+    settings = ({"RANK": "0"}, {"RANK": "1"}, {WEIGHT_SOCKET: "of another run"}, {"VERL_LOGGING_LEVEL": "DEBUG"})
+    first, other_rank, other_run, other_setting = (whole(start("", **setting))[0]["parent"] for setting in settings)
+    assert first == other_rank == other_run != other_setting
 
 
 def test_exit_code_error_and_random_state_are_its_own(start):
@@ -148,3 +193,65 @@ def test_torch_follows_the_number_of_threads_that_ray_sets(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("threads")]
     assert lines == ["threads 1 1", "threads 2 2"], done.stdout + done.stderr
+
+
+def test_what_multiprocessing_spawns_is_a_fork_too(spawn):
+    """It has all that it has from its parent: arguments, locks, pipes, variables, folder, priority, limits, CPUs."""
+    limits = "resource.setrlimit(resource.RLIMIT_NOFILE, (123, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    cpu = max(os.sched_getaffinity(0))
+    first = f"os.nice(3); {limits}; os.sched_setaffinity(0, {{{cpu}}}); os.environ['LATE'] = 'yes'; os.chdir('/')"
+    process = spawn(first, after="print('from below', flush=True); sys.exit(7)")
+    seen, rest, errors = whole(process)
+    assert seen["preloaded"] and seen["pid"] != seen["client"] and seen["parent"] == seen["self"]
+    assert seen["niceness"] == os.nice(0) + 3 and seen["open_files"][0] == 123 and seen["cpus"] == [[cpu]]
+    assert seen["cwd"] == "/" and seen["name"] == "engine" and seen["late"] == "yes"
+    assert sorted(rest.split("\n")) == ["", "7", "from below"]
+    assert errors == "" and process.returncode == 0, "no complaint of the resource tracker"
+
+
+def test_an_end_of_a_pipe_that_it_closes_is_closed(spawn):
+    last = "\ntry:\n    ours.recv()\nexcept EOFError:\n    print(process.is_alive())\nprocess.kill()\n" + END
+    assert whole(spawn(after=f"pipe.close(); {SLEEP}", last=last))[1] == "True\n-9\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_what_was_spawned_reaches_the_fork(spawn, number):
+    process = spawn(after=SLEEP)
+    seen = report(process)
+    forked = psutil.Process(seen["pid"])
+    os.kill(seen["client"], number)
+    assert psutil.wait_procs([forked], timeout=60)[1] == []
+    assert process.communicate(timeout=60)[0] == f"{-number}\n"
+
+
+def test_what_was_spawned_ends_with_a_parent_that_is_killed(spawn):
+    process = spawn(after=SLEEP, last=SLEEP)
+    seen = report(process)
+    spawned = [psutil.Process(seen[which]) for which in ("pid", "client")]
+    os.kill(seen["self"], signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert psutil.wait_procs(spawned, timeout=60)[1] == []
+
+
+def test_no_fork_outlives_a_template_that_is_killed(start):
+    with fork_server(modules=("decimal",)) as python:
+        seen = report(start(SLEEP, python=python))
+        forked = psutil.Process(seen["pid"])
+        os.kill(seen["parent"], signal.SIGKILL)
+        assert psutil.wait_procs([forked], timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("count", [1, os.cpu_count()])
+def test_threads_are_as_many_and_bound_as_in_a_process_that_python_spawns(spawn, count):
+    """vLLM sets these variables around the start of its worker on a CPU; libgomp reads them as it is loaded."""
+    cpus = sorted(os.sched_getaffinity(0))[:count]
+    first = (
+        "import importlib.util, glob; folder = importlib.util.find_spec('torch').submodule_search_locations[0]\n"
+        "os.environ['LD_PRELOAD'] = glob.glob(folder + '/lib/libgomp*')[0]\n"
+        f"os.environ |= {{'OMP_NUM_THREADS': '{len(cpus)}', 'GOMP_CPU_AFFINITY': '{' '.join(map(str, cpus))}'}}\n"
+    )
+    with fork_server(modules=("torch",)) as python:
+        forked, spawned = (whole(spawn(first, before=PARALLEL, python=which))[0] for which in (python, sys.executable))
+    assert forked["threads"] == spawned["threads"]
+    assert forked["threads"][0] == len(cpus)
+    assert forked["cpus"] == spawned["cpus"] == [[cpu] for cpu in cpus]

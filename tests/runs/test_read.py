@@ -122,3 +122,12 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, words):
     paths = [jsonl(tmp_path / "none" / "x.jsonl")] * 2 if name == "twice" else [tmp_path / name]
     with pytest.raises(ConfigurationError, match=words):
         read_runs(paths)
+
+
+def test_a_folder_of_arms_with_seeds_is_one_curve_an_arm(tmp_path):
+    for run in ("clipped/seed_1", "clipped/seed_2", "shadow/seed_1"):
+        (tmp_path / run / "hydra").mkdir(parents=True)
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    runs = [(run.name, run.curve) for run in read_runs([tmp_path])]
+    assert runs == [("clipped/seed_1", "clipped"), ("clipped/seed_2", "clipped"), ("shadow/seed_1", "shadow")]
+    assert [run.curve for run in read_runs([tmp_path / "clipped"])] == ["seed_1", "seed_2"], "of one arm, each seed"

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.runs.results import REWARD, PassBar, ratios, summarise, table, write_summary
+from verl_precision.runs.results import REWARD, PassBar, Summary, ratios, summarise, table, write_summary
 
 
 def measured(scale: float, rewards=(-30.0, -20.0, -10.0)) -> list[dict[str, float]]:
@@ -40,6 +41,14 @@ def test_a_run_that_measured_no_mismatch_is_named():
     rows = [{key: value for key, value in row.items() if "mismatch" not in key} for row in measured(1)]
     with pytest.raises(ConfigurationError, match="mismatch/k3_kl.*mismatch.enabled=True"):
         summarise("bf16", rows, 1)
+
+
+def test_a_step_without_a_correlation_is_passed_over():
+    """A policy that has become certain has no variance to correlate, and the metric is not there."""
+    rows = measured(1)
+    del rows[-1]["mismatch/probs_pearson"], rows[1]["mismatch/log_prob_gap_abs_mean"]
+    s = summarise("bf16", rows, 1)
+    assert s.pearson_last == 0.999 and s.log_prob_gap == pytest.approx((0.01 + 0.03) / 2)
 
 
 def test_table_and_json_have_the_ratio_of_the_first_run_to_the_others(tmp_path):
@@ -114,3 +123,55 @@ def test_sentence():
     )
     shorter = PassBar(0.95, 4).sentence("bf16", rewarded(0.5, 0.5))
     assert shorter == "bf16: critic/score/mean 0.500 over the last 2 steps, bar 0.95: not passed"
+
+
+def seeds_of(arm: str, estimator: str | None, scale: float, rewards: tuple[float, ...]) -> list[Summary]:
+    """Summaries of one arm, a seed for each last reward; the k3 of seed n is n times that of the first."""
+    return [
+        replace(
+            summarise("bf16", measured(scale, (0.0, reward)), 1, arm, estimator, seed), k3_kl=seed * 1e-5 * scale**2
+        )
+        for seed, reward in enumerate(rewards, start=1)
+    ]
+
+
+def rows_of(summaries: list[Summary]) -> list[list[str]]:
+    text = io.StringIO()
+    Console(file=text, width=120).print(table(summaries))
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+
+
+def test_with_seeds_an_arm_has_mean_smallest_and_largest_value():
+    rows = rows_of([*seeds_of("clipped", None, 10, (0.25, 0.5, 0.9)), *seeds_of("shadow", None, 1, (0.125,))])
+    assert [row[:4] + row[5:6] for row in rows[:4]] == [
+        ["clipped", "3", "2", "0.55", "2.00e-03"],
+        ["min", "", "2", "0.25", "1.00e-03"],
+        ["max", "", "2", "0.9", "3.00e-03"],
+        ["shadow", "1", "2", "0 -> 0.125", "1.00e-05"],
+    ]
+    assert rows[4][0] == "ratio clipped/shadow" and rows[4][5] == "200.0x"
+
+
+def test_a_seed_without_a_number_is_not_hidden_in_a_mean():
+    rows = rows_of(seeds_of("clipped", None, 1, (0.5, math.nan, 0.75)))
+    assert [row[3] for row in rows] == ["nan", "0.5", "0.75"]
+
+
+def test_ratios_are_of_the_means_over_seeds_and_within_an_estimator():
+    """k3 of means: (1 + 2)/2 and (1 + 2 + 3)/3 times 10⁻⁵·scale²."""
+    summaries = [
+        *seeds_of("grpo-bf16", "grpo", 10, (0, 0)),
+        *seeds_of("grpo-fp16", "grpo", 1, (0, 0, 0)),
+        *seeds_of("gspo-bf16", "gspo", 2, (0,)),
+        *seeds_of("gspo-fp16", "gspo", 1, (0,)),
+    ]
+    assert {name: ratio["k3_kl"] for name, ratio in ratios(summaries).items()} == {
+        "grpo-bf16/grpo-fp16": pytest.approx(75),
+        "gspo-bf16/gspo-fp16": pytest.approx(4),
+    }
+
+
+def test_the_summary_says_what_each_run_was(tmp_path):
+    write_summary(tmp_path / "s.json", seeds_of("grpo-bf16", "grpo", 1, (0.5,)), [], {})
+    (run,) = json.loads((tmp_path / "s.json").read_text())["runs"]
+    assert [run[key] for key in ("precision", "arm", "estimator", "seed")] == ["bf16", "grpo-bf16", "grpo", 1]

@@ -1,111 +1,166 @@
-"""A comparison from end to end: checks, one run a precision, table, figure, files."""
+"""A comparison from end to end: checks, the runs of its grid, what the user sees."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.presets import preset_names
-from verl_precision.runs.figures import write_comparison
+from verl_precision.errors import ConfigurationError, RunFailedError
+from verl_precision.runs import grid
+from verl_precision.runs.board import Board
+from verl_precision.runs.comparison_files import FIGURE, Results
+from verl_precision.runs.comparison_folder import SUMMARY
 from verl_precision.runs.fork_server import fork_server_on_cpu
-from verl_precision.runs.launch import Progress, run_verl
-from verl_precision.runs.page import page, write_page
-from verl_precision.runs.read import read_runs
-from verl_precision.runs.results import PassBar, Summary, summarise, table, write_summary
-from verl_precision.versions import installed_versions
+from verl_precision.runs.grid import PlannedRun
+from verl_precision.runs.launch import Progress, quoted, run_verl
+from verl_precision.runs.results import PassBar, Summary, table
 
 
-def compare_precisions(
+def compare_runs(
     config: Path,
-    precisions: Sequence[str],
+    runs: Sequence[PlannedRun],
     overrides: Sequence[str],
     folder: Path,
     console: Console,
     pass_bar: PassBar | None = None,
+    side_by_side: int = 1,
 ) -> list[Summary]:
-    """Run a recipe once in each precision and write the comparison.
+    """Run a recipe once for each arm and seed, and write the comparison.
 
     Args:
         config: The recipe's YAML.
-        precisions: Names of precision presets, in the order to run.
+        runs: From `check_arguments`, in the order to run.
         overrides: Hydra overrides for every run.
-        folder: Folder of all results; must not exist.
+        folder: Folder of all results. Runs that its summary has are not repeated; one that is there goes on from its
+            last checkpoint.
         console: Where progress and the table are shown.
         pass_bar: What each run is judged by.
+        side_by_side: How many runs at a time. Each has a Ray of its own.
 
     Returns:
-        One summary a precision.
+        One summary a run.
 
     Raises:
-        ConfigurationError: If the preset is unknown, the recipe is missing or the folder exists; nothing has started.
-        RunFailedError: If a run fails; finished runs stay in `folder`.
+        RunFailedError: If a run fails. No other starts then, those under way go on to their end, and finished runs stay
+            in `folder`.
+        KeyboardInterrupt: On Ctrl-C, after every process of every run has ended.
     """
-    _check_arguments(config, precisions, folder)
-    seconds: dict[str, float] = {}
-    with fork_server_on_cpu() as python:
-        for precision in precisions:
-            chosen = [*overrides, f"precision={precision}"]
-            with _shown(precision, console) as on_progress:
-                seconds[precision] = run_verl(config, chosen, folder / precision, on_progress, python)
-            # After each run, so that an interrupted comparison leaves what it had.
-            runs = read_runs([folder / name for name in seconds])
-            rows = {name: run.rows for name, run in zip(seconds, runs, strict=True)}
-            summaries = [summarise(name, rows[name], seconds[name]) for name in rows]
-            verdicts = {name: pass_bar.verdict(rows[name]) for name in rows} if pass_bar else None
-            write_summary(folder / "summary.json", summaries, sys.argv, installed_versions(), verdicts)
-            write_comparison(folder / "comparison.png", runs, title=config.stem)
-            write_page(folder / "report.html", page(runs), force=True)
-    console.print(table(summaries))
-    if pass_bar:
-        for name in rows:
-            console.print(pass_bar.sentence(name, rows[name]), highlight=False)
-    for what, name in (("figure", "comparison.png"), ("report", "report.html"), ("summary", "summary.json")):
-        console.print(f"{what:8} {folder / name}", highlight=False, soft_wrap=True)
-    console.print(f"metrics  {folder}/<precision>/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
-    return summaries
+    results = Results(config, runs, overrides, folder, pass_bar)
+    todo = [run for run in runs if run.name not in results.measured()]
+    # Threads of two runs on one core wait for each other actively, at several times the work.
+    threads = max(1, (os.cpu_count() or 1) // side_by_side) if side_by_side > 1 else None
+    board = Board(console, len(runs), len(runs) - len(todo))
+    failed, interrupted = threading.Event(), threading.Event()
+
+    def start(run: PlannedRun, python: str | None) -> None:
+        if failed.is_set():
+            return
+        checkpoints = folder / run.name / "checkpoints"
+        chosen = [*overrides, *run.overrides, f"trainer.default_local_dir={quoted(checkpoints)}"]
+        checkpoints.mkdir(parents=True, exist_ok=True)  # whose they are is written into it: run_identity.py
+        with board.run(run.name) as show:
+
+            def show_or_stop(progress: Progress) -> None:
+                if interrupted.is_set():
+                    raise KeyboardInterrupt  # Ctrl-C reaches the main thread only; here, it ends the run's processes
+                show(progress)
+
+            try:
+                seconds = run_verl(config, chosen, folder / run.name, show_or_stop, python, True, threads)
+                results.add(run, seconds)
+            except BaseException:
+                failed.set()
+                raise
+
+    errors: list[BaseException] = []
+    with fork_server_on_cpu() as python, board.shown(), ThreadPoolExecutor(side_by_side) as pool:
+        futures = {pool.submit(start, run, python): run for run in todo}
+        try:
+            for handled, future in enumerate(as_completed(futures), start=1):
+                if (error := future.exception()) is not None:
+                    errors.append(error)
+                    if any(other.running() for other in futures):
+                        text = f"{futures[future].name} has failed; what is under way goes on, then the reason is shown"
+                        console.print(text, highlight=False, soft_wrap=True)
+                # After each run, so that an interrupted comparison leaves what it had.
+                if handled == sum(other.done() for other in futures):
+                    results.draw()
+        except BaseException:
+            interrupted.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if len(errors) > 1:
+        raise RunFailedError("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+    results.draw()
+    _show(results, console)
+    return results.summaries()
 
 
-def _check_arguments(config: Path, precisions: Sequence[str], folder: Path) -> None:
+def _show(results: Results, console: Console) -> None:
+    console.print(table(results.summaries()))
+    if results.pass_bar:
+        for name, run in results.measured().items():
+            console.print(results.pass_bar.sentence(name, run.rows), highlight=False)
+    reports = sorted(path.name for path in results.folder.glob("report*.html"))
+    for what, name in (("figure", FIGURE), *(("report", name) for name in reports), ("summary", SUMMARY)):
+        console.print(f"{what:8} {results.folder / name}", highlight=False, soft_wrap=True)
+    folder = "<precision>" if all(run.arm.name == run.arm.precision for run in results.runs) else "<arm>"
+    folder += "/seed_<n>" if any(run.seed is not None for run in results.runs) else ""
+    console.print(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
+
+
+def check_arguments(
+    config: Path,
+    precisions: Sequence[str],
+    overrides: Sequence[str],
+    estimators: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """Return the runs of a comparison, or refuse what cannot be compared, before anything starts.
+
+    Args:
+        config: The recipe's YAML.
+        precisions: Names of precision presets.
+        overrides: Hydra overrides for every run.
+        estimators: Names of estimator presets, each of which is run in each precision.
+        arms: In place of both, names of arms of the recipe, or `all`.
+        seeds: Seeds of each arm.
+
+    Raises:
+        ConfigurationError: If the recipe is missing, a preset or arm is unknown or given twice, the recipe has no key
+            for a seed, or runs would share a setting or folder that must differ.
+    """
     if not config.is_file():
         raise ConfigurationError(
             f"{config}: there is no such recipe",
             remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root.",
         )
-    known = preset_names("precision")
-    if unknown := [precision for precision in precisions if precision not in known]:
+    if arms and (precisions or estimators):
         raise ConfigurationError(
-            "there is no such preset", setting="--precision", value=unknown[0], allowed=", ".join(known)
+            "an arm of the recipe says itself what differs",
+            setting="--arm",
+            value=" ".join(arms),
+            allowed="--arm, or --precision and --estimator, not both",
+            remedy="Leave -p and -e out, or put them into the recipe's arms.",
         )
-    if len(set(precisions)) != len(precisions):
-        given = " ".join(precisions)
-        raise ConfigurationError("one is given twice", setting="--precision", value=given, allowed="each preset once")
-    if folder.exists():
-        raise ConfigurationError(
-            f"{folder} exists, and nothing is overwritten", remedy="Wait a second, or give another --output."
-        )
-
-
-@contextmanager
-def _shown(precision: str, console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show a run's progress: a live bar on a terminal, one line a stage or step elsewhere."""
-    live = console.is_terminal
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bars = Bars(SpinnerColumn(), TextColumn(f"[bold]{precision}[/]"), *columns, console=console)
-    task, last = bars.add_task("starting verl", total=None), ""
-
-    def show(progress: Progress) -> None:
-        nonlocal last
-        total = progress.total_steps
-        bars.update(task, description=progress.stage, completed=progress.step, total=total)
-        text = f"step {progress.step}/{total or '?'}" if progress.step else progress.stage
-        if text != last and not live:
-            console.print(f"[{progress.seconds:5.0f} s] {precision}: {text}", markup=False, highlight=False)
-        last = text
-
-    with bars if live else nullcontext():
-        yield show
+    chosen = grid.recipe_arms(config, arms) if arms else grid.preset_arms(precisions, estimators)
+    grid.check_seeds(config, seeds)
+    runs = grid.with_seeds(chosen, seeds)
+    for override in [*overrides, *(own for arm in chosen for own in arm.overrides)]:
+        name, _, value = override.lstrip("+~").partition("=")
+        if name == "trainer.default_local_dir":
+            raise ConfigurationError(
+                "the runs would go on from each other's checkpoints",
+                setting=name,
+                value=value,
+                allowed="nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints",
+                remedy="Leave it out, and give --output a folder on the disk that you want.",
+            )
+    grid.check_overrides(runs, overrides)
+    return runs

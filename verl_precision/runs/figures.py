@@ -1,165 +1,250 @@
-"""Which metrics are shown and how they look over steps: the figures of the report and of `verl-precision compare`."""
+"""How metrics look over steps: the figures of the report and of `verl-precision compare`."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm
+from verl_precision.runs.panels import PANELS, REWARD, Panel, points_of
 from verl_precision.runs.read import Run
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot.
-
-    Attributes:
-        name: Id on the page.
-        title: Title above the plot.
-        unit: Label of the vertical axis.
-        metrics: Up to four metrics by their label; of `a or b` the first is shown that a run has.
-        log: Base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis.
-        hint: How to read the plot.
-    """
-
-    name: str
-    title: str
-    unit: str
-    metrics: Mapping[str, str]
-    log: int = 0
-    hint: str = ""
-
-    def title_of(self, label: str) -> str:
-        """Return the title of one curve, without the plot."""
-        return self.title if len(self.metrics) == 1 else f"{self.title}: {label}"
-
-
-_PEARSON = keys.PROBS_PEARSON  # shown as its distance from 1
-_EXTREMES = {"max π - μ": keys.PROB_GAP_MAX, "min π - μ": keys.PROB_GAP_MIN}
-_CLIP = {
-    "A > 0": "actor/clip_fraction_high",
-    "A < 0": "actor/clip_fraction_low",
-    "all (verl's losses)": "actor/pg_clipfrac",
-    "dual clip (verl's losses)": "actor/pg_clipfrac_lower",
-}
-PANELS = (
-    Panel("reward", "Reward", "mean score", {"reward": "critic/score/mean or critic/rewards/mean"}),
-    Panel("length", "Response length", "tokens, mean", {"length": "response_length/mean"}),
-    Panel("k3", "Mismatch: k3 KL(μ‖π)", "nats per token", {"k3": keys.K3_KL}, 10, "0 is best"),
-    Panel("gap", "Mismatch: mean |log π - log μ|", "nats per token", {"gap": keys.LOG_PROB_GAP}, 10, "0 is best"),
-    Panel("pearson", "1 - correlation of π and μ", "1 - Pearson's r", {"1 - r": _PEARSON}, 10, "0 is best"),
-    Panel("extremes", "Extremes of π - μ", "probability", _EXTREMES, hint="towards ±1 before a collapse"),
-    Panel("alpha_beta", "α (policy) and β (precision)", "nats, mean |·|", {"α": keys.ALPHA, "β": keys.BETA}, 10),
-    Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", {"beyond": keys.BETA_BEYOND_CLIP}),
-    Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM}, hint="0 is best"),
-    Panel("clip", "Clipped tokens", "fraction", _CLIP),
-    Panel("scale", "Loss scale", "S", {"scale": keys.LOSS_SCALE}, 2, "FP16 only"),
-    Panel("skipped", "Skipped updates", "per step", {"skipped": keys.SKIPPED_STEPS}, hint="0 is best"),
-    Panel("grad_norm", "Gradient norm", "before clipping", {"norm": "actor/grad_norm"}, 10),
-)
-
-
-def points_of(run: Run, metric: str) -> dict[int, float]:
-    """Return a metric of a run by step; steps at which it was not measured are left out, NaN stays."""
-    for key in metric.split(" or "):
-        found = {int(row["step"]): value for row in run.rows if (value := keys.value_of(row, key)) is not None}
-        if found:
-            return {step: 1 - value for step, value in found.items()} if key == _PEARSON else found
-    return {}
-
 
 # Colours of the runs, in order. Each stands out from a white ground, and from its neighbours for the colour-blind.
 COLOURS = ("#2563c9", "#d9622b", "#2a8f62", "#8a4fc2", "#b8860b", "#c2417f", "#1a8fa3", "#6b7079")
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
+EXPECTED = "#8a9099"
 # Points are marked in short series only.
 MARKED = 60
 
 
-def write_comparison(path: Path, runs: list[Run], title: str) -> None:
-    """Write reward and mismatch over steps as one PNG."""
-    chosen = [panel for name in ("reward", "gap", "k3") for panel in PANELS if panel.name == name]
-    figure = draw(chosen, runs)
+# Panels of a comparison; one with several columns, where each has the room of one panel, leaves the gap out.
+COMPARED, COMPARED_IN_COLUMNS = ("reward", "gap", "k3"), ("reward", "k3")
+COLUMNS = 4  # beside each other
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A panel, drawn for some runs.
+
+    Attributes:
+        panel: What is drawn.
+        runs: The runs.
+        title: Title above the plot.
+        expected: Curves of the reward that are not runs.
+    """
+
+    panel: Panel
+    runs: Sequence[Run]
+    title: str
+    expected: Sequence[Run] = ()
+
+
+def write_comparison(
+    path: Path, runs: list[Run], title: str, expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED
+) -> None:
+    """Write reward and mismatch over steps as one PNG; see `draw_comparison`."""
+    figure = draw_comparison(runs, expected, panels)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
 
-def svg(panel: Panel, runs: list[Run], alarms: Mapping[str, Sequence[Alarm]]) -> bytes:
+def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED) -> Figure:
+    """Draw reward and mismatch over steps, with the expected reward where there is one.
+
+    If the runs have several columns (`Run.column`), each column has a plot of the reward and, below, one of k3. All
+    plots of a metric have one scale. Otherwise the panels are beside each other, again for every eight curves: there
+    are no more colours.
+
+    Args:
+        runs: Runs with different names.
+        expected: Curves of the reward that are not runs, each for the runs of its own column.
+        panels: Names of the panels where there are no columns; those that no run has measured are left out.
+    """
+    of_name = {panel.name: panel for panel in PANELS}
+    columns = list(dict.fromkeys(run.column for run in runs))
+    parts: list[list[list[Plot]]]
+    if len(columns) > 1:
+        width = math.ceil(len(columns) / math.ceil(len(columns) / COLUMNS))  # six are twice three
+        beside = [columns[start : start + width] for start in range(0, len(columns), width)]
+        pairs = [(some, of_name[name]) for some in beside for name in COMPARED_IN_COLUMNS]
+        parts = [[[_plot_of_column(panel, runs, column, expected) for column in some] for some, panel in pairs]]
+    else:
+        chosen = [of_name[name] for name in panels if _is_measured(of_name[name], runs)]
+        parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
+    size = 4.6 * max(len(row) for part in parts for row in part), 3.4 * sum(map(len, parts))
+    figure = Figure(figsize=size, layout="constrained")
+    places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
+    for place, part in zip(places, parts, strict=True):
+        _draw_plots(place, part, {})
+    if len(columns) > 1:
+        _align(figure.axes)
+    return figure
+
+
+def parts_of(runs: Sequence[Run], multiple_of: int = 1) -> list[list[Run]]:
+    """Return the runs in parts with no more curves than there are colours.
+
+    Args:
+        runs: Runs in order.
+        multiple_of: Number of curves that belong together, such as the precisions of an estimator.
+    """
+    curves = list(dict.fromkeys(run.curve for run in runs))
+    length = max(1, len(COLOURS) // multiple_of * multiple_of)
+    parts = [set(curves[start : start + length]) for start in range(0, len(curves), length)]
+    return [[run for run in runs if run.curve in part] for part in parts]
+
+
+def _plot_of_column(panel: Panel, runs: Sequence[Run], column: str, expected: Sequence[Run]) -> Plot:
+    own = [run for run in runs if run.column == column]
+    return Plot(panel, own, f"{column}: {panel.title}", [curve for curve in expected if curve.column == column])
+
+
+def _is_measured(panel: Panel, runs: Sequence[Run]) -> bool:
+    return any(points_of(run, metric) for run in runs for metric in panel.metrics.values())
+
+
+def _align(axes: Sequence[Axes]) -> None:
+    """Give all plots with the same unit, on the same kind of axis, the smallest and the largest of their limits."""
+    for kind in {(each.get_ylabel(), each.get_yscale()) for each in axes}:
+        alike = [each for each in axes if (each.get_ylabel(), each.get_yscale()) == kind]
+        lows, highs = zip(*(each.get_ylim() for each in alike), strict=True)
+        for each in alike:
+            each.set_ylim(min(lows), max(highs))
+
+
+def svg(panel: Panel, runs: list[Run], alarms: Mapping[str, Sequence[Alarm]], expected: Sequence[Run] = ()) -> bytes:
     """Return a panel as an SVG document; the same runs give the same bytes."""
     out = BytesIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.name}):
-        draw([panel], runs, alarms).savefig(out, format="svg", metadata={"Date": None})
+        draw([panel], runs, alarms, expected).savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
 
 
-def draw(panels: Sequence[Panel], runs: list[Run], alarms: Mapping[str, Sequence[Alarm]] | None = None) -> Figure:
+def draw(
+    panels: Sequence[Panel],
+    runs: list[Run],
+    alarms: Mapping[str, Sequence[Alarm]] | None = None,
+    expected: Sequence[Run] = (),
+) -> Figure:
     """Draw panels side by side: colour tells runs apart, line style the curves, vertical lines are alarms.
+
+    Several runs of one arm (seeds) are one curve: at each step the mean over those that have measured it, with a shade
+    from the smallest to the largest value. Where one of them is not finite, the mean has a gap. On a logarithmic axis
+    the shade is of the positive values.
 
     Args:
         panels: Panels with a point in at least one run.
-        runs: At most as many runs as there are colours.
+        runs: Runs with at most as many curves as there are colours.
         alarms: Alarms of each run, by its name. A full line is an alarm about this panel's metric, a dotted line one
             about another.
+        expected: Curves of the reward that are not runs: grey, each with a line style of its own.
 
     Raises:
-        ConfigurationError: If there are more runs than colours.
+        ConfigurationError: If there are more curves than colours.
     """
-    if len(runs) > len(COLOURS):
-        raise ConfigurationError(
-            f"{len(runs)} runs: allowed are up to {len(COLOURS)} in one figure. Make several reports."
-        )
     figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="constrained")
+    _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
+    return figure
+
+
+def colours_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the colour of each curve.
+
+    Raises:
+        ConfigurationError: If there are more curves than colours.
+    """
+    curves = list(dict.fromkeys(run.curve for run in runs))
+    if len(curves) > len(COLOURS):
+        raise ConfigurationError(
+            f"{len(curves)} runs: allowed are up to {len(COLOURS)} in one figure. Make several reports."
+        )
+    return dict(zip(curves, COLOURS, strict=False))
+
+
+def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapping[str, Sequence[Alarm]]) -> None:
+    """Draw rows of plots with one legend; a curve's name has one colour in all of them."""
+    colours = colours_of([run for row in rows for plot in row for run in plot.runs])
     legend: dict[str, Line2D] = {}
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        _draw_alarms(axes, panel, runs, alarms or {})
-        legend |= _draw_curves(axes, panel, runs)
-        axes.set_title(panel.title, pad=12)  # leaves room for the mark of an alarm
+    grid = figure.add_gridspec(len(rows), max(map(len, rows)))
+    for plot, place in ((plot, grid[i, j]) for i, row in enumerate(rows) for j, plot in enumerate(row)):
+        axes, panel = figure.add_subplot(place), plot.panel
+        _draw_alarms(axes, plot, colours, alarms)
+        legend |= _draw_curves(axes, plot, colours)
+        legend |= _draw_expected(axes, plot.expected) if panel is REWARD else {}
+        axes.set_title(plot.title, pad=12)  # leaves room for the mark of an alarm
         axes.set(xlabel="step", ylabel=panel.unit)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.grid(color="#e4e5e7", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
-    return figure
 
 
-def _draw_curves(axes: Axes, panel: Panel, runs: list[Run]) -> dict[str, Line2D]:
+def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str, Line2D]:
     """Draw every curve; return what the legend says of runs and, where there are several, of curves."""
+    panel = plot.panel
     series = [
-        (run, label, colour, style, points)
-        for run, colour in zip(runs, COLOURS, strict=False)
+        (name, label, style, values)
+        for name in dict.fromkeys(run.curve for run in plot.runs)
         for (label, metric), style in zip(panel.metrics.items(), STYLES, strict=False)
-        if (points := points_of(run, metric))
+        if (values := _values([run for run in plot.runs if run.curve == name], metric))
     ]
-    log = bool(panel.log) and any(value > 0 for *_, points in series for value in points.values())
-    for _, _, colour, style, points in series:
-        shown = [value if math.isfinite(value) and (value > 0 or not log) else math.nan for value in points.values()]
-        look: dict[str, Any] = {"linewidth": 1.6, "markersize": 2.8, "marker": "o" if len(points) <= MARKED else ""}
-        axes.plot(list(points), shown, color=colour, linestyle=style, **look)
+    log = bool(panel.log) and any(each > 0 for *_, values in series for seeds in values.values() for each in seeds)
+
+    def shown(value: float) -> bool:
+        return math.isfinite(value) and (value > 0 or not log)
+
+    for name, _, style, values in series:
+        colour, steps = colours[name], list(values)
+        means = [fmean(seeds) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
+        look: dict[str, Any] = {"linewidth": 1.6, "markersize": 2.8, "marker": "o" if len(steps) <= MARKED else ""}
+        means = [mean if shown(mean) else math.nan for mean in means]
+        axes.plot(steps, means, color=colour, linestyle=style, **look)
+        if max(map(len, values.values())) > 1:
+            drawn = [[value for value in seeds if shown(value)] or [math.nan] for seeds in values.values()]
+            axes.fill_between(steps, list(map(min, drawn)), list(map(max, drawn)), color=colour, alpha=0.2, linewidth=0)
     if log:
         axes.set_yscale("log", base=panel.log)
     elif axes.dataLim.y0 == 0:  # counts and fractions stand on the axis
         axes.set_ylim(0, None if axes.dataLim.y1 > 0 else 1)
-    of_runs = {run.name: Line2D([], [], color=colour, linewidth=3) for run, _, colour, *_ in series}
-    of_curves = {label: Line2D([], [], color="black", linestyle=style) for _, label, _, style, _ in series}
+    of_runs = {name: Line2D([], [], color=colours[name], linewidth=3) for name, *_ in series}
+    of_curves = {label: Line2D([], [], color="black", linestyle=style) for _, label, style, _ in series}
     return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
 
 
-def _draw_alarms(axes: Axes, panel: Panel, runs: list[Run], alarms: Mapping[str, Sequence[Alarm]]) -> None:
-    shown = {key for metric in panel.metrics.values() for key in metric.split(" or ")}
-    for run, colour in zip(runs, COLOURS, strict=False):
+def _values(runs: Sequence[Run], metric: str) -> dict[int, list[float]]:
+    """Return a metric by step: one value of each run that has measured it there."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in points_of(run, metric).items():
+            found.setdefault(step, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def _draw_expected(axes: Axes, expected: Sequence[Run]) -> dict[str, Line2D]:
+    found = {}
+    for run, style in zip(expected, STYLES[1:], strict=False):
+        steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
+        found[run.name] = axes.plot(steps, rewards, color=EXPECTED, linestyle=style, linewidth=1.4, zorder=1)[0]
+    return found
+
+
+def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Mapping[str, Sequence[Alarm]]) -> None:
+    shown = {key for metric in plot.panel.metrics.values() for key in metric.split(" or ")}
+    for run in plot.runs:
         for alarm in alarms.get(run.name, ()):
-            own = alarm.metric in shown
+            own, colour = alarm.metric in shown, colours[run.curve]
             axes.axvline(alarm.step, color=colour, linestyle="-" if own else ":", alpha=0.9 if own else 0.55)
             if own:
                 top = axes.get_xaxis_transform()

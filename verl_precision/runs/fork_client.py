@@ -1,18 +1,21 @@
 """Stands in for `python` where Ray starts a worker: has a template process fork one that has imported everything.
 
-    python -I -S fork_client.py FOLDER [-u] (SCRIPT | -m MODULE) [ARGUMENT ...]
+    python -I -S fork_client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE | -c COMMAND) [ARGUMENT ...]
 
 It looks for the template that was started in this very environment and starts it if there is none (`fork_template.py`),
-hands over its arguments, environment, working directory and standard streams, and then stands for the forked process:
+hands over what a process has from its starter (`fork_template.Order`), and then stands for the forked process:
 signals are passed on, the exit code is the forked process's, and if this process is killed, the forked one is too.
-A run starts it ten times, so it imports only a little of Python's own library.
+`-c` is what multiprocessing starts in a fork, e.g. vLLM's engine: that ends with the process that started it.
+A run starts it twelve times, so it imports only a little of Python's own library.
 """
 
+import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -25,16 +28,19 @@ OWN = (
     *("RAY_RAYLET_PID", "RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WG_BACKEND", "WG_PREFIX"),
     *("VERL_FILE_LOGGER_PATH", "VERL_PRECISION_RUN", "VERL_PRECISION_TEST", "PYTEST_CURRENT_TEST"),
-    *("SHLVL", "PWD", "OLDPWD", "_"),
+    *("VERL_PRECISION_WEIGHT_SOCKET", "SHLVL", "PWD", "OLDPWD", "_"),
 )
 START_SECONDS = 300.0
 _POLL_SECONDS = 0.05
+_PARENT_POLL_SECONDS = 1.0
 
 
 def connect(folder: str) -> socket.socket:
-    """Return a connection to this environment's template, which is started if there is none."""
-    environment = {name: value for name, value in os.environ.items() if name not in OWN}
-    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16]
+    """Return a connection to the template of this environment and these CPUs, which is started if there is none."""
+    own = {*OWN, "GOMP_CPU_AFFINITY"} if bound_to() is not None else OWN
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    cpus = sorted(os.sched_getaffinity(0))
+    name = hashlib.sha256(json.dumps([environment, cpus], sort_keys=True).encode()).hexdigest()[:16]
     path = os.path.join(folder, f"{name}.sock")
     # A template that ends for want of work holds this lock too, so that none ends between these lines.
     with open(os.path.join(folder, f"{name}.lock"), "w") as lock:
@@ -62,38 +68,78 @@ def _start_template(folder: str, name: str, environment: dict[str, str]) -> None
         time.sleep(_POLL_SECONDS)
 
 
+def bound_to() -> int | None:
+    """Return the one CPU that OpenMP's threads are bound to in this environment: a fork can be bound to it later.
+
+    vLLM's worker is, on two cores. More CPUs, a thread on each, are for libgomp, which reads them as it is loaded.
+    """
+    cpu = os.environ.get("GOMP_CPU_AFFINITY", "")
+    return int(cpu) if cpu.isdigit() and "OMP_NUM_THREADS" in os.environ else None
+
+
 def main() -> int:
     """Have the process forked; return its exit code when it has ended."""
-    folder, arguments = sys.argv[1], [argument for argument in sys.argv[2:] if argument not in ("-u", "-B")]
+    folder, arguments = sys.argv[1], sys.argv[2:]
+    while arguments[0] in ("-u", "-B"):
+        del arguments[0]
+    spawned, parent = arguments[0] == "-c", os.getppid()
+    if "GOMP_CPU_AFFINITY" in os.environ:  # a preloaded libgomp has bound this process to the first of the CPUs
+        os.sched_setaffinity(0, os.sched_getaffinity(parent))
+    inherited = _inherited_descriptors() if spawned else []
     connection = connect(folder)
-    # One line of JSON, with the three streams. The template answers with two lines: process id, exit code.
-    order = {"arguments": arguments, "environment": dict(os.environ), "cwd": os.getcwd()}
+    descriptors = [0, 1, 2, *inherited]
+    # One line of JSON, with the descriptors. The template answers with two lines: process id, exit code.
+    order = {
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "cwd": os.getcwd(),
+        "descriptors": descriptors,
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "cpu": bound_to(),
+    }
     message = json.dumps(order).encode() + b"\n"
-    sent = socket.send_fds(connection, [message], [0, 1, 2])
+    sent = socket.send_fds(connection, [message], descriptors)
     if rest := message[sent:]:  # sending nothing fails where the process has ended by now
         connection.sendall(rest)
-    answers = connection.makefile()
-    forked = _number(answers)
+    for descriptor in inherited:  # an end of a pipe that the forked process closes must be closed
+        os.close(descriptor)
+    forked = _number(connection)
 
     def pass_on(number: int, frame: object) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended; its exit code is on its way
             os.kill(forked, number)
-        except ProcessLookupError:  # it has just ended; its exit code is on its way
-            pass
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    code = _number(answers)
+    while spawned and not select.select([connection], [], [], _PARENT_POLL_SECONDS)[0]:
+        if os.getppid() != parent:
+            return 1  # nobody reads it; the template ends the forked process
+    code = _number(connection)
     if code < 0:  # ended by a signal: so does this one
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
 
-def _number(answers: io.TextIOWrapper) -> int:
-    line = answers.readline()
-    if not line:
-        sys.exit("the template for Ray's workers has ended; its log is beside its socket")
+def _inherited_descriptors() -> list[int]:
+    """Return what this process was started with beyond the standard streams; Python's own are not inheritable."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the folder itself, closed by now
+            if descriptor > 2 and os.get_inheritable(descriptor):
+                found.append(descriptor)
+    return found
+
+
+def _number(connection: socket.socket) -> int:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte:
+            sys.exit("the template for Ray's workers has ended; its log is beside its socket")
+        line += byte
     return int(line)
 
 

@@ -25,10 +25,17 @@ MODULES = (
     "verl.experimental.reward_loop",
     "transfer_queue",
 )
+# What multiprocessing starts in a fork in place of Python: a process that it spawns is a fork as well.
+SPAWN = """#!/bin/sh
+case "$*" in
+  *multiprocessing.spawn*) exec {client} "$@" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
 
 
 @contextmanager
-def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 60.0) -> Iterator[str]:
+def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -> Iterator[str]:
     """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block.
 
     Nothing is started here: the first worker starts its template.
@@ -38,13 +45,17 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 60.0) ->
         idle_seconds: How long a template without work stays. Longer than the pause between two runs.
     """
     folder = Path(tempfile.mkdtemp(prefix="vp-fork-"))
+    client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("fork_client.py")), str(folder)])
+    spawn = folder / "python"
+    spawn.write_text(SPAWN.format(client=client, python=shlex.quote(sys.executable)))
+    spawn.chmod(0o700)
     (folder / "template.json").write_text(json.dumps({"modules": list(modules), "idle_seconds": idle_seconds}))
     # A template connects to it and ends when the connection does, whatever ends this process.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
         owner.bind(str(folder / "owner.sock"))
         owner.listen(64)
         try:
-            yield shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("fork_client.py")), str(folder)])
+            yield client
         finally:
             owner.close()
             shutil.rmtree(folder, ignore_errors=True)  # a template removes its socket while it ends

@@ -2,33 +2,55 @@
 
     python fork_template.py FOLDER NAME
 
-Importing verl, vLLM and torch takes ten seconds of a core, and a run has nine processes that do it. A fork has them at
-once and shares their memory. Whatever may differ between processes is set in the fork: arguments, environment, working
-directory, streams, signals, random state, number of threads. Ends when the process that owns FOLDER does, or
-for want of work: a folder may see many environments, each with a template of half a gigabyte.
+Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has them
+at once and shares their memory. Whatever may differ between processes is set in the fork: arguments, environment,
+working directory, open files, signals, priority, random state, number of threads. What a fork spawns with
+multiprocessing, as vLLM does its engine and that its worker, is a fork too. Ends when the process that owns FOLDER
+does, or for want of work: a folder may see many environments, each with a template of half a gigabyte.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.spawn
 import os
 import random
+import resource
 import runpy
 import selectors
 import signal
 import socket
 import sys
+import types
 from typing import Any, NamedTuple
+
+_MOST_DESCRIPTORS = 253  # that one message can carry: Linux's SCM_MAX_FD
+_PR_SET_PDEATHSIG = 1
 
 
 class Order(NamedTuple):
-    """What a fork is to run: arguments as after `python` (a script, or `-m` and a module, then its own)."""
+    """What a fork is to run, and what it has from the process that starts it.
+
+    Attributes:
+        arguments: As after `python`: a script, `-m` and a module, or `-c` and a command, then its own.
+        environment: Its environment variables.
+        cwd: Its working directory.
+        descriptors: Numbers of the open files it has, the three standard streams first.
+        niceness: Its scheduling priority.
+        open_files: Soft and hard limit of its open files.
+        cpu: The one CPU it is bound to, or None where it has the template's.
+    """
 
     arguments: list[str]
     environment: dict[str, str]
     cwd: str
+    descriptors: list[int]
+    niceness: int
+    open_files: tuple[int, int]
+    cpu: int | None
 
 
 def serve(folder: str, name: str) -> Order:
@@ -82,7 +104,7 @@ def serve(folder: str, name: str) -> Order:
             elif source is listening:
                 client, _ = listening.accept()
                 try:
-                    order, streams = _receive(client)
+                    order, received = _receive(client)
                 except ConnectionError:
                     client.close()
                     continue
@@ -92,10 +114,10 @@ def serve(folder: str, name: str) -> Order:
                     selector.close()
                     for ours in (owner, wake, woken, listening, client, *clients.values()):
                         ours.close()
-                    _become(order, streams)
+                    _become(order, received, os.path.join(folder, "python"))
                     return order
-                for stream in streams:
-                    os.close(stream)
+                for descriptor in received:
+                    os.close(descriptor)
                 _answer(client, process)
                 clients[process] = client
                 selector.register(client, selectors.EVENT_READ)
@@ -105,13 +127,13 @@ def serve(folder: str, name: str) -> Order:
 
 
 def _receive(client: socket.socket) -> tuple[Order, list[int]]:
-    message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
+    message, received, _, _ = socket.recv_fds(client, 1 << 16, _MOST_DESCRIPTORS)
     while not message.endswith(b"\n"):
         part = client.recv(1 << 16)
         if not part:
             raise ConnectionError("the client was killed while it sent its order")
         message += part
-    return Order(**json.loads(message)), streams
+    return Order(**json.loads(message)), received
 
 
 def _answer(client: socket.socket, number: int) -> None:
@@ -131,22 +153,51 @@ def _report_ended(clients: dict[int, socket.socket], selector: selectors.BaseSel
                 _answer(client, os.waitstatus_to_exitcode(status))
 
 
-def _become(order: Order, streams: list[int]) -> None:
-    """Make a fresh fork what a process started with the order's command line would be."""
+def _become(order: Order, received: list[int], python: str) -> None:
+    """Make a fresh fork what a process started with the order's command line would be.
+
+    Args:
+        order: What it is to be.
+        received: Its open files, in this process's numbers.
+        python: What multiprocessing starts in place of Python.
+    """
+    template = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none is left when the template is killed
+    if os.getppid() != template:
+        os._exit(1)
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for place, stream in enumerate(streams):
-        os.dup2(stream, place)
-        os.close(stream)
+    _number_descriptors(received, order.descriptors)
+    os.setpriority(os.PRIO_PROCESS, 0, order.niceness)
+    resource.setrlimit(resource.RLIMIT_NOFILE, order.open_files)
+    if order.cpu is not None:
+        os.sched_setaffinity(0, {order.cpu})
+    if order.arguments[0] == "-c":
+        with contextlib.suppress(ImportError):  # vLLM's titles; Ray has its own, which must come first
+            importlib.import_module("setproctitle").getproctitle()  # finds its place by the environment of the start
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.cwd)
+    multiprocessing.spawn.set_executable(python)
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     _follow_thread_count()
+
+
+def _number_descriptors(received: list[int], numbers: list[int]) -> None:
+    """Give open files their numbers, which others of them may have now."""
+    above = max(numbers) + 1
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for number, descriptor in zip(numbers, moved, strict=True):
+        if number > 2 and os.path.lexists(f"/proc/self/fd/{number}"):  # not where the parent has the same imports
+            raise RuntimeError(f"a module that was imported before the fork has the open file {number} of its order")
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def _follow_thread_count() -> None:
@@ -167,16 +218,22 @@ def _follow_thread_count() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script or module as `python` would with these arguments."""
-    if arguments[0] == "-m":
+    """Run a script, module or command as `python` would with these arguments."""
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+    elif arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.path[0] = os.getcwd()
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path[0] = os.path.dirname(arguments[0])
+        sys.path.insert(0, os.path.dirname(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this file's folder, which a fork has no business in
     run(serve(sys.argv[1], sys.argv[2]).arguments)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl_precision.errors import RunFailedError
 from verl_precision.failure_report import reason
-from verl_precision.processes import RUN_MARK, end_processes
+from verl_precision.processes import RUN_MARK, end_marked, end_processes
 
 _POLL_SECONDS = 0.5
 # What verl is doing, in the order in which a run passes it: (pattern in verl's, Ray's or vLLM's output, what the user
@@ -68,28 +68,34 @@ def run_verl(
     folder: Path,
     on_progress: Callable[[Progress], None],
     python: str | None = None,
+    goes_on: bool = False,
+    threads: int | None = None,
 ) -> float:
     """Run verl to its end.
 
     Args:
         config: The recipe's YAML.
         overrides: Hydra overrides.
-        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files.
+        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on writes the next
+            log, `train-2.log`.
         on_progress: Called about twice a second.
         python: Command with which Ray starts its workers, e.g. the one of a `fork_server`; None for Ray's own.
+        goes_on: Whether the folder may be that of a start which was interrupted. What is left of its processes ends.
+        threads: `OMP_NUM_THREADS` of its processes, where the variable is not set; None leaves it alone.
 
     Returns:
-        Wall-clock seconds.
+        Wall-clock seconds of this start.
 
     Raises:
         RunFailedError: If verl fails; Ray's logs are kept then and named.
         KeyboardInterrupt: On Ctrl-C, after every process of the run has ended.
     """
-    folder.mkdir(parents=True)
-    log, metrics = folder / "train.log", folder / "metrics.jsonl"
+    folder.mkdir(parents=True, exist_ok=goes_on)
+    log, metrics = _new_log(folder), folder / "metrics.jsonl"
     # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
     ray_folder = Path(tempfile.mkdtemp(prefix="vp-ray-"))
-    mark = uuid.uuid4().hex
+    mark = uuid.uuid5(uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex  # the same at each start of this run
+    end_marked(mark)
     command = [
         *verl_command(config, overrides),
         "trainer.logger=[console,file]",
@@ -99,6 +105,8 @@ def run_verl(
     if python is not None:
         command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}")
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
     with log.open("wb") as sink:
@@ -118,10 +126,16 @@ def run_verl(
     return time.monotonic() - start
 
 
+def _new_log(folder: Path) -> Path:
+    starts = len(list(folder.glob("train*.log")))
+    return folder / (f"train-{starts + 1}.log" if starts else "train.log")
+
+
 def _follow(
     process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[Progress], None]
 ) -> None:
     stage, total = -1, None
+    former = metrics.stat().st_mtime_ns if metrics.exists() else None  # rows of an earlier start: no progress yet
     with log.open(errors="replace") as lines:
         while True:
             ended = process.poll() is not None
@@ -129,7 +143,8 @@ def _follow(
                 stage = stage_of(line, stage)
                 if match := TOTAL_STEPS.search(line):
                     total = int(match.group(1))
-            step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            written = metrics.exists() and metrics.stat().st_mtime_ns != former
+            step = metrics.read_bytes().count(b"\n") if written else 0
             text = "training" if step else STAGES[stage][1] if stage >= 0 else "starting verl"
             on_progress(Progress(text, step, total, time.monotonic() - start))
             if ended:

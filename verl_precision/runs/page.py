@@ -2,7 +2,7 @@
 
 import math
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from verl_precision.errors import ConfigurationError
 from verl_precision.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.runs.figures import COLOURS, PANELS, Panel, points_of, svg
+from verl_precision.runs.figures import colours_of, svg
+from verl_precision.runs.panels import PANELS, Panel, points_of
 from verl_precision.runs.read import Run
 
 # By this line an earlier report is known, which may be written over.
@@ -22,12 +23,13 @@ MARK = '<meta name="generator" content="verl-precision report">'
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def page(runs: list[Run], settings: AlarmSettings | None = None) -> str:
+def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Sequence[Run] = ()) -> str:
     """Return the report.
 
     Args:
-        runs: Runs with different names.
+        runs: Runs with different names; those of one arm are one curve in the figures.
         settings: Settings of the alarm, which is run over the recorded metrics.
+        expected: Curves drawn beside the reward (`runs/expected.py`).
 
     Raises:
         ConfigurationError: If no run has any of the metrics shown, or there are too many runs.
@@ -52,14 +54,16 @@ def page(runs: list[Run], settings: AlarmSettings | None = None) -> str:
         mark=Markup(MARK),
         version=__version__,
         runs=runs,
-        colours=COLOURS,
+        expected=expected,
+        colours=colours_of(runs),
+        bands=len({run.curve for run in runs}) < len(runs),
         alarms=alarms,
         baseline_missing={name: judge.baseline_missing for name, judge in judges.items()},
         settings=settings,
         panels=[
             {
                 "panel": panel,
-                "image": b64encode(svg(panel, runs, alarms)).decode(),
+                "image": b64encode(svg(panel, runs, alarms, expected)).decode(),
                 "curves": curves,
                 "steps": sorted({step for curve in curves for step in curve["points"]}),
             }

@@ -11,11 +11,12 @@ from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
 
 READABLE = (
     "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, TensorBoard "
-    "events, or a folder with one of them or of such folders"
+    "events, or a folder with one of them, of such folders, or of arms that have one for each seed"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP = re.compile(r"\bstep:(\d+) - (.+)")
 _NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
+_SEED = re.compile(r"(.+)/seed_\d+")
 Rows = list[dict[str, float]]
 
 
@@ -28,16 +29,27 @@ class Run:
         path: The file or folder that was read.
         rows: One dictionary a step, in order: `step`, and numbers by key. A NaN that was logged is NaN.
         notes: What was left out, in words.
+        arm: Runs of one arm (its seeds) are one curve with this name; empty: the run has a curve of its own.
+        column: In a comparison of estimators, the one whose plots show the run; empty where all runs share plots.
     """
 
     name: str
     path: Path
     rows: Rows
     notes: tuple[str, ...] = ()
+    arm: str = ""
+    column: str = ""
+
+    @property
+    def curve(self) -> str:
+        """Return the name of its curve in a figure."""
+        return self.arm or self.name
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Read runs. A folder of runs, as `verl-precision compare` writes it, stands for each of them.
+    """Read runs. A folder that `verl-precision compare` writes, of runs or of arms with seeds, stands for each of them.
+
+    Where a run's name is `<arm>/seed_<n>`, it is one of its arm.
 
     Raises:
         ConfigurationError: If a path cannot be read or is given twice.
@@ -82,10 +94,17 @@ def _sources(path: Path) -> list[Path]:
     own = _source_in(path)
     if own is not None:
         return [own]
-    found = [source for folder in sorted(path.iterdir()) if folder.is_dir() and (source := _source_in(folder))]
+    arms = _folders_in(path)
+    found = [source for folder in arms if (source := _source_in(folder))] or [
+        source for arm in arms for folder in _folders_in(arm) if (source := _source_in(folder))
+    ]
     if not found:
         raise _refused(path, "there are no metrics in it", "Name the file itself.")
     return found
+
+
+def _folders_in(path: Path) -> list[Path]:
+    return sorted(folder for folder in path.iterdir() if folder.is_dir())
 
 
 def _source_in(folder: Path) -> Path | None:
@@ -126,7 +145,9 @@ def _read(source: Path, name: str) -> Run:
         raise _refused(source, "there is no training step in it", "Wait for the first step of the run.")
     if repeated := len(rows) - len(by_step):
         notes.append(f"{repeated} step(s) were logged more than once (a resumed run): the last counts")
-    return Run(name, source, [by_step[step] for step in sorted(by_step)], tuple(notes))
+    of_seed = _SEED.fullmatch(name)
+    rows = [by_step[step] for step in sorted(by_step)]
+    return Run(name, source, rows, tuple(notes), of_seed.group(1) if of_seed else "")
 
 
 def _log_rows(path: Path) -> tuple[Rows, int]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -21,9 +22,9 @@ Verdict = dict[str, float | bool | None]
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in a few numbers; mismatch figures are means over all steps, in nats per token."""
+    """One run in a few numbers; mismatch figures are means over all steps that have them, in nats per token."""
 
-    precision: str  # name of the precision preset
+    precision: str | None  # name of the precision preset, or None where an arm leaves it to the recipe
     steps: int
     reward_first: float  # mean reward of the first step's batch
     reward_last: float
@@ -31,18 +32,31 @@ class Summary:
     length_last: float
     log_prob_gap: float  # mean |log π - log μ|
     k3_kl: float  # k3 estimate of KL(μ‖π)
-    pearson_last: float  # correlation of trainer and rollout probabilities at the last step
+    pearson_last: float  # correlation of trainer and rollout probabilities, at the last step that has one
     seconds_per_step: float  # median over steps, because the first carries warm-up
     seconds_total: float  # wall clock, start-up included
+    arm: str  # what is compared
+    estimator: str | None = None  # name of the estimator preset, or None where it is left to the recipe
+    seed: int | None = None  # or None where no seeds are given
 
 
-def summarise(precision: str, rows: Rows, seconds_total: float) -> Summary:
+def summarise(
+    precision: str | None,
+    rows: Rows,
+    seconds_total: float,
+    arm: str | None = None,
+    estimator: str | None = None,
+    seed: int | None = None,
+) -> Summary:
     """Summarise a run.
 
     Args:
-        precision: Name of the precision preset.
+        precision: Name of the precision preset, if one was chosen.
         rows: Metrics of each step.
         seconds_total: Wall clock of the run.
+        arm: Name of the arm; that of the precision where precisions are compared.
+        estimator: Name of the estimator preset, if one was chosen.
+        seed: The run's seed, if it was given one.
 
     Raises:
         ConfigurationError: If a metric that the comparison needs was not measured.
@@ -54,36 +68,53 @@ def summarise(precision: str, rows: Rows, seconds_total: float) -> Summary:
             f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, which "
             "every preset sets",
             setting="precision",
-            value=precision,
+            value=arm or precision,
             remedy="Leave it so, and look into the log for a measurement that failed.",
         )
-    first, last = rows[0], rows[-1]
+    # Some steps may lack one: responses that are all equal have no correlation.
+    of = {key: [row[key] for row in rows if key in row] for key in needed}
     return Summary(
         precision=precision,
         steps=len(rows),
-        reward_first=first[REWARD],
-        reward_last=last[REWARD],
-        length_first=first[LENGTH],
-        length_last=last[LENGTH],
-        log_prob_gap=fmean(row[LOG_PROB_GAP] for row in rows),
-        k3_kl=fmean(row[K3_KL] for row in rows),
-        pearson_last=last[PROBS_PEARSON],
-        seconds_per_step=median(row[STEP_SECONDS] for row in rows),
+        reward_first=of[REWARD][0],
+        reward_last=of[REWARD][-1],
+        length_first=of[LENGTH][0],
+        length_last=of[LENGTH][-1],
+        log_prob_gap=fmean(of[LOG_PROB_GAP]),
+        k3_kl=fmean(of[K3_KL]),
+        pearson_last=of[PROBS_PEARSON][-1],
+        seconds_per_step=median(of[STEP_SECONDS]),
         seconds_total=seconds_total,
+        arm=arm or precision or "",
+        estimator=estimator,
+        seed=seed,
     )
 
 
 def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
-    """Return, for each run after the first, how many times larger the first run's mismatch is."""
-    first, *others = summaries
-    return {
-        f"{first.precision}/{other.precision}": {
-            "log_prob_gap": first.log_prob_gap / other.log_prob_gap,
-            "k3_kl": first.k3_kl / other.k3_kl,
-        }
-        for other in others
-        if other.k3_kl > 0
-    }
+    """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is.
+
+    An arm's mismatch is the mean over its seeds.
+    """
+    found, firsts = {}, dict[str | None, str]()
+    arms = by_arm(summaries)
+    for arm, runs in arms.items():
+        first = firsts.setdefault(runs[0].estimator, arm)
+        (gap, k3), (first_gap, first_k3) = (
+            (fmean(run.log_prob_gap for run in members), fmean(run.k3_kl for run in members))
+            for members in (runs, arms[first])
+        )
+        if arm != first and k3 > 0:
+            found[f"{first}/{arm}"] = {"log_prob_gap": first_gap / gap, "k3_kl": first_k3 / k3}
+    return found
+
+
+def by_arm(summaries: list[Summary]) -> dict[str, list[Summary]]:
+    """Return the runs of each arm, one a seed, in the order of the first of each."""
+    found: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        found.setdefault(summary.arm, []).append(summary)
+    return found
 
 
 @dataclass(frozen=True)
@@ -156,16 +187,41 @@ def write_summary(
     write_file(path, json.dumps(content, indent=2) + "\n", replace=True)
 
 
+_CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
+    "steps": (lambda run: run.steps, "{:.0f}"),
+    "reward": (lambda run: run.reward_last, "{:.3g}"),
+    "|log-prob gap|": (lambda run: run.log_prob_gap, "{:.2e}"),
+    "k3 KL": (lambda run: run.k3_kl, "{:.2e}"),
+    "Pearson": (lambda run: run.pearson_last, "{:.5f}"),
+    "s/step": (lambda run: run.seconds_per_step, "{:.1f}"),
+}
+
+
 def table(summaries: list[Summary]) -> Table:
-    """Return the comparison as a table: one row for each precision and one for each ratio."""
+    """Return the comparison as a table: one row for each arm and one for each ratio.
+
+    With several seeds, an arm has three lines: the mean over them, the smallest and the largest value. Of values that
+    are not all numbers, the mean is NaN, and the others are of those that are.
+    """
+    seeds = any(summary.seed is not None for summary in summaries)
+    head = "precision" if all(summary.arm == summary.precision for summary in summaries) else "arm"
     result = Table(title="Training-inference mismatch (mean over steps)", title_justify="left")
-    for column in ("precision", "steps", "reward", "|log-prob gap|", "k3 KL", "Pearson", "s/step"):
-        result.add_column(column, justify="left" if column == "precision" else "right", no_wrap=True)
-    for s in summaries:
-        result.add_row(
-            *(s.precision, str(s.steps), f"{s.reward_first:.3g} -> {s.reward_last:.3g}"),
-            *(f"{s.log_prob_gap:.2e}", f"{s.k3_kl:.2e}", f"{s.pearson_last:.5f}", f"{s.seconds_per_step:.1f}"),
-        )
+    for column in (head, *(["seeds"] if seeds else []), *_CELLS):
+        result.add_column(column, justify="left" if column == head else "right", no_wrap=True)
+    for arm, runs in by_arm(summaries).items():
+        cells = [_cell([value(run) for run in runs], text) for value, text in _CELLS.values()]
+        if len(runs) == 1:
+            cells[1] = f"{runs[0].reward_first:.3g} -> {cells[1]}"
+        name = arm if len(runs) == 1 else f"{arm}\n  min\n  max"
+        result.add_row(name, *([str(len(runs))] if seeds else []), *cells)
+    before = ("", "", "") if seeds else ("", "")
     for name, ratio in ratios(summaries).items():
-        result.add_row(f"ratio {name}", "", "", f"{ratio['log_prob_gap']:.1f}x", f"{ratio['k3_kl']:.1f}x", "", "")
+        result.add_row(f"ratio {name}", *before, f"{ratio['log_prob_gap']:.1f}x", f"{ratio['k3_kl']:.1f}x", "", "")
     return result
+
+
+def _cell(values: list[float], text: str) -> str:
+    if len(values) == 1:
+        return text.format(values[0])
+    numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+    return "\n".join(text.format(value) for value in (fmean(values), min(numbers), max(numbers)))
