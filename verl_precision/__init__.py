@@ -3,12 +3,13 @@
 Map of the package; imports point downwards only (tests/test_layers.py):
 
     cli                `verl-precision <verb>`, all of them; plugin: what verl loads
+    evaluation/        how often a model solves the problems of a data set (`evaluate`)
     sanity_set/        the problems a model solves sometimes (`sanity-set`)
     offline_mismatch/  the mismatch without training (`mismatch`)
     runs/              run a recipe in several precisions and show what it left (`compare`, `report`)
     check/             what will run in which dtype, and what is wrong (`check`)
     integration/       the rim: every module that imports verl or vLLM
-    data/              the paper's data sets in verl's format (`data`)
+    data/              the paper's data sets, and sets to evaluate on, in verl's format (`data`)
     sampling/          draws responses and scores them: engines, journal, progress
     rules/             what can be wrong with a config: every rule once, as data
     losses/            the paper's estimators, and aggregation (torch alone)

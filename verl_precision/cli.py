@@ -241,22 +241,52 @@ def compare(
         list[str] | None,
         Option("--precision", "-p", help="Precision preset. Repeat the option for several. Default: bf16 and fp16."),
     ] = None,
-    output: Annotated[Path, Option(help="Results go to a new folder <output>/<recipe>/<time>.")] = Path("outputs"),
+    estimator: Annotated[
+        list[str] | None,
+        Option("--estimator", "-e", help="Estimator preset, run in each precision. Repeat the option for several."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        Option(help="In place of -p and -e: an arm of the recipe, from its key `arms`, or `all`. Repeatable."),
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        Option(min=0, help="Run each arm with this seed, for a recipe with the key `seed`. Repeat it for several."),
+    ] = None,
+    side_by_side: Annotated[
+        int, Option(min=1, help="Runs at a time. Each needs the whole recipe's memory: on a CPU, 8 GiB.")
+    ] = 1,
+    output: Annotated[Path, Option(help="Results go to the folder <output>/<recipe>/<time>.")] = Path("outputs"),
+    anew: Annotated[bool, Option("--anew", help="Start anew, whatever was interrupted.")] = False,
     pass_bar: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
     pass_steps: Annotated[int, Option(help="With --pass-bar: number of last steps of the mean.")] = 4,
 ) -> None:
-    """Run one recipe in several precisions, one after the other, and show the mismatch of each.
+    """Run one recipe in several precisions and show the mismatch of each: one run after the other, or a whole grid.
 
-    Writes summary.json, comparison.png, report.html and, for each precision, metrics.jsonl and train.log. Ctrl-C ends
-    the current run and every process it started.
+    What is compared is an arm: a precision; with -e, each estimator in each precision (arm grpo-bf16); or, with --arm,
+    what the recipe itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, each arm runs once for each
+    seed; the table then has mean and range, and figures a band. Example: -e grpo -e gspo --seed 1 --seed 2 are eight
+    runs, in the folders grpo-bf16/seed_1 to gspo-fp16/seed_2.
+
+    Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
+    Ctrl-C ends every run under way and every process it started. The same command goes on where a comparison was
+    interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
     """
-    from verl_precision.runs.compare import compare_precisions
+    from verl_precision.runs.compare import check_arguments, compare_runs
+    from verl_precision.runs.comparison_folder import command_of, comparison_folder
     from verl_precision.runs.results import PassBar
 
     bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
-    folder = output / config.stem / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    with after_ctrl_c(f"every process of the run has ended. What was measured is in {folder}"):
-        compare_precisions(config, precision or ["bf16", "fp16"], overrides or [], folder, console, bar)
+    precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
+    estimators, seeds = estimator or [], seed or []
+    runs = check_arguments(config, precisions, chosen, estimators, arm or [], seeds)
+    arms = list(dict.fromkeys(run.arm.name for run in runs)) if arm else []
+    command = command_of(config, precisions, chosen, estimators, arms, seeds)
+    with comparison_folder(output / config.stem, command, anew) as folder:
+        if len(list(folder.iterdir())) > 1:  # more than the command
+            console.print(f"This comparison was interrupted and goes on in {folder}. To start anew, add --anew.")
+        with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
+            compare_runs(config, runs, chosen, folder, console, bar, side_by_side)
 
 
 @verb("report")
@@ -267,6 +297,10 @@ def report(
     ],
     output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
     force: Annotated[bool, Option("--force", help="Replace a file that is not an earlier report.")] = False,
+    expected: Annotated[
+        Path | None, Option(help="Curves to draw beside the reward, e.g. recipes/sanity/expected.csv.")
+    ] = None,
+    estimator: Annotated[str | None, Option(help="With --expected: the estimator of the runs.")] = None,
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
@@ -275,11 +309,19 @@ def report(
     if absent := [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]:
         needed = f"the report needs {' and '.join(absent)}, not installed here"
         raise EnvironmentMismatchError(needed, remedy="pip install jinja2 'matplotlib>=3.8'")
+    if (expected is None) != (estimator is None):
+        raise BadParameter("--expected and --estimator belong together: give both, or neither")
+    from verl_precision.runs.expected import read_expected
     from verl_precision.runs.page import page, write_page
     from verl_precision.runs.read import read_runs
 
-    write_page(output, page(read_runs(runs)), force)
+    curves = read_expected(expected, estimator) if expected and estimator else []
+    write_page(output, page(read_runs(runs), expected=curves), force)
     console.print(f"wrote {output}: open it in a browser", soft_wrap=True)
+
+
+def _folder_of(verb: str, model: str) -> Path:
+    return Path("outputs") / verb / re.sub(r"[^\w.-]+", "-", Path(model).name)
 
 
 @verb("mismatch")
@@ -322,9 +364,89 @@ def mismatch(
     values["rollout_dtypes"] = tuple(rollout_dtype or ("fp16", "bf16"))
     values["train_dtypes"] = tuple(train_dtype or ("fp16", "bf16"))
     job, chosen = MismatchJob(**values), read_prompts(prompts, prompt_field, max_prompts)
-    folder = output or Path("outputs") / "mismatch" / re.sub(r"[^\w.-]+", "-", Path(model).name)
+    folder = output or _folder_of("mismatch", model)
     with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
         measure_mismatch(job, chosen, folder, console, ray_address, in_flight)
+
+
+@verb("evaluate")
+def evaluate(
+    model: Annotated[str, Argument(help="Folder or hub name of the model, e.g. an exported checkpoint.")],
+    data: Annotated[
+        list[Path], Option(help="Data set in verl's format: .parquet or .jsonl. Repeat the option for several.")
+    ],
+    context: Annotated[
+        list[int], Option(help="Most tokens of prompt and response together. Repeat the option for several.")
+    ],
+    dtype: Annotated[
+        list[str] | None, Option(help="Dtype of vLLM: fp16, bf16 or fp32. Repeat it for several. Default: fp16.")
+    ] = None,
+    responses: Annotated[int, Option("--responses", "-n", help="Responses to each problem: k of avg@k.")] = 32,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0 takes the most probable token.")] = 0.6,
+    top_p: Annotated[float, Option(help="Share of the probability that is drawn from, most probable first.")] = 0.95,
+    seed: Annotated[int, Option(help="Sampling seed. Each response gets its own seed from it.")] = 0,
+    reward: Annotated[str, Option(help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")] = "verl",
+    correct_at: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
+    in_flight: Annotated[int, Option(min=1, help="Responses that each engine draws at a time.")] = 256,
+    keep_text: Annotated[bool, Option("--keep-text", help="Write the responses' text into the journal.")] = False,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Folder of the results. Default: outputs/evaluate/<model>.")
+    ] = None,
+    ray_address: Annotated[str | None, Option(help="Draw on every GPU of this Ray; `local` starts one.")] = None,
+) -> None:
+    """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
+
+    Shows avg@k with its standard error, pass@k and the share of truncated responses; with several dtypes also the
+    paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
+    it counts: after an interruption, the same command continues.
+    """
+    from verl_precision.evaluation.session import evaluate as evaluate_model
+    from verl_precision.evaluation.settings import Evaluation
+
+    values: dict[str, Any] = dict(
+        model=model, data=tuple(data), contexts=tuple(context), dtypes=tuple(dtype or ["fp16"])
+    )
+    values |= dict(responses=responses, temperature=temperature, top_p=top_p, seed=seed)
+    evaluation = Evaluation(**values, reward=reward, correct_at=correct_at)
+    folder = output or _folder_of("evaluate", model)
+    with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
+        evaluate_model(evaluation, folder, console, ray_address, in_flight, keep_text)
+
+
+@verb("export")
+def export(
+    checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, checkpoints/.../global_step_N.")],
+    dtype: Annotated[str, Option(help="Dtype of the weights: fp16, bf16 or fp32.")] = "fp16",
+    output: Annotated[
+        Path | None, Option(help="Folder to create. Default: outputs/export/<experiment>_<step>_<dtype>.")
+    ] = None,
+) -> None:
+    """Write a checkpoint of an FSDP run as a Hugging Face folder, rounded once from FP32.
+
+    LoRA adapters are merged in FP32. The range of every weight is checked before anything is written: a weight that is
+    not finite in the dtype is refused by name. config.json says the dtype of the weights. A folder that exists is
+    refused.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+    from verl_precision.quiet import only_errors_of_others
+
+    path = checkpoint.resolve()
+    step = path.parent if path.name == "actor" else path
+    output = output or Path("outputs") / "export" / f"{step.parent.name}_{step.name}_{dtype}"
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
+    with only_errors_of_others(), Progress(*columns, console=errors) as progress:
+        from verl_precision.export.session import export_checkpoint
+
+        task = progress.add_task("reading", total=None)
+        report = export_checkpoint(
+            path,
+            dtype,
+            output,
+            lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+        )
+    verdict = f"; {report.verdict}" if dtype == "fp16" else ""
+    console.print(f"wrote {output}: {len(report.tensors)} tensors in {dtype}{verdict}", soft_wrap=True, highlight=False)
 
 
 @verb("data")
@@ -336,7 +458,7 @@ def data(
     stand_in: Annotated[bool, Option("--stand-in", help="Write a few sums instead; needs no network.")] = False,
     any_count: Annotated[bool, Option("--any-count", help="Accept another number of problems than expected.")] = False,
 ) -> None:
-    """Write one of the paper's data sets in verl's format, after a check of its columns and its size."""
+    """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size."""
     from verl_precision.data.prepare import prepare
 
     print(prepare(name, output / f"{name}.parquet", template, source, stand_in, any_count))

@@ -25,7 +25,12 @@ from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForTokenClassification
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+)
 from transformers.integrations import flash_attention
 from transformers.masking_utils import flash_attention_mask
 from verl.models.transformers import monkey_patch
@@ -41,9 +46,12 @@ from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
 from verl_precision.errors import LossScaleError, PrecisionContradictionError
+from verl_precision.export.session import export_checkpoint
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.fsdp_engine import AlwaysManifest, precision_variant
+from verl_precision.integration.weight_export import ExactWeights
 from verl_precision.tiny_model import cached_tiny_model
+from verl_precision.weight_sync.manifest import digest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARED = Path(os.environ["SHARED_FOLDER"])
@@ -90,6 +98,7 @@ def make_engine(
     packed=False,
     attention="sdpa",
     ulysses=1,
+    architecture="qwen3",
     **ours,
 ):
     """Build an engine of ours with settings `ours`; `plain`: with verl's config; `packed`: as on a GPU."""
@@ -102,7 +111,7 @@ def make_engine(
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
     model = HFModelConfig(
-        path=str(cached_tiny_model("qwen3")),
+        path=str(cached_tiny_model(architecture)),
         use_remove_padding=packed,
         enable_gradient_checkpointing=packed,
         override_config={"attn_implementation": attention},
@@ -590,6 +599,103 @@ def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     assert error > 1e-3 if plain else error < 1e-6
     after = weights()
     assert all(torch.equal(before[key], after[key]) for key in before), "the adapter is taken out again"
+
+
+@STRATEGIES
+def test_weights_are_watched_on_their_way_to_the_rollout(strategy):
+    """With a manifest and without one. The tiny model's weights are FP32 draws, and an update of 1e-2 crosses."""
+    engine = make_engine("fp32", strategy=strategy, send_weight_manifest=strategy == "fsdp2")
+
+    def sync_and_train():
+        list(engine.get_per_tensor_param()[0])
+        assert "precision/bf16_off_grid_fraction" not in step(engine, last=False).metrics
+        return {key: value for key, value in step(engine).metrics.items() if "bf16" in key}
+
+    first, second = sync_and_train(), sync_and_train()
+    assert set(first) == {"precision/bf16_off_grid_fraction"}, "nothing came before"
+    assert first["precision/bf16_off_grid_fraction"][0] > 0.9
+    assert 0.5 < second["precision/bf16_crossings_fraction"][0] < 1
+    before = {name: weight.bfloat16() for name, weight in engine.get_per_tensor_param()[0]}
+    step(engine)
+    crossed = seen = 0
+    for name, weight in engine.get_per_tensor_param()[0]:
+        if not name.startswith("__"):
+            crossed += int((weight.bfloat16() != before[name]).sum())
+            seen += weight.numel()
+    error = 5 * 0.5 / 4096**0.5  # of one tensor of this size; there are many
+    assert step(engine).metrics["precision/bf16_crossings_fraction"][0] == pytest.approx(crossed / seen, abs=error)
+
+
+@STRATEGIES
+def test_stochastic_rounding_sends_the_same_bits_from_every_rank_and_new_ones_after_a_step(strategy):
+    engine = make_engine("fp32", strategy=strategy, stochastic_rounding_to="bf16")
+
+    def sent(of=engine.get_per_tensor_param):
+        return {name: weight.clone() for name, weight in of()[0] if not name.startswith("__")}
+
+    one, again, trained = sent(), sent(), sent(super(ExactWeights, engine).get_per_tensor_param)
+    assert {weight.dtype for weight in one.values()} == {torch.bfloat16}
+    assert all(torch.equal(weight, again[name]) for name, weight in one.items())
+    everywhere = [None] * WORLD
+    dist.all_gather_object(everywhere, {name: digest(weight) for name, weight in one.items()})
+    assert all(digests == everywhere[0] for digests in everywhere)
+    elements = sum(weight.numel() for weight in trained.values())
+    elsewhere = sum(int((weight != trained[name].bfloat16()).sum()) for name, weight in one.items())
+    assert 0.2 < elsewhere / elements < 0.3, "a quarter goes to the farther neighbour, where the share is uniform"
+    engine.lr_scheduler.step()
+    unchanged = {name for name, weight in sent().items() if torch.equal(weight, one[name])}
+    assert unchanged == {name for name, weight in trained.items() if torch.equal(weight, one[name].float())}
+    assert step(engine).metrics["precision/bf16_crossings_fraction"] == [0], "of the trained weights, not of those sent"
+
+
+def test_without_a_preset_nothing_is_watched():
+    engine = make_engine("bf16", plain=True)
+    list(engine.get_per_tensor_param()[0])
+    assert not [key for key in step(engine).metrics if "bf16" in key]
+
+
+EXPORTED = {
+    "fsdp2": {},
+    "lora": {"lora": LORA},
+    "tied": {"architecture": "qwen3_tied"},
+    **(
+        {"moe": {"architecture": "qwen3_moe"}}
+        if WORLD == 1
+        else {"fsdp1": {"strategy": "fsdp"}, "replicas": {"fsdp_size": 1}}
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", EXPORTED.values(), ids=EXPORTED)
+def test_an_export_is_the_models_weights_rounded_once(settings, request):
+    """What transformers loads are the trainer's FP32 weights in FP16; values that BF16 cannot hold are among them."""
+    engine, folder = make_engine("fp16", save=("model",), **settings), SHARED / request.node.name
+    torch.manual_seed(1)
+    with fsdp_utils.FSDP.summon_full_params(engine.module), torch.no_grad():
+        for key, parameter in engine.module.named_parameters():
+            if "lora_B" in key:
+                local_part(parameter).normal_(std=0.01)
+    held = {key.replace("_fsdp_wrapped_module.", ""): full(value) for key, value in engine.module.state_dict().items()}
+    engine.save_checkpoint(str(folder / "global_step_1" / "actor"))
+    if RANK:
+        return
+    export_checkpoint(folder / "global_step_1", "fp16", folder / "export", lambda what, done, total: None)
+    model = AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto")
+    expected = {}
+    for key, value in held.items():
+        name, adapter = key.removeprefix("base_model.model."), key.removesuffix("base_layer.weight")
+        if "lora_" not in name:
+            if adapter != key:
+                value = (
+                    value + 8 / 4 * held[f"{adapter}lora_B.default.weight"] @ held[f"{adapter}lora_A.default.weight"]
+                )
+            expected[name.replace(".base_layer", "")] = value.half()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert {key for key in found if not torch.equal(found[key], expected[key])} == set()
+    assert any((value != value.bfloat16()).any() for value in found.values())
+    with safe_open(next((folder / "export").glob("*.safetensors")), "pt") as weights:
+        assert ("lm_head.weight" in weights.keys()) == (settings.get("architecture") != "qwen3_tied")
 
 
 @STRATEGIES

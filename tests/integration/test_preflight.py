@@ -53,7 +53,10 @@ def change(path, **values):
         ({MODEL: "recipes"}, ["no readable config.json"]),
         ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
         (
-            {"data.train_files": ["setup.py", "nowhere.parquet"], "reward.custom_reward_function.path": "nowhere.py"},
+            {
+                "data.train_files": ["recipes/data/stand_in.jsonl", "nowhere.parquet"],
+                "reward.custom_reward_function.path": "nowhere.py",
+            },
             ["data.train_files='nowhere.parquet'", "repository's root"],
         ),
         ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
@@ -79,6 +82,18 @@ def test_unreadable_model(config, model):
     (model / "config.json").chmod(0)
     (problem,) = find_problems(config)
     assert "permissions" in problem
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkeypatch):
+    """The disk of the folder, which the run would make; a model of a trillion parameters."""
+    config.trainer.update(save_freq=5, default_local_dir=str(tmp_path / "not" / "there"), max_actor_ckpt_to_keep=2)
+    asked = []
+    usage = psutil.disk_usage
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: asked.append(path) or usage(path))
+    assert find_problems(config) == [] and str(tmp_path) in asked
+    change(model / "config.json", vocab_size=10**10)
+    (problem,) = find_problems(config)
+    assert "trainer.default_local_dir" in problem and "(2 kept, and one being written)" in problem
 
 
 def test_too_little_memory_and_shared_memory(config, monkeypatch):
@@ -174,3 +189,12 @@ assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "c
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_that_the_scales_name_overfills_is_said_and_not_refused(root, monkeypatch, capsys):
+    """The GPUs that are there may be larger, and the driver does not ask for them."""
+    monkeypatch.chdir(root)
+    too_much = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000", "actor_rollout_ref.rollout.n=1024"]
+    config = compose_recipe(root / "recipes/sanity/sanity.yaml", too_much)
+    assert not [problem for problem in find_problems(config) if "memory-training" in problem]
+    assert "warning: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000" in capsys.readouterr().err

@@ -49,6 +49,18 @@ def test_table_says_what_the_preset_says(precision, root):
     assert rows["rollout"] == rollout and rows["weights to the rollout"] == "fp32"
 
 
+@pytest.mark.parametrize(("rollout", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_stochastic_rounding_reaches_the_engine(rollout, dtype, root):
+    chosen = [f"precision=fp32_train_{rollout}_rollout", "weight_sync.rounding=stochastic"]
+    config = compose_recipe(root / RECIPE, chosen)
+    assert [fault for fault in find_faults(config, Environment()) if fault.severity == "error"] == []
+    assert {row.what: row.dtype for row in table(config)}["weights to the rollout"] == rollout
+    assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to == rollout
+    assert config.actor_rollout_ref.rollout.dtype == dtype
+    config = compose_recipe(root / RECIPE, chosen[:1])
+    assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to is None, "nearest by default"
+
+
 def test_json_schema_and_exit_codes():
     done = CliRunner().invoke(app, ["check", RECIPE, "actor_rollout_ref.rollout.dtype=bfloat16", "--json"])
     assert done.exit_code == 1, done.output

@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.integration import reward as reward_module
+from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.integration import math_answers
 from verl_precision.integration.reward import load_reward
 from verl_precision.sampling.problems import Problem
 
@@ -102,16 +102,16 @@ def test_a_file_without_the_function_or_with_a_fault(function):
         load_reward(function("return ("))
 
 
-def test_math_verify_knows_that_a_half_is_a_half():
+def test_math_verify_is_the_reward_of_the_recipes():
     pytest.importorskip("math_verify", reason="math-verify is optional")
-    reward, half, unparsed = load_reward("math-verify"), problem(truth="\\frac{1}{2}"), problem(truth=" ")
+    reward, half, blank = load_reward("math-verify"), problem(truth="\\frac{1}{2}"), problem(truth=" ")
     assert reward.is_correct(half, "The answer is \\boxed{0.5}.")
     assert not reward.is_correct(half, "The answer is \\boxed{0.4}.")
-    assert not reward.is_correct(half, "I do not know.")
-    assert reward.unreadable([half, unparsed]) == [unparsed]
+    assert not reward.is_correct(half, "The answer is 0.5.")
+    assert reward.unreadable([half, blank]) == [blank]
 
 
 def test_math_verify_that_is_not_installed_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(reward_module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="pip install"):
+    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMismatchError, match="pip install"):
         load_reward("math-verify")

@@ -42,7 +42,7 @@ MINIMAL = {
             "fsdp_config": {},
             "policy_loss": {"loss_mode": "grpo"},
         },
-        "rollout": {"name": "vllm", "dtype": "bfloat16"},
+        "rollout": {"name": "vllm", "dtype": "bfloat16", "response_length": 4},
     },
 }
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
@@ -73,7 +73,7 @@ def asked_of(monitor: RunMonitor) -> Request | None:
     return batch.extra_info.get(REQUEST)
 
 
-COMMON = {"ratio_threshold": 3.0, "beta_in_ratio": True}
+COMMON = {"ratio_threshold": 3.0, "beta_in_ratio": True, "longest_response": 4}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,13 @@ def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
     stored(monkeypatch, (-1.0, -2.0))
     metrics = measured_by(monitor(*changes), batch_of(0))
     assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
+
+
+def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):
+    """Of at most 4 tokens; in a response of one token the first, which has the gap, is the final one."""
+    stored(monkeypatch, (-1.0,), (-1.0, -2.0), (-1.0, -1.0, -1.0, -1.0))
+    metrics = measured_by(monitor(), batch_of(0, 0, 0))
+    assert metrics["mismatch/final_token_gap_mean"] == 0.25 and metrics["mismatch/responses"] == 3
 
 
 @pytest.mark.parametrize("name", ["grpo", "ratio_one", "grpo_unclipped", "vp_gspo", "vanilla", "gspo"])

@@ -66,9 +66,13 @@ def test_without_rollout_log_probs_it_is_refused(config):
             refused(config)
 
 
-def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch):
-    """verl has woken it for the next step by then, and on a GPU saving needs that memory."""
+def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch, tmp_path):
+    """verl has woken it for the next step by then, and on a GPU saving needs that memory.
+
+    The last checkpoint before the trouble began is marked, so that verl does not remove it.
+    """
     done = []
+    (tmp_path / "global_step_1").mkdir()
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_compute_metrics", lambda self, *args, **kwargs: None)
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
     trainer = object.__new__(TRAINER_REGISTRY["vp_sync"])
@@ -79,18 +83,20 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch)
             measured=dict,
             add_metrics=lambda metrics: None,
             judge=lambda step, metrics: MismatchAlarmError("k3 grows"),
+            trouble_began=2,
             show_histograms=lambda tracking, step: None,
             save=lambda folder: None,
         ),
         "_known": {},
         "logger": SimpleNamespace(log=lambda data, step: None, logger={}),
         "checkpoint_manager": SimpleNamespace(sleep_replicas=lambda: done.append("asleep")),
-        "config": SimpleNamespace(trainer=SimpleNamespace(default_local_dir="")),
-        "global_steps": 1,
+        "config": SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path))),
+        "global_steps": 2,
     }
     with pytest.raises(MismatchAlarmError):
-        trainer._compute_metrics(None, {}, {}, global_steps=1, epoch=0)
+        trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
     assert done == ["asleep", "saved"]
+    assert (tmp_path / "global_step_1" / "KEEP").is_file()
 
 
 def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(monkeypatch, config, tmp_path):

@@ -113,6 +113,9 @@ class _EngineSettings:
         description="Master weights and Adam's moments need FP32. The compute dtype is mixed_precision.param_dtype; "
         "offload_policy=True saves memory.",
     )
+    stochastic_rounding_to: Literal["bf16", "fp16", None] = Field(
+        default=None, description="Set weight_sync.rounding; the presets derive this from it and the rollout's dtype."
+    )
     log_prob_chunk_tokens: int = Field(default=512, ge=1, strict=True, description="Halve it when memory is short.")
 
 
@@ -148,7 +151,8 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
             allowed="the same in both",
             remedy="Choose a preset (precision=fp16) instead of setting dtype.",
         )
-    _EngineSettings(**{key: found[key] for key in ("model_dtype", "log_prob_chunk_tokens") if key in found})
+    own = [field.name for field in dataclasses.fields(_EngineSettings)]  # type: ignore[arg-type]
+    _EngineSettings(**{key: found[key] for key in own if key in found})
     _typed(found, "loss_scale", LossScaleSettings)
     return _typed(found, "shadow", ShadowSettings)
 

@@ -3,21 +3,23 @@
 In a recipe: `reward.custom_reward_function.path: pkg://verl_precision.integration.answer_tag`.
 """
 
-OPEN, CLOSE = "<answer>", "</answer>"
+from verl_precision.data.catalog import braced_box
+from verl_precision.integration.math_answers import same_answer
+
+OPEN, CLOSE, FORMAT = "<answer>", "</answer>", "</think> <answer>"
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    r"""Return 1.0 if the last <answer> is the ground truth, else 0.0; equality is that of verl's MATH rule.
+    r"""Return 1.0 if the response ends its thought and gives the right answer, in any form that is equal, else 0.0.
 
-    An answer within \boxed{} counts by its content. Without a closed <answer>, the response is wrong.
+    What the model goes on to write after its answer is not read: generation stops there (`stopping_agent_loop`), and
+    the authors' rule never sees more. As there, `</think> <answer>` must close the thought before the answer, and an
+    answer within \boxed{} counts by its content.
     """
-    from verl.utils.reward_score.math_reward import is_equiv, last_boxed_only_string, remove_boxed
-
-    before, found, _ = solution_str.rpartition(CLOSE)
-    _, opened, answer = before.rpartition(OPEN)
-    if not found or not opened:
+    answered, closed, _ = solution_str.partition(CLOSE)
+    if not closed or FORMAT not in answered:
         return 0.0
-    boxed = last_boxed_only_string(answer)
-    if boxed is not None and boxed.startswith("\\boxed"):
-        answer = remove_boxed(boxed)
-    return float(is_equiv(answer.strip(), ground_truth))
+    answer = answered.rpartition(OPEN)[2]
+    if "\\boxed" in answer:
+        answer = braced_box(answer) or ""
+    return float(same_answer(answer, str(ground_truth)))

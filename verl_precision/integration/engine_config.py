@@ -27,6 +27,8 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
         shadow: The actor's second forward in the rollout's dtype; without effect in reference and critic.
         send_weight_manifest: Close every weight stream to the rollout with the digests that
             `weight_sync_worker.VerifiedWeightSyncExtension` compares; any other receiver would take it for a weight.
+        stochastic_rounding_to: bf16 or fp16, to which weights are rounded at random before they leave for the rollout;
+            None: they leave in FP32, and the rollout rounds to the nearest.
     """
 
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
@@ -35,6 +37,7 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     fp32_output_head: bool = False
     shadow: ShadowSettings = field(default_factory=ShadowSettings)
     send_weight_manifest: bool = False
+    stochastic_rounding_to: str | None = None
 
     def __post_init__(self) -> None:
         """Check that the dtypes are said, known and without contradiction.

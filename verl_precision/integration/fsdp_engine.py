@@ -25,6 +25,7 @@ from verl_precision.engine.settings import DTYPES
 from verl_precision.engine.step_report import StepReport
 from verl_precision.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.kept_checkpoints import spare_marked
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.shadow_engine import ShadowForward
 from verl_precision.integration.weight_export import ExactWeights, write_export_dtype
@@ -107,6 +108,8 @@ class VerifiedScaledTraining:
 
     def save_checkpoint(self, local_path, *args, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
+        if self._precise:
+            spare_marked(self.checkpoint_manager)
         super().save_checkpoint(local_path, *args, **kwargs)
         if local_path is None or not self._precise:
             return

@@ -1,5 +1,8 @@
 """What rules have to know beyond the config: this machine is looked at, and verl and vLLM's kernels are asked."""
 
+import ast
+import functools
+import importlib.util
 import json
 import os
 import sys
@@ -7,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import DictConfig
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
+from verl_precision import rules
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.integration.cpu.kernels import (
     DTYPES,
@@ -17,7 +22,10 @@ from verl_precision.integration.cpu.kernels import (
     head_size,
     kernel_library,
 )
+from verl_precision.integration.verl_refusals import refusals
 from verl_precision.rules.dtypes import short
+from verl_precision.rules.file_rules import logger_packages, written_folders
+from verl_precision.rules.gpu_memory import shape_of
 from verl_precision.rules.rule import Environment, Machine
 from verl_precision.rules.run_rules import named_files
 from verl_precision.versions import installed_version, installed_vllm
@@ -36,6 +44,7 @@ def look(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
         vllm=installed_vllm(),
         gpus=gpus,
         model=model,
+        refusals=refusals(config),
         tokenizer_problem=_tokenizer_problem(config, model),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"),
         cores=os.cpu_count(),
@@ -52,7 +61,10 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def model_config(config: DictConfig) -> dict[str, Any]:
-    """Return the model's own `config.json`; empty where it is not on this machine. Nothing is downloaded."""
+    """Return the model's own `config.json`, or what is known of it where it is not on this machine.
+
+    Nothing is downloaded: of the recipes' own models the package knows what rules ask for, of others nothing.
+    """
     name = str(config.actor_rollout_ref.model.path)
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
@@ -64,9 +76,15 @@ def model_config(config: DictConfig) -> dict[str, Any]:
         except HFValidationError:  # no hub name either; a rule names it
             return {}
         if not isinstance(cached, str):
-            return {}
+            return known_models().get(name, {})
         path = Path(cached)
     return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
+
+
+@functools.cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return what `config.json` says of the recipes' own models, by the name on the hub."""
+    return yaml.safe_load(Path(rules.__file__).with_name("known_models.yaml").read_text())
 
 
 def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
@@ -82,11 +100,77 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         flash_attention=installed_version("flash-attn") is not None,
+        math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
+        critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
         missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
         folder=str(Path.cwd()),
+        parameters=shape.parameters if (shape := shape_of(model)) else None,
+        checkpoint_disk=_free_for(Path(str(config.trainer.default_local_dir)).expanduser()),
+        unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
+        missing_packages=frozenset(
+            package for package in logger_packages(config).values() if importlib.util.find_spec(package) is None
+        ),
+        train_rows=_rows(config),
+        reward_names=_reward_names(config),
         **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
     )
+
+
+def _free_for(folder: Path) -> int:
+    """Return the bytes free where a folder is, or would be made."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return psutil.disk_usage(str(there)).free
+
+
+def _can_write(folder: Path) -> bool:
+    """Return whether a folder can be written to, or made."""
+    folder = folder.expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _rows(config: DictConfig) -> int | None:
+    """Return how many rows the training files have; None where one is missing, or is no such file."""
+    total, files = 0, config.data.train_files
+    for name in files if OmegaConf.is_list(files) else [files]:
+        path = Path(str(name)).expanduser()
+        if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
+            return None
+        if path.suffix == ".jsonl":
+            with path.open("rb") as lines:
+                total += sum(not line.isspace() for line in lines)
+        else:
+            from pyarrow import ArrowInvalid
+            from pyarrow.parquet import read_metadata
+
+            try:
+                total += read_metadata(path).num_rows
+            except ArrowInvalid:
+                return None
+    return total
+
+
+def _reward_names(config: DictConfig) -> frozenset[str] | None:
+    """Return the names that the reward function's file defines at its top level; None where that does not say all."""
+    path = OmegaConf.select(config, "reward.custom_reward_function.path")
+    if not path or str(path).startswith("pkg://") or not Path(str(path)).expanduser().is_file():
+        return None
+    try:
+        tree = ast.parse(Path(str(path)).expanduser().read_text())
+    except (SyntaxError, ValueError):
+        return frozenset()  # verl cannot import it either
+    names: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif not isinstance(node, ast.Expr):
+            return None  # a condition, a loop: only running it tells
+    return None if "*" in names else frozenset(names)
 
 
 def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Request(TypedDict):
     )  # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
     beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
     ratio_threshold: float  # C
+    longest_response: int  # tokens; a response of this length was cut
 
 
 def measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any) -> dict[str, MergedMetric]:
@@ -77,16 +78,30 @@ def _measure(
     mask, advantages, rollout = (padded[name] for name in fields)
     trainer = no_padding_2_padding(log_probs, data)
     behind = _versions_behind(data, len(mask))
+    ended = ended_by_themselves(data["response_mask"], request["longest_response"])
     mismatch, phantom = MismatchByVersion(), PhantomStatistics()
     if request["mismatch"]:
-        mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, request["ratio_threshold"])
+        threshold = request["ratio_threshold"]
+        mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
     clip = None if request["clip"] is None else ClipRange(*request["clip"])
     if shadow_log_probs is not None:
         shadow = no_padding_2_padding(shadow_log_probs, data)
-        phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, request["beta_in_ratio"])
+        phantom = PhantomStatistics.measure(
+            trainer, shadow, rollout, mask, advantages, clip, request["beta_in_ratio"], ended=ended
+        )
     elif request["rollout_as_shadow"]:
-        phantom = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip)
+        phantom = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip, ended)
     return mismatch, phantom
+
+
+def ended_by_themselves(response_mask: Tensor, longest_response: int) -> Tensor:
+    """Return [B] bool, the responses that were not cut: those with fewer tokens than the rollout may give them.
+
+    Args:
+        response_mask: Nested, of whole responses; what it holds does not matter.
+        longest_response: Tokens. A response that came to an end with the last of them counts as cut.
+    """
+    return response_mask.offsets().diff() < longest_response  # type: ignore[attr-defined]
 
 
 def _versions_behind(data: Any, responses: int) -> list[int]:

@@ -11,32 +11,38 @@ from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.errors import VerlPrecisionError
 from verl_precision.integration.machine import look
+from verl_precision.integration.run_identity import claim_folder, name_the_run
 from verl_precision.integration.trainers import measured_mode
 from verl_precision.integration.weight_socket import choose_name
 from verl_precision.rules.book import find_faults
+from verl_precision.rules.memory_rules import OF_THE_GPU
 
 
 class PreflightCallback(Callback):
     """Hydra callback that prepares the driver and checks the composed config."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False.
+        """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False; name the run.
 
         The last moment at which the config that verl will get can change. Hydra's multirun has no such moment: there,
-        `trainer.v1.trainer_mode=vp_sync` says it.
+        `trainer.v1.trainer_mode=vp_sync` says it, and a run's name has no digest.
         """
         try:
             measured = measured_mode(config)
-        except VerlPrecisionError as error:
+            name_the_run(config)
+        except (VerlPrecisionError, OmegaConfBaseException) as error:
             _end([str(error)])
         if measured is not None:
             config.trainer.v1.trainer_mode = measured
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, then choose the name of the weight sockets.
+        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, see whose the checkpoints are.
+
+        Then choose the name of the weight sockets.
 
         Raises:
             SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into
@@ -45,6 +51,8 @@ class PreflightCallback(Callback):
         try:
             follow_platform(config)
             problems = find_problems(config)
+            if not problems:
+                claim_folder(config)
         except VerlPrecisionError as error:
             problems = [str(error)]
         if problems:
@@ -76,6 +84,11 @@ def follow_platform(config: DictConfig) -> None:
 def find_problems(config: DictConfig) -> list[str]:
     """Ask every rule about the config and this machine; return the messages of what would not work.
 
-    The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them.
+    The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them. The memory of the GPU
+    that a scale is named after is not always that of the GPU that is there, so what exceeds it is said and not refused.
     """
-    return [str(fault) for fault in find_faults(config, look(config)) if fault.severity == "error"]
+    errors = [fault for fault in find_faults(config, look(config)) if fault.severity == "error"]
+    for fault in errors:
+        if fault.name in OF_THE_GPU:
+            print(f"verl_precision: warning: {fault}", file=sys.stderr)
+    return [str(fault) for fault in errors if fault.name not in OF_THE_GPU]

@@ -70,6 +70,11 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "rollout_weights:register_weights"),
     Registration("metrics file", "verl.utils.tracking", "metrics_file:keep_metrics"),
     Registration("advantages by session", "verl.trainer.ppo.v1.utils", "session_advantages:wrap_advantages"),
+    Registration(
+        "agent loop vp_single_turn",
+        "verl.experimental.agent_loop.single_turn_agent_loop",
+        "stopping_agent_loop:register_agent_loop",
+    ),
     Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "weight_socket:name_at_the_sender"),
     Registration("presets precision, estimator, scale", "hydra.main", "search_path:register_search_path"),
     Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),

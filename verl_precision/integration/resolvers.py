@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
 def register_resolvers(omegaconf: ModuleType) -> None:
     """Register the functions below with OmegaConf under their names, once."""
-    for function in (tiny_model, fraction, per_rank, sync_is_verified, run_name):
+    for function in (
+        tiny_model,
+        fraction,
+        per_rank,
+        sequence_length,
+        sync_is_verified,
+        stochastic_rounding_to,
+        run_name,
+    ):
         name = f"verl_precision.{function.__name__}"
         if not omegaconf.OmegaConf.has_resolver(name):
             omegaconf.OmegaConf.register_new_resolver(name, function)
@@ -34,6 +42,11 @@ def per_rank(prompts: int, responses: int, ranks: int) -> int:
     return max(prompts * responses // ranks, 1)
 
 
+def sequence_length(prompt: int, response: int, at_least: int = 0) -> int:
+    """Return how many tokens the longest sequence has: what `rollout.max_model_len` must hold."""
+    return max(prompt + response, at_least)
+
+
 def sync_is_verified(_root_: DictConfig) -> bool:
     """Return whether `VerifiedWeightSyncExtension` reads the weight stream: in vLLM, fed by the trainer itself.
 
@@ -47,6 +60,15 @@ def sync_is_verified(_root_: DictConfig) -> bool:
     extension = str(rollout("engine_kwargs.vllm.worker_extension_cls"))
     fed_by_trainer = rollout("checkpoint_engine.backend") == "naive"
     return rollout("name") == "vllm" and fed_by_trainer and extension.startswith("verl_precision.")
+
+
+def stochastic_rounding_to(_root_: DictConfig) -> str | None:
+    """Return the dtype that `weight_sync.rounding=stochastic` rounds weights to, the rollout's; else None."""
+    from omegaconf import OmegaConf
+
+    from verl_precision.rules.dtypes import rollout_dtype
+
+    return rollout_dtype(_root_) if OmegaConf.select(_root_, "weight_sync.rounding") == "stochastic" else None
 
 
 def run_name(_root_: DictConfig) -> str:

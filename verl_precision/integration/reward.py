@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from verl_precision.errors import ConfigurationError
+from verl_precision.integration import boxed_answer
+from verl_precision.integration.math_answers import require_math_verify
 from verl_precision.sampling.problems import Problem
 
 PACKAGE = "pkg://"
@@ -76,8 +77,9 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
     """Return the reward of a name.
 
     Args:
-        name: `verl` (its default_compute_score, chosen by data_source), `math-verify`, or FILE.py[:FUNCTION] with
-            verl's signature (FUNCTION is compute_score if not given); pkg://MODULE[:FUNCTION] as in verl's configs.
+        name: `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the
+            recipes train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
+            pkg://MODULE[:FUNCTION] as in verl's configs.
         correct_at: Smallest score of a correct response.
 
     Raises:
@@ -86,9 +88,10 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
     if name == "verl":
         from verl.utils.reward_score import default_compute_score
 
-        return Reward(name, correct_at, default_compute_score, lambda ground_truth: bool(str(ground_truth).strip()))
+        return Reward(name, correct_at, default_compute_score, _is_given)
     if name == "math-verify":
-        return Reward(name, correct_at, *_math_verify())
+        require_math_verify()
+        return Reward(name, correct_at, boxed_answer.compute_score, _is_given)
     if name.startswith(PACKAGE):
         module_name, _, function = name.removeprefix(PACKAGE).partition(":")
         location = PACKAGE + module_name
@@ -114,24 +117,10 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
     return Reward(f"{path.name}:{function}@{digest}", correct_at, score, lambda ground_truth: True)
 
 
+def _is_given(ground_truth: Any) -> bool:
+    return bool(str(ground_truth).strip())
+
+
 def _refusal(name: str, problem: str, allowed: str = "", remedy: str = "") -> ConfigurationError:
     remedy = remedy or "Correct it, or choose another --reward."
     return ConfigurationError(problem, setting="--reward", value=name, allowed=allowed, remedy=remedy)
-
-
-def _math_verify() -> tuple[Score, Callable[[Any], bool]]:
-    """Return math-verify as a score, and whether it can parse an answer."""
-    if find_spec("math_verify") is None:
-        remedy = 'Install it (pip install "math-verify[antlr4_9_3]"), or choose --reward verl.'
-        raise _refusal("math-verify", "math-verify is not installed", remedy=remedy)
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    def gold(ground_truth: Any) -> list:
-        # A bare answer is not looked for as LaTeX unless it is in a LaTeX environment.
-        return parse(f"\\boxed{{{ground_truth}}}", extraction_config=[LatexExtractionConfig()])
-
-    def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-        answer = parse(solution_str, extraction_config=[LatexExtractionConfig(), ExprExtractionConfig()])
-        return float(bool(answer) and verify(gold(ground_truth), answer))
-
-    return score, lambda ground_truth: bool(gold(ground_truth))

@@ -16,7 +16,15 @@ from tensordict import TensorDict
 from verl_precision.errors import MismatchAlarmError
 from verl_precision.files import write_file
 from verl_precision.integration.histogram_loggers import log_histograms
-from verl_precision.integration.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
+from verl_precision.integration.measurement import (
+    FAILED,
+    MISMATCH,
+    PHANTOM,
+    REQUEST,
+    VERSIONS_BEHIND,
+    Request,
+    ended_by_themselves,
+)
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mergeable import Statistic, merge_by_name
@@ -46,8 +54,10 @@ class RunMonitor:
         bypass: Whether verl skips the forward at θ', so that the old log-probs are the rollout's.
         shadowed: Whether the actor has a shadow.
         beta_in_ratio: Whether the loss sees the training forward's log-probs, and not the shadow's.
+        longest_response: Tokens that the rollout gives a response at most.
         in_worker: Whether the worker has to measure the gap: the driver never sees the trainer's log-probs.
         clip: Where the loss clips, if its ratio is taken against the rollout's log-probs.
+        trouble_began: The step from which the alarms that the last step raised have their evidence; None without any.
     """
 
     def __init__(self, config: DictConfig, settings: MismatchSettings) -> None:
@@ -64,12 +74,14 @@ class RunMonitor:
         shadow = OmegaConf.select(actor, "fsdp_config.shadow") or {}
         self.beta_in_ratio = shadow.get("ratio_source") != "shadow"
         self.shadowed = not self.beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
+        self.longest_response = int(config.actor_rollout_ref.rollout.response_length)
         self.in_worker = self.bypass or not self.beta_in_ratio
         ratio = ratio_of(actor)
         against_rollout = ratio is not None and (ratio.bypass if self.bypass else ratio.decoupled) == "rollout"
         self.clip = clip_range(ratio, actor) if ratio is not None and against_rollout else None
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
         self._rejects = bool(correction.get("rollout_rs")) and not self.bypass
+        self.trouble_began: int | None = None
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
@@ -97,7 +109,8 @@ class RunMonitor:
             mask, self._mask = mask if self._mask is None else self._mask, None
             behind = _versions_behind(_kept(batch)[1], step)
             threshold = self.settings.ratio_threshold
-            gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold)
+            ended = ended_by_themselves(mask, self.longest_response)
+            gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
             self._add(MISMATCH, gap)
             if not self.shadowed:
                 # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
@@ -120,6 +133,7 @@ class RunMonitor:
             clip=self.clip,
             beta_in_ratio=self.beta_in_ratio,
             ratio_threshold=self.settings.ratio_threshold,
+            longest_response=self.longest_response,
         )
         behind = _versions_behind(batch.tags, step + bool(updates))
         if self.in_worker and any(behind):
@@ -162,8 +176,10 @@ class RunMonitor:
             metrics: Of this step; `alarm/active` and `timing_s/mismatch` are added.
         """
         stop, start = None, time.perf_counter()
+        raised = self.alarm.update(step, metrics)
+        self.trouble_began = min((alarm.since_step for alarm in raised), default=None)
         try:
-            act_on(self.alarm.update(step, metrics), self.settings.alarm, log=logger.warning)
+            act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
         metrics["alarm/active"] = len(self.alarm.active)

@@ -5,11 +5,14 @@ forward. In bypass mode there are none before the update: the worker measures in
 does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
 """
 
+import logging
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.integration.kept_checkpoints import keep_checkpoint_before
 from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.metrics_file import forget_row, remember_row, series_goes_on
 from verl_precision.integration.run_monitor import RunMonitor
@@ -17,6 +20,8 @@ from verl_precision.integration.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.rules.rollout_rules import missing_log_probs
 from verl_precision.weight_sync.settings import canary_settings
+
+logger = logging.getLogger("verl_precision")
 
 PREFIX = "vp_"
 # verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
@@ -117,6 +122,8 @@ def _measuring(base: type, mode: str) -> type:
             metrics.update({**canary, "weight_sync/seconds": guard_seconds + canary.get("weight_sync/seconds", 0.0)})
             self._monitor.add_metrics(metrics)
             stop = self._monitor.judge(global_steps, metrics)
+            if self._monitor.trouble_began is not None:
+                _keep_what_came_before(self._monitor.trouble_began, self)
             if self._saved_step == global_steps:
                 self._monitor.save(_checkpoint_folder(self))
             self._monitor.show_histograms(self.logger, global_steps)
@@ -151,4 +158,14 @@ def _synced_replicas(trainer: Any) -> list[Any]:
 def _checkpoint_folder(trainer: Any, resumed: bool = False) -> str:
     if resumed and trainer.config.trainer.resume_mode == "resume_path":
         return trainer.config.trainer.resume_from_path
-    return f"{trainer.config.trainer.default_local_dir}/global_step_{trainer.global_steps}"
+    return f"{_local_dir(trainer)}/global_step_{trainer.global_steps}"
+
+
+def _keep_what_came_before(step: int, trainer: Any) -> None:
+    kept = keep_checkpoint_before(step, Path(_local_dir(trainer)))
+    if kept is not None:
+        logger.warning("%s stays on the disk: it is the last checkpoint before the trouble began", kept)
+
+
+def _local_dir(trainer: Any) -> str:
+    return trainer.config.trainer.default_local_dir

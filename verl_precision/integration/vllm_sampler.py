@@ -13,16 +13,27 @@ _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization"
 
 
 class VllmEngine:
-    """A `vllm.LLM`, driven request by request, at temperature 1 with the whole distribution: the policy itself."""
+    """A `vllm.LLM`, driven request by request; by default it draws from the policy itself."""
 
-    def __init__(self, model: str, dtype: str, max_model_len: int, log_probs: bool = False, **engine: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        max_model_len: int,
+        log_probs: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        **engine: Any,
+    ) -> None:
         """Load the model.
 
         Args:
             model: A model as in `find_model`.
             dtype: bf16, fp16 or fp32.
             max_model_len: Most tokens of prompt and response together.
-            log_probs: Whether to return token ids and their log-probs; else the text is returned.
+            log_probs: Whether to return the log-prob of each token; else the text is returned.
+            temperature: Divides the logits; 0 takes the most probable token.
+            top_p: Share of the probability, from the most probable token on, that is drawn from.
             engine: Further settings of `vllm.LLM`.
         """
         cpu_settings = {} if prepare_process() else _CPU_SETTINGS
@@ -38,7 +49,7 @@ class VllmEngine:
             **{**cpu_settings, **engine},
         )
         self._engine = llm.llm_engine
-        self._log_probs = log_probs
+        self._log_probs, self._temperature, self._top_p = log_probs, temperature, top_p
         self._asked: dict[str, Request] = {}
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -50,8 +61,8 @@ class VllmEngine:
             key = f"{request.problem}/{request.response}"
             self._asked[key] = request
             parameters = SamplingParams(
-                temperature=1.0,
-                top_p=1.0,
+                temperature=self._temperature,
+                top_p=self._top_p,
                 top_k=0,
                 max_tokens=request.max_tokens,
                 seed=request.seed,
@@ -72,8 +83,7 @@ class VllmEngine:
         return ready
 
     def _response(self, request: Request, drawn: Any) -> Response:
-        ids = tuple(drawn.token_ids)
-        if not self._log_probs:
-            return Response(request.problem, request.response, len(ids), text=drawn.text)
-        log_probs = tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
-        return Response(request.problem, request.response, len(ids), None, None, ids, log_probs, drawn.finish_reason)
+        ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
+        if self._log_probs:
+            text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
+        return Response(request.problem, request.response, len(ids), text, None, ids, log_probs, drawn.finish_reason)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
@@ -12,42 +13,59 @@ from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 
+from verl_precision.engine.settings import DTYPES
 from verl_precision.files import write_file
+from verl_precision.weight_sync.bf16_grid import Bf16Grid
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox
+from verl_precision.weight_sync.stochastic_rounding import rounded_stream
 
 
 class ExactWeights:
-    """Merged LoRA without verl's rounding to BF16, and a manifest at the end of the stream where it can be read."""
+    """Merged LoRA without verl's rounding to BF16; weights that leave are watched, and a manifest closes the stream."""
 
     engine_config: Any
     module: Any
+    lr_scheduler: Any
     is_mp_src_rank_with_outputs: Any
     _is_offload_param: bool
     _precise: bool
     _reports: ReportBox | None = None
+    _grid: Bf16Grid | None = None
 
     @property
     def _sends_manifest(self) -> bool:
         return self._precise and self.engine_config.send_weight_manifest
 
     def get_per_tensor_param(self, *args, **kwargs):
-        """Return verl's weight stream; if the receiver reads it, closed by a manifest."""
-        if not self._sends_manifest:
+        """Return verl's weight stream, watched and perhaps rounded; if the receiver reads it, closed by a manifest."""
+        if not (self._precise or self._sends_manifest):
             return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
-        if self._reports is None:
-            self._reports = ReportBox()
-        return send_with_manifest(weights, self._reports.new_address()), peft_config
+        if self._precise:
+            if self._grid is None:
+                self._grid = Bf16Grid()
+            weights = self._grid.watch(weights)
+            if self.engine_config.stochastic_rounding_to is not None:
+                dtype = getattr(torch, DTYPES[self.engine_config.stochastic_rounding_to])
+                # The schedule counts the steps that changed the weights, and checkpoints hold it.
+                weights = rounded_stream(weights, dtype, step=self.lr_scheduler.last_epoch)
+        if self._sends_manifest:
+            if self._reports is None:
+                self._reports = ReportBox()
+            weights = send_with_manifest(weights, self._reports.new_address())
+        return weights, peft_config
 
     def train_batch(self, data, loss_function):
-        """Train on a mini-batch; at the last one of a step also report what the latest weight sync could verify."""
+        """Train on a mini-batch; at the last one of a step also report on the weights that were sent before it."""
         outputs = super().train_batch(data, loss_function)  # type: ignore[misc]
+        reports = self._reports is not None or self._grid is not None
         last_of_step = tu.get(data, key="update_lr_scheduler", default=True)
-        if self._reports is not None and last_of_step and self.is_mp_src_rank_with_outputs():
-            report = self._reports.take()
-            if report is not None:
-                outputs["metrics"].update({key: [value] for key, value in report.metrics().items()})
+        if reports and last_of_step and self.is_mp_src_rank_with_outputs():
+            report = None if self._reports is None else self._reports.take()
+            found = {} if report is None else report.metrics()
+            found |= {} if self._grid is None else self._grid.take()
+            outputs["metrics"].update({key: [value] for key, value in found.items()})
         return outputs
 
     def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,34 @@
+r"""The process behind `math_answers`: it asks math-verify whether answers are equal, in its main thread.
+
+One JSON array a line comes in, `[answer, truth]`; one line goes out, `1` or `0`. The first line, `ready`, says that
+math-verify is loaded. An answer that math-verify cannot read is equal to nothing.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+
+SECONDS = 5  # for one answer to be read, and for two to be compared: enough on a busy machine; the authors allow 1
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing but replies goes to the one who asks
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)  # math-verify logs, with a traceback, each answer that it cannot read
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    forms = (LatexExtractionConfig(), ExprExtractionConfig())
+    print("ready", file=replies)
+    for line in sys.stdin:
+        # What is in no LaTeX environment is not looked for as LaTeX.
+        texts = [text if "$" in text else f"${text}$" for text in json.loads(line)]
+        answer, truth = (parse(text, forms, parsing_timeout=SECONDS) for text in texts)
+        print(int(verify(truth, answer, timeout_seconds=SECONDS)), file=replies)
+
+
+if __name__ == "__main__":
+    main()
