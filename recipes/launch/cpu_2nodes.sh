@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Two Ray nodes on this machine, a recipe on both, on CPUs: recipes/launch/cpu_2nodes.sh RECIPE.yaml [OVERRIDE ...]
 # FSDP2 over gloo across the nodes, a vLLM replica on each. Stops exactly what it started. Needs 12 GiB of memory.
+# If a node is lost, the run ends with code 75, and the same command goes on from the last checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." # Ray's workers inherit this folder from their node
 
@@ -8,6 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." # Ray's workers inherit this folder fr
 RAY=${RAY:-ray}
 PORT=${PORT:-26379}  # of the head's GCS; not Ray's usual 6379, which may be somebody else's
 CPUS=${CPUS:-16}     # logical, each node: verl's actors ask for more than a laptop has
+export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints} # as run.sh has it, for the workers of both nodes
 #########################################################################
 
 RECIPE=${1:?give a recipe, e.g. recipes/moe/moe.yaml}
@@ -20,9 +22,11 @@ stop() {
     for ((i = ${#NODES[@]} - 1; i >= 0; i--)); do # the head last
         kill -TERM "${NODES[i]}" 2>/dev/null || true
     done
-    for node in "${NODES[@]}"; do
-        wait "$node" || true
+    for ((i = 0; i < 20; i++)); do
+        kill -0 "${NODES[@]}" 2>/dev/null || break
+        sleep 1
     done
+    kill -KILL "${NODES[@]}" 2>/dev/null || true # one that does not listen
     rm -rf "$FOLDER"
 }
 trap stop EXIT

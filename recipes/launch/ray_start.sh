@@ -12,6 +12,7 @@ PORT=${PORT:-6379}
 DASHBOARD_PORT=${DASHBOARD_PORT:-8265}  # of the head; ray job submit talks to it
 IP=${IP:-}                              # this host's address in the cluster; empty: Ray finds it
 GPUS=${GPUS:-}                          # empty: Ray counts them
+export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints} # as run.sh has it; workers have their node's variables
 #########################################################################
 
 ARGUMENTS=(--disable-usage-stats)

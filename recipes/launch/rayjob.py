@@ -1,7 +1,7 @@
-"""Print the RayJob manifest of a recipe: python recipes/launch/rayjob.py IMAGE RECIPE.yaml [OVERRIDE ...]."""
+"""Print the RayJob manifest of a recipe: rayjob.py [--rdma NAME] IMAGE RECIPE.yaml [OVERRIDE ...]."""
 
+import argparse
 import shlex
-import sys
 from pathlib import Path
 
 import yaml
@@ -11,8 +11,15 @@ from verl_precision.integration.recipe_config import compose_recipe
 MANIFEST = Path(__file__).parent / "rayjob.yaml"
 
 
-def fill_in(image: str, recipe: Path, overrides: list[str]) -> dict:
-    """Return the manifest with a recipe's hosts and GPUs; the containers know the recipe by the same path."""
+def fill_in(image: str, recipe: Path, overrides: list[str], rdma: str | None = None) -> dict:
+    """Return the manifest with a recipe's hosts and GPUs; the containers know the recipe by the same path.
+
+    Args:
+        image: The image that every pod runs.
+        recipe: The recipe's YAML.
+        overrides: Hydra overrides.
+        rdma: The cluster's name for RDMA devices, e.g. rdma/hca; None where NCCL uses sockets.
+    """
     trainer = compose_recipe(recipe, overrides).trainer
     job = yaml.safe_load(MANIFEST.read_text())
     job["spec"]["entrypoint"] = shlex.join(
@@ -26,10 +33,20 @@ def fill_in(image: str, recipe: Path, overrides: list[str]) -> dict:
         container["image"] = image
     for amounts in container["resources"].values():
         amounts["nvidia.com/gpu"] = str(trainer.n_gpus_per_node)
+        if rdma is not None:
+            amounts[rdma] = "1"
+    if rdma is not None:
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # RDMA pins memory
     return job
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
-    print(yaml.safe_dump(fill_in(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]), sort_keys=False), end="")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--rdma", metavar="NAME", help="ask for one RDMA device a pod, by the name it has in your cluster"
+    )
+    parser.add_argument("image", help="the image that every pod runs")
+    parser.add_argument("recipe", type=Path, help="the recipe's YAML")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides")
+    given = parser.parse_args()
+    print(yaml.safe_dump(fill_in(given.image, given.recipe, given.overrides, given.rdma), sort_keys=False), end="")

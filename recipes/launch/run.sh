@@ -6,20 +6,24 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." # recipes name their files from the re
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-python}
-CLUSTER=${CLUSTER:-}   # auto, or host:port: check every node of that Ray cluster before the start
+CLUSTER=${CLUSTER:-}   # auto, or host:port: check every node of that Ray cluster before the start, and watch it then
 DRY_RUN=${DRY_RUN:-0}  # 1: stop after the checks
+# The metrics file is $VERL_FILE_LOGGER_ROOT/PROJECT/EXPERIMENT.jsonl: by default beside the run's checkpoints.
+export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints}
 #########################################################################
 
 RECIPE=${1:?give a recipe, e.g. recipes/moe/moe.yaml}
 shift
+RUN=("$PYTHON" -m verl.trainer.main_ppo
+    --config-dir "$(dirname "$RECIPE")" --config-name "$(basename "$RECIPE" .yaml)" "$@")
 CHECK=("$PYTHON" -m verl_precision.cli check "$RECIPE" "$@")
 if [[ -n $CLUSTER ]]; then
     CHECK+=(--cluster "$CLUSTER")
+    RUN=("$PYTHON" recipes/launch/watched_run.py "$CLUSTER" "${RUN[@]}") # ends with code 75 when a node is lost
 fi
 set -x
 "${CHECK[@]}"
 if [[ $DRY_RUN == 1 ]]; then
     exit 0
 fi
-exec "$PYTHON" -m verl.trainer.main_ppo \
-    --config-dir "$(dirname "$RECIPE")" --config-name "$(basename "$RECIPE" .yaml)" "$@"
+exec "${RUN[@]}"

@@ -2,10 +2,13 @@
 
 import os
 import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import slurm
 from composer import ROOT
 
 LAUNCH = ROOT / "recipes" / "launch"
@@ -73,52 +76,106 @@ def test_job_submit_runs_the_same_with_a_cluster_check(launched):
     ]
 
 
-SLURM = {
-    "scontrol": "echo one; echo two",
-    "hostname": "echo 10.0.0.1 10.0.0.2",
-    # run the command behind srun's options, with the environment they ask for, saying where
-    "srun": """
-for word; do
-    case $word in
-        --nodelist=*) echo "srun $word" >&2 ;;
-        --export=ALL,*) IFS=, read -ra more <<<"${word#--export=ALL,}"; export "${more[@]}" ;;
-        --*) ;;
-        *) break ;;
-    esac
-    shift
-done
-exec "$@"
-""",
-    "ray": 'echo "ray $*" >&2; if [ "$1" = status ]; then echo " 1 node_a"; echo " 1 node_b"; fi',
-    "python": 'printf "%s\\n" "$@"',
-}
+RAY = r"""
+echo "ray $*" >&2
+if [ "$1" = status ]; then printf "%s\n" " 1 node_a" " 1 node_b"; fi
+"""
+JOB = ("recipes/launch/slurm.sbatch", RECIPE, *OVERRIDES)
 
 
-def test_slurm_starts_head_workers_and_recipe(launch, executable, tmp_path):
-    """With a Slurm of shell scripts: the commands it would give, in order."""
-    for name, script in SLURM.items():
-        executable(name, script)
-    done = launch(
-        *("slurm.sbatch", RECIPE, *OVERRIDES),
-        **{"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python", "RAY": "ray", "ACTIVATE": "/dev/null"},
-        **{"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "12345", "SLURM_JOB_NODELIST": "any"},
-        SLURM_GPUS_ON_NODE="8",
-    )
-    assert done.returncode == 0, done.stderr
-    overrides = ["trainer.nnodes=2", *OVERRIDES]
-    assert done.stdout.splitlines() == [
-        *("-m", "verl_precision.cli", "check", RECIPE, *overrides, "--cluster", "auto"),
-        *("-m", "verl.trainer.main_ppo", "--config-dir", "recipes/moe", "--config-name", "moe", *overrides),
+@pytest.fixture
+def run_job(tmp_path, executable):
+    """Run slurm.sbatch with a Slurm of one machine, a Ray that prints its arguments, and a python of shell lines."""
+
+    def run_job(python: str, **environment: str) -> tuple[int, str]:
+        executable("hostname", "echo 10.0.0.1 10.0.0.2")
+        executable("ray", RAY)
+        executable("python", python)
+        environment = {**slurm.install(tmp_path), "ACTIVATE": "/dev/null", **environment}
+        command = [tmp_path / "sbatch", "--nodes=2", f"--output={tmp_path}/job-%j.log", *JOB]
+        done = subprocess.run(command, env=environment, cwd=ROOT, timeout=60, check=False)
+        return done.returncode, (tmp_path / "job-12345.log").read_text()
+
+    return run_job
+
+
+def test_slurm_starts_head_workers_and_recipe(run_job):
+    """The commands it gives, in order."""
+    code, log = run_job('printf "%s\n" "said $*"')
+    assert code == 0, log
+    overrides = " ".join(["trainer.nnodes=2", *OVERRIDES])
+    assert [line for line in log.splitlines() if line.startswith("said")] == [
+        f"said -m verl_precision.cli check {RECIPE} {overrides} --cluster auto",
+        "said recipes/launch/watched_run.py auto python -m verl.trainer.main_ppo --config-dir recipes/moe "
+        f"--config-name moe {overrides}",
     ], "the user's overrides come last, so that they win over the number of nodes"
-    starts = [line for line in done.stderr.splitlines() if line.startswith("ray start")]
-    shared = "ray start --num-gpus=8 --temp-dir=/tmp/ray-12345 --disable-usage-stats --block"
+    starts = [line for line in log.splitlines() if line.startswith("ray start")]
+    shared = "ray start --num-gpus=1 --temp-dir=/tmp/ray-12345-0 --disable-usage-stats --block"
     assert sorted(starts) == [
         f"{shared} --address=10.0.0.1:22345",
-        f"{shared} --head --node-ip-address=10.0.0.1 --port=22345",
+        f"{shared} --head --node-ip-address=10.0.0.1 --port=22345 --include-dashboard=false",
     ]
-    assert done.stderr.index("srun --nodelist=two") > done.stderr.index("ray status"), "workers wait for the head"
+    assert log.index("--nodelist=node1") > log.index("ray status"), "workers wait for the head"
     text = (LAUNCH / "slurm.sbatch").read_text()
     assert text.index("#SBATCH") < text.index("set -euo pipefail"), "sbatch reads options up to the first command"
+    assert "#SBATCH --output=slurm-%j.log\n" in text, "a file in the folder of the submission, which is there"
+
+
+# What the run does at its 1st, 2nd, ... start; its parent is the batch shell.
+LIVES = r"""
+case "$*" in *watched_run*) ;; *) exit 0 ;; esac
+echo start "${SLURM_RESTART_COUNT:-0}"
+case ${SLURM_RESTART_COUNT:-0} in
+    0) exit 75 ;;
+    1) kill -KILL $PPID ;;
+    2) kill -USR1 $PPID; exec sleep 60 ;;
+    *) exit 3 ;;
+esac
+"""
+
+
+def test_slurm_queues_a_job_again_after_a_loss_and_at_its_time_limit(run_job):
+    code, log = run_job(LIVES)
+    assert code == 3, "an error of the run itself ends the job"
+    said = [line for line in log.splitlines() if line.startswith(("start", "verl_precision"))]
+    again = "The job goes back to the queue and will go on from its last checkpoint."
+    assert said == [
+        "start 0",
+        f"verl_precision: a node was lost. {again}",
+        "start 1",
+        "start 2",
+        f"verl_precision: the time limit is near. {again}",
+        "start 3",
+    ]
+
+
+def test_slurm_does_not_queue_a_job_for_ever(run_job):
+    code, log = run_job(LIVES, MAX_REQUEUES="0")
+    assert code == 75 and "was queued again MAX_REQUEUES=0 times" in log
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Start a command on a Ray cluster that nobody has started."""
+
+    def watched(*command: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, LAUNCH / "watched_run.py", "127.0.0.1:1", *command], text=True, stdout=subprocess.PIPE
+        )
+
+    return watched
+
+
+def test_a_watched_command_that_ends_well_ends_at_once(watched):
+    process = watched("true")
+    assert process.wait(20) == 0
+
+
+def test_a_watched_command_is_asked_to_end(watched):
+    process = watched("sh", "-c", "echo started; exec sleep 60")
+    assert process.stdout.readline() == "started\n"
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
 
 
 def test_rayjob_has_hosts_gpus_image_and_command(load_script):
@@ -138,3 +195,24 @@ def test_rayjob_has_hosts_gpus_image_and_command(load_script):
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert "FILLED_IN" not in str(job)
+
+
+def test_rayjob_keeps_all_that_a_run_writes_and_tries_again(load_script):
+    job = load_script("recipes/launch/rayjob.py").fill_in("image", Path(RECIPE), OVERRIDES)
+    assert job["spec"]["backoffLimit"] > 0
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"}
+        written = {"checkpoints", "outputs", "tensorboard_log", "wandb"}
+        assert {f"{container['workingDir']}/{folder}" for folder in written | {"data"}} <= kept
+        assert {"name": "VERL_FILE_LOGGER_ROOT", "value": "checkpoints"} in container["env"]
+        assert "rdma" not in str(container) and "securityContext" not in container
+
+
+def test_rayjob_asks_for_rdma_where_the_cluster_has_it(load_script):
+    job = load_script("recipes/launch/rayjob.py").fill_in("image", Path(RECIPE), OVERRIDES, rdma="rdma/hca")
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == "1"
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}

@@ -6,17 +6,12 @@ import pytest
 from composer import ROOT, compose_recipe
 from discovered import PAPER
 
-from verl_precision.check import memory
-from verl_precision.check.memory import GIB, ModelShape, rollout_bytes, training_bytes
+from verl_precision.integration.machine import known_models
+from verl_precision.rules import gpu_memory as memory
+from verl_precision.rules.checkpoint_rules import checkpoint_bytes
+from verl_precision.rules.gpu_memory import GIB, rollout_bytes, training_bytes
 
-# From each model's config.json on Hugging Face.
-SHAPES = {
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ModelShape(28, 1536, 151936, 12, 2, 128, 8960),
-    "Qwen/Qwen3-30B-A3B-Base": ModelShape(48, 2048, 151936, 32, 4, 128, 768, experts=128, experts_per_token=8),
-    "Qwen/Qwen3-14B-Base": ModelShape(40, 5120, 151936, 40, 8, 128, 17408),
-    "Qwen/Qwen2.5-Math-1.5B": ModelShape(28, 1536, 151936, 12, 2, 128, 8960, tied=True),
-    "OctoThinker/OctoThinker-3B-Hybrid-Base": ModelShape(28, 3072, 128256, 24, 8, 128, 8192, tied=True),
-}
+SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
 PUBLISHED = {  # billions of parameters, from the model cards
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
     "Qwen/Qwen3-30B-A3B-Base": 30.5,
@@ -47,7 +42,7 @@ def row(recipe: str, scale: str) -> dict[str, float]:
         "gathered": memory.gathered_bytes(model) / GIB,
         "activations": memory.activation_bytes(model, tokens) / GIB,
         "training": training_bytes(model, gpus, tokens, fsdp.offload_policy) / GIB,
-        "rollout": rollout_bytes(model, gpus, share, GPU, away) / GIB,
+        "rollout": rollout_bytes(model, gpus, share, GPU, 0 if away else 12) / GIB,
         "host": memory.host_bytes(model, config.trainer.nnodes) / GIB if away else 0,
         "longest responses at a time": memory.kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
     }
@@ -95,5 +90,19 @@ def test_the_table_of_the_docs_is_this_arithmetic():
         assert line(recipe, "1x8_a100").replace("a100", "h100") == line(recipe, "1x8_h100")
 
 
+def checkpoint_line(recipe: str) -> str:
+    """Return a row of the page's table of checkpoints, in GB."""
+    config = composed(recipe, "8x8_h100")
+    one = checkpoint_bytes(config, SHAPES[config.actor_rollout_ref.model.path].parameters) / 1e9
+    kept = config.trainer.max_actor_ckpt_to_keep
+    return f"| {recipe} | {one:.0f} | {kept} | {(kept + 1) * one:.0f} | {one / 2:.0f} | {one / 8:.1f} |"
+
+
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_the_docs_say_how_large_checkpoints_are(recipe):
+    assert checkpoint_line(recipe) in (ROOT / "docs" / "scales.md").read_text().splitlines()
+
+
 if __name__ == "__main__":
+    print("\n".join(map(checkpoint_line, TRAINED)))
     print("\n".join(line(recipe, scale) for recipe in TRAINED for scale in SCALES[1:]))

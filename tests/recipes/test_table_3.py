@@ -100,3 +100,8 @@ def test_sanity_of_section_4_1():
     assert config.data.max_prompt_length + config.data.max_response_length == rollout.max_model_len == 8000
     assert actor.clip_ratio_high == 0.28 and config.algorithm.rollout_correction.rollout_is_threshold == 3.0
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 8)
+
+
+def test_the_context_follows_the_lengths():
+    rollout = recipe("sanity", "data.max_response_length=16000").actor_rollout_ref.rollout
+    assert rollout.max_model_len == rollout.prompt_length + rollout.response_length == 17024

@@ -1,0 +1,119 @@
+"""The task of the phantom-clipping stall, for a CPU: a random Qwen3 whose weights lie on the BF16 grid, and prompts.
+
+    python recipes/phantom_clipping/make_task.py outputs/phantom_clipping/task
+
+Shorter is better: the reward is minus the length of the response (recipes/quickstart/reward.py). The vocabulary has the
+end and 15 letters, a prompt is four random letters, and a response has at most eight tokens, so that a random model
+ends some responses by chance. Released checkpoints are in BF16: an FP32 copy of one lies on the BF16 grid, and so does
+`on_grid`. `off_grid` is the control, the same weights before rounding. A seed has weights of its own.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from verl_precision.tiny_model import IM_END, save
+
+END, LETTERS = IM_END, "abcdefghijklmno"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the prompt is the four letters
+PROMPTS, PROMPT_LENGTH = 1024, 4
+CONFIG = {
+    "vocab_size": 1 + len(LETTERS),
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+def build_model(seed: int, on_grid: bool):
+    """Return a random Qwen3 in FP32.
+
+    Args:
+        seed: Of the weights.
+        on_grid: Whether each weight is rounded to BF16.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIG), dtype=torch.float32)
+    if on_grid:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.to(torch.bfloat16))
+    return model
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer: the end, and one token a letter."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate([END, *LETTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=END,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONFIG["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def prompts() -> list[dict]:
+    """Return the prompts as rows in verl's format; always the same."""
+    all_of_them = ["".join(letters) for letters in itertools.product(LETTERS, repeat=PROMPT_LENGTH)]
+    return [
+        {
+            "data_source": "phantom_clipping",
+            "prompt": [{"role": "user", "content": text}],
+            "ability": "length",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }
+        for index, text in enumerate(random.Random(0).sample(all_of_them, PROMPTS))
+    ]
+
+
+def write_task(folder: Path, seed: int) -> None:
+    """Write `prompts.jsonl`, `on_grid` and `off_grid` into a new folder, which is complete or not there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".phantom-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "task"
+        for name in ("on_grid", "off_grid"):
+            (whole / name).mkdir(parents=True)
+            save(build_model(seed, name == "on_grid"), build_tokenizer(), CONFIG, whole / name)
+        (whole / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts()))
+        whole.rename(folder)
+
+
+def main() -> None:
+    """Write the task of each seed into the folder that the command line names; one that is there is kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="FOLDER/seed_N/{on_grid,off_grid,prompts.jsonl} are written.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Seeds of the weights. Default: 0.")
+    arguments = parser.parse_args()
+    for seed in arguments.seeds:
+        folder = arguments.folder / f"seed_{seed}"
+        if not folder.exists():
+            write_task(folder, seed)
+        print(folder)
+
+
+if __name__ == "__main__":
+    main()

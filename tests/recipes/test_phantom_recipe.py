@@ -1,0 +1,99 @@
+"""The phantom-clipping stall: its model on the BF16 grid, its prompts, and what its arms change."""
+
+import subprocess
+
+import pytest
+import torch
+from composer import ROOT, compose_recipe
+from omegaconf import OmegaConf
+
+from verl_precision.sampling.problems import read_data_set
+
+RECIPE = ROOT / "recipes/phantom_clipping/phantom_clipping.yaml"
+ARMS = OmegaConf.to_container(OmegaConf.load(RECIPE).arms)
+SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
+
+
+@pytest.fixture
+def make_task(load_script):
+    return load_script("recipes/phantom_clipping/make_task.py")
+
+
+def test_on_the_grid_each_weight_is_a_bf16_number_and_its_own_off_the_grid(make_task):
+    on, off = (dict(make_task.build_model(1, on_grid).named_parameters()) for on_grid in (True, False))
+    assert all(weight.dtype is torch.float32 for weight in (*on.values(), *off.values()))
+    assert all(torch.equal(on[name], off[name].bfloat16().float()) for name in off)
+    moved = sum((on[name] != off[name]).sum() for name in off) / sum(weight.numel() for weight in off.values())
+    assert moved > 0.99
+    again = dict(make_task.build_model(1, True).named_parameters())
+    assert all(torch.equal(weight, again[name]) for name, weight in on.items())
+
+
+def test_writes_the_task_of_each_seed_and_keeps_one_that_is_there(make_task, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["make_task.py", str(tmp_path / "task"), "--seeds", "0", "3"])
+    make_task.main()
+    assert sorted(path.name for path in (tmp_path / "task").iterdir()) == ["seed_0", "seed_3"]
+    data = read_data_set(tmp_path / "task/seed_3/prompts.jsonl")
+    assert len(data.problems) == 1024 and {len(each.prompt[0]["content"]) for each in data.problems} == {4}
+    written = tmp_path / "task/seed_0/on_grid/model.safetensors"
+    before = written.stat().st_mtime_ns
+    make_task.main()
+    assert written.stat().st_mtime_ns == before
+    assert capsys.readouterr().out.split() == 2 * [str(tmp_path / "task" / seed) for seed in ("seed_0", "seed_3")]
+
+
+def test_the_tokenizer_has_a_token_a_letter(make_task):
+    tokenizer = make_task.build_tokenizer()
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "abco"}], tokenize=False)
+    assert tokenizer(text).input_ids == [1, 2, 3, 15]
+    assert tokenizer.decode([1, 2, 0], skip_special_tokens=True) == "ab"
+
+
+def changed(plain, arm) -> set[str]:
+    """Return the settings that differ between two composed configs."""
+
+    def leaves(node, prefix=""):
+        for key in node:
+            value = OmegaConf.select(node, key)
+            if OmegaConf.is_dict(value):
+                yield from leaves(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    first, second = dict(leaves(plain)), dict(leaves(arm))
+    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+
+
+def test_all_arms_take_the_ratio_against_the_rollout_with_one_update_a_batch():
+    for overrides in ARMS.values():
+        config = compose_recipe(RECIPE, *overrides)
+        actor = config.actor_rollout_ref.actor
+        assert config.algorithm.rollout_correction.bypass_mode is True
+        assert actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
+        assert actor.optim.lr == 1e-5 and actor.fsdp_config.shadow.every_n_steps == 1
+        if actor.policy_loss.loss_mode == "grpo":
+            assert actor.clip_ratio_low == actor.clip_ratio_high == 0.2
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_an_arm_changes_what_it_says_and_nothing_else(name):
+    keys = changed(compose_recipe(RECIPE, *ARMS["clipped"]), compose_recipe(RECIPE, *ARMS[name]))
+    found = {key.rpartition(".")[2] for key in keys if ".loss_scale" not in key}  # FP16 alone has one
+    model = {"initial_weights", "path", "served_model_name"}
+    named = {
+        "clipped": set(),
+        "shadow": {"ratio_source"},
+        "ratio_one": {"loss_mode"},
+        "unclipped": {"loss_mode"},
+        "off_grid": model,
+        "stochastic": {"rounding", "stochastic_rounding_to"},
+    }
+    dtypes = {"dtype", "param_dtype", "reduce_dtype"}
+    assert found - {"experiment_name", "default_local_dir"} <= named.get(name, dtypes), found
+
+
+def test_the_run_script_names_arms_that_are_there():
+    script = (ROOT / "recipes/phantom_clipping/run_length_qwen3_cpu.sh").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("ARMS=")]
+    assert set(line.partition(":-")[2].partition("}")[0].split()) <= set(ARMS)
+    assert subprocess.run(["bash", "-n", "recipes/phantom_clipping/run_length_qwen3_cpu.sh"]).returncode == 0
