@@ -15,7 +15,7 @@ from rich.console import Console
 
 from verl_precision.processes import marked_processes
 from verl_precision.runs import fork_server as workers
-from verl_precision.runs.compare import compare_precisions
+from verl_precision.runs.compare import check_arguments, compare_runs
 from verl_precision.runs.launch import run_verl
 from verl_precision.runs.read import read_metrics
 
@@ -55,7 +55,7 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[str]:
-    """What forks the workers of most runs; test_resume.py and test_cluster_check.py have Ray start its own."""
+    """What forks the workers of most runs; test_cluster_check.py and test_resume.py's kills have Ray start them."""
     with workers.fork_server() as python:
         yield python
 
@@ -87,7 +87,7 @@ def comparison(tmp_path_factory):
     """The quickstart at few steps, in BF16 and in FP16: (folder, summaries, what a user saw)."""
     folder = tmp_path_factory.mktemp("e2e") / "comparison"
     seen = io.StringIO()
-    summaries = compare_precisions(
-        QUICKSTART, ["bf16", "fp16"], ["trainer.total_training_steps=5"], folder, Console(file=seen, width=100)
-    )
+    steps = ["trainer.total_training_steps=5"]
+    runs = check_arguments(QUICKSTART, ["bf16", "fp16"], steps)
+    summaries = compare_runs(QUICKSTART, runs, steps, folder, Console(file=seen, width=100))
     return folder, {summary.precision: summary for summary in summaries}, seen.getvalue()

@@ -1,15 +1,18 @@
-"""Two Ray nodes on loopback: each is checked before the start, and a recipe trains on both."""
+"""Two Ray nodes on loopback: each is checked before the start, a recipe trains on both, and ends with either."""
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_precision.runs.read import read_metrics
 
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
+SECONDS = 600
 
 
 @pytest.fixture
@@ -24,21 +27,37 @@ def environment(tmp_path):
     }
 
 
-def test_nodes_are_checked_and_a_recipe_trains_on_both(environment, tmp_path):
-    done = subprocess.run(
-        [
-            *SCRIPT,
-            *("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.logger=[console,file]"),
-            *(f"hydra.run.dir={tmp_path / 'hydra'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"),
-            "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024",
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("plugin: loaded") == 2 and done.stdout.count("versions: python") == 2
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
+def second_node(script: subprocess.Popen) -> list[psutil.Process]:
+    """Return every process of the node that has joined the head."""
+    (node,) = [
+        child
+        for child in psutil.Process(script.pid).children()
+        if any(word.startswith("--address=") for word in child.cmdline())
+    ]
+    return [node, *node.children(recursive=True)]
+
+
+def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(environment, tmp_path):
+    log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
+    overrides = [
+        *("trainer.total_training_steps=50", "trainer.val_before_train=False", "trainer.logger=[console,file]"),
+        *(f"hydra.run.dir={tmp_path / 'hydra'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"),
+        "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024",
+    ]
+    with log.open("wb") as sink:
+        script = subprocess.Popen([*SCRIPT, *overrides], env=environment, stdout=sink, stderr=sink)
+    deadline = time.monotonic() + SECONDS
+    while script.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_bytes().count(b"\n") == 2:
+            break
+        time.sleep(0.2)
+    assert script.poll() is None, log.read_text()[-3000:]
+    for process in second_node(script):
+        process.kill()
+    assert script.wait(SECONDS) == 75, log.read_text()[-3000:]
+    said = log.read_text()
+    assert said.count("plugin: loaded") == 2 and said.count("versions: python") == 2
+    assert "verl_precision: the node" in said and "was lost" in said and "goes on from its last checkpoint" in said
+    rows = read_metrics(metrics)
+    assert [row["step"] for row in rows][:2] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in rows)

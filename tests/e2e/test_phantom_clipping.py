@@ -5,9 +5,14 @@ alpha what two BF16 engines differ by.
 """
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+STALL = Path("recipes/phantom_clipping/phantom_clipping.yaml")
 RATIO_ON_ROLLOUT = (
     "tiny_architecture=qwen3_rough",
     "estimator=grpo",
@@ -49,3 +54,34 @@ def test_matched_precision_has_none_even_where_the_policy_really_moved(run_quick
     for row in (on_policy, stale):
         assert row["phantom/fraction"] < 1e-4
         assert row["phantom/beta_abs_mean"] < 1e-5
+
+
+@pytest.fixture(scope="module")
+def stall(run_recipe, tmp_path_factory):
+    """Run an arm of the stall for eight steps; return their metrics."""
+    task = tmp_path_factory.mktemp("stall") / "task"
+    subprocess.run([sys.executable, STALL.with_name("make_task.py"), task], check=True)
+    arms = OmegaConf.load(STALL).arms
+
+    def run(arm: str) -> list[dict[str, float]]:
+        files = (f"actor_rollout_ref.model.path={task}/seed_0/on_grid", f"data.train_files={task}/seed_0/prompts.jsonl")
+        return run_recipe(STALL, *arms[arm], *files, "trainer.total_training_steps=8")
+
+    return run
+
+
+def mean(rows, metric: str) -> float:
+    return sum(row[metric] for row in rows) / len(rows)
+
+
+def test_updates_that_a_rounded_rollout_does_not_see_are_clipped(stall):
+    """What stalls a run of 90 steps (the recipe's README) begins in its first eight: docs/log.md has the curves."""
+    clipped, matched = stall("clipped"), stall("fp32")
+    for rows in (clipped, matched):
+        assert rows[0]["precision/bf16_off_grid_fraction"] == 0
+        assert all(0 < row["precision/bf16_crossings_fraction"] < 0.05 for row in rows[1:])
+    assert clipped[0]["phantom/final_token_clip_fraction"] < 0.1, "before the first update the two engines agree"
+    assert mean(clipped[3:], "phantom/final_token_clip_fraction") > 0.3, "the tokens that are to be learnt"
+    assert mean(clipped[3:], "mismatch/final_token_gap_mean") > 0.1, "the rollout stays behind"
+    assert mean(matched, "phantom/final_token_clip_fraction") == 0
+    assert abs(mean(matched, "mismatch/final_token_gap_mean")) < 1e-4

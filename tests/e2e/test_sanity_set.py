@@ -1,15 +1,18 @@
-"""The sanity set of the arithmetic model with real vLLM, in FP16: batched otherwise, and killed, the same responses."""
+"""The arithmetic model with real vLLM: its sanity set and its accuracy, killed and continued: the same responses."""
 
 import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+
+from verl_precision.sampling.problems import read_data_set
 
 pytestmark = pytest.mark.e2e
 
@@ -28,8 +31,8 @@ def sanity_set(task: Path, folder: Path, in_flight: int) -> list[str]:
     )
 
 
-def kill_at(arguments: list[str], journal: Path, lines: int) -> bytes:
-    """Start a command; kill -9 it and vLLM's engine, its child, once the journal is that long.
+def kill_when(ready: Callable[[], bool], arguments: list[str], journal: Path) -> bytes:
+    """Start a command; kill -9 it and vLLM's engine, its child, once that is so.
 
     Returns:
         The journal's complete lines at its death.
@@ -38,8 +41,8 @@ def kill_at(arguments: list[str], journal: Path, lines: int) -> bytes:
     ours = [psutil.Process(process.pid)]
     try:
         end = time.monotonic() + SECONDS
-        while not (journal.exists() and journal.read_bytes().count(b"\n") >= lines):
-            assert time.monotonic() < end, f"no {lines} lines after {SECONDS} s"
+        while not ready():
+            assert time.monotonic() < end, f"not ready after {SECONDS} s"
             with suppress(subprocess.TimeoutExpired):
                 pytest.fail(f"ended by itself, exit code {process.wait(timeout=0.1)}")
     finally:
@@ -56,6 +59,11 @@ def kill_at(arguments: list[str], journal: Path, lines: int) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
+def has_lines(journal: Path, lines: int) -> Callable[[], bool]:
+    """Say whether the journal is that long."""
+    return lambda: journal.exists() and journal.read_bytes().count(b"\n") >= lines
+
+
 def read(folder: Path) -> tuple[list[tuple[str, int]], dict, dict[str, str], dict]:
     """Return pairs (problem, response) in order, what came of each, verdicts, and the summary."""
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()[1:]]
@@ -66,18 +74,31 @@ def read(folder: Path) -> tuple[list[tuple[str, int]], dict, dict[str, str], dic
     return pairs, dict(zip(pairs, found, strict=True)), verdicts, content["summary"]
 
 
-def test_the_same_responses_however_they_are_batched_and_killed(tmp_path):
-    task, whole, killed = tmp_path / "task", tmp_path / "whole", tmp_path / "killed"
-    subprocess.run([sys.executable, "recipes/sanity_arithmetic/make_task.py", str(task)], check=True, timeout=SECONDS)
-    problems = task / "problems.jsonl"
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """Folder with the model, and every eighth of its problems."""
+    folder = tmp_path_factory.mktemp("arithmetic") / "task"
+    subprocess.run([sys.executable, "recipes/sanity_arithmetic/make_task.py", str(folder)], check=True, timeout=SECONDS)
+    problems = folder / "problems.jsonl"
     problems.write_text("".join(problems.read_text().splitlines(keepends=True)[::8]))
+    return folder
 
-    subprocess.run(sanity_set(task, whole, 512), check=True, timeout=SECONDS)
-    before = kill_at(sanity_set(task, killed, 40), killed / "journal.jsonl", lines=300)
+
+@pytest.fixture(scope="module")
+def whole(task) -> Path:
+    """Folder of the sanity set."""
+    subprocess.run(sanity_set(task, task.parent / "whole", 512), check=True, timeout=SECONDS)
+    return task.parent / "whole"
+
+
+def test_the_same_responses_however_they_are_batched_and_killed(tmp_path, task, whole):
+    killed = tmp_path / "killed"
+    journal = killed / "journal.jsonl"
+    before = kill_when(has_lines(journal, 300), sanity_set(task, killed, 40), journal)
     assert not (killed / "summary.json").exists() and not (killed / "kept.parquet").exists()
     subprocess.run(sanity_set(task, killed, 40), check=True, timeout=SECONDS)
 
-    after = (killed / "journal.jsonl").read_bytes()
+    after = journal.read_bytes()
     assert after.startswith(before), "lost"
     assert after.count(b"\n") > before.count(b"\n") >= 300
     pairs, first, verdicts, summary = read(whole)
@@ -92,3 +113,49 @@ def test_the_same_responses_however_they_are_batched_and_killed(tmp_path):
     assert sum(verdicts[name] == resumed_verdicts[name] for name in verdicts) >= len(verdicts) - 2
     assert summary["kept"] >= 5
     assert summary["responses_saved"] > 0
+
+
+def test_the_accuracy_in_two_dtypes_is_that_of_the_responses_of_the_sanity_set(tmp_path, task, whole):
+    """At the sanity set's temperature FP16 draws its responses; a context of 7 sees two tokens of them."""
+    evaluated, total = tmp_path / "evaluated", 102 * 8
+    evaluate = command(
+        *("evaluate", str(task / "model"), "--data", str(task / "problems.jsonl"), "--output", str(evaluated)),
+        *("--dtype", "fp16", "--dtype", "bf16", "--responses", "8", "--context", "16", "--context", "7"),
+        *("--temperature", "1", "--top-p", "1", "--reward", "recipes/sanity_arithmetic/reward.py", "--keep-text"),
+    )
+    journal, second_engine = evaluated / "journal.jsonl", evaluated / "logs" / "sample-bf16-0.log"
+    before = kill_when(second_engine.exists, evaluate, journal)
+    assert before.count(b"\n") == 1 + total and not (evaluated / "summary.json").exists()
+    subprocess.run(evaluate, check=True, timeout=SECONDS)
+    after = journal.read_bytes()
+    assert after.startswith(before), "lost"
+    logs = {path.name for path in (evaluated / "logs").iterdir()}
+    assert logs == {"sample-fp16-0.log", "sample-bf16-0.log", "sample-bf16-1.log"}, "finished: no second engine"
+
+    drawn: dict[str, dict] = {"fp16": {}, "bf16": {}}
+    for line in map(json.loads, after.splitlines()[1:]):
+        drawn[line["dtype"]][line["problem"], line["response"]] = line
+    assert len(drawn["fp16"]) == len(drawn["bf16"]) == total and after.count(b"\n") == 1 + 2 * total, "each once"
+    first = read(whole)[1]
+    both = first.keys() & drawn["fp16"].keys()
+    assert len(both) > 700
+    assert sum(first[key][2] == drawn["fp16"][key]["text"] for key in both) / len(both) > 0.99
+    truths = {problem.identifier: problem.ground_truth for problem in read_data_set(task / "problems.jsonl").problems}
+    for dtype, name in (("fp16", "float16"), ("bf16", "bfloat16")):
+        logs = (evaluated / "logs").glob(f"sample-{dtype}-*.log")
+        assert f"dtype=torch.{name}" in "".join(path.read_text() for path in logs)
+        for (problem, _), line in drawn[dtype].items():
+            assert line["correct"] == [line["text"] == truths[problem], line["text"][:2] == truths[problem]]
+
+    content = json.loads((evaluated / "summary.json").read_text())
+    found = {(each["dtype"], each["context"]): each for each in content["results"]}
+    for (dtype, context), each in found.items():
+        right = [line["correct"][0 if context == 16 else 1] for line in drawn[dtype].values()]
+        assert each["average"] == pytest.approx(sum(right) / total)
+        assert 0 < each["standard_error"] < 0.1
+    assert found["fp16", 16]["truncated"] == 0 and found["fp16", 7]["truncated"] > 0.9
+    assert found["fp16", 16]["data"] == "problems"
+    (change,) = (each for each in content["differences"] if each["context"] == 16)
+    assert (change["dtype"], change["reference"]) == ("bf16", "fp16")
+    assert abs(change["average"]) <= 4 * change["standard_error"]
+    assert change["standard_error"] < found["fp16", 16]["standard_error"], "paired"
