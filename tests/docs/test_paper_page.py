@@ -1,0 +1,62 @@
+"""docs/paper.md: every command exists, and every result that it quotes stands in the page that it names."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from verl_precision.cli import app
+from verl_precision.presets import preset_names
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "paper.md"
+ROWS = [
+    [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| what")
+]
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_equation_table_and_figure_has_a_row():
+    said = " ".join(row[0] for row in ROWS)
+    covered = {
+        int(number) for found in re.findall(r"equations? (\d+)(?: and (\d+))?", said) for number in found if number
+    }
+    assert covered == set(range(1, 11))
+    assert all(f"table {number}" in said for number in (1, 2, 3))
+    assert {
+        int(number) for found in re.findall(r"figures? (\d)(?: and (\d))?", said) for number in found if number
+    } == {*range(1, 7)}
+    assert all(len(row) == 3 and row[2] for row in ROWS)
+
+
+@pytest.mark.parametrize("command", sorted({row[1] for row in ROWS} - {"-"}))
+def test_commands_exist(command):
+    words = shlex.split(command.strip("`"))
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif words[0] == "verl-precision":
+        verb = typer.main.get_command(app).commands[words[1]]
+        given = verb.make_context(words[1], words[2:]).params
+        if words[1] in ("compare", "check") and given["config"]:
+            assert (ROOT / given["config"]).is_file()
+        for group, _, name in (override.partition("=") for override in given.get("overrides") or ()):
+            assert group != "estimator" or name in preset_names("estimator")
+    else:
+        assert words[0] in ("pytest", "python", "bash") and (ROOT / words[1]).is_file()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
+def test_results_stand_in_the_page_they_name(row):
+    quoted, pages = re.findall(r'"([^"]+)"', row[2]), re.findall(r"\]\((\S+\.md)\)", row[2])
+    assert bool(quoted) == bool(pages), "a result has a page, and a page a result"
+    for quote in quoted:
+        assert any(_words(quote) in _words((PAGE.parent / page).read_text()) for page in pages), quote
+    for path in re.findall(r"`(tests/\S+)`", row[2]):
+        assert (ROOT / path).is_file(), path
