@@ -41,9 +41,11 @@ LONG = (
     *("test_checks.py", "test_properties.py", "test_tensor_parallel.py"),
 )
 
-# Two test processes share two cores: how long an example takes says nothing.
-hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+# Two test processes share two cores: how long an example takes says nothing. The same examples at every run, so that a
+# change is judged by what it changed; `pytest --hypothesis-profile=search` looks for new ones.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

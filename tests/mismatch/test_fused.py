@@ -61,6 +61,8 @@ def size_of_terms(name, statistics):
         return statistics["log_prob_gap_abs_mean"].total.sum().item()
     if name == "sequence_ess":  # an error in s is a relative one in e^s
         return statistics["responses"].total.item() * statistics["log_prob_gap_abs_mean"].total.sum().item()
+    if name == "sequence_chi_square":  # likewise, in e^2s
+        return 2 * statistics[name].total.abs().item() * statistics["log_prob_gap_abs_mean"].total.sum().item()
     return 0.0
 
 
