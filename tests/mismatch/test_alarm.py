@@ -39,7 +39,6 @@ KINDS = [
     ("responses_not_finite", "actor/" + names.NONFINITE_RESPONSES, 1.0, 3),
     ("extreme_prob_gap", names.PROB_GAP_MIN, -0.99, 5),
     ("extreme_prob_gap", names.PROB_GAP_MAX, 0.99, 5),
-    ("beta_beyond_clip", names.BETA_BEYOND_CLIP, 0.05, 5),
     ("phantom_clipping", names.PHANTOM, 0.18, 5),
     ("skipped_step_storm", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
     ("loss_scale_at_minimum", "actor/" + names.LOSS_SCALE, 1.0, 1),
@@ -66,7 +65,7 @@ def test_each_kind_is_raised_once_recovers_and_is_raised_again(name, metric, val
 
 def test_every_check_has_its_advice_and_matching_precisions_comes_first():
     assert set(ADVICE) == {name for name, *_ in KINDS}
-    for name in ("k3_growth", "gap_growth", "beta_beyond_clip", "phantom_clipping", "extreme_prob_gap"):
+    for name in ("k3_growth", "gap_growth", "phantom_clipping", "extreme_prob_gap"):
         assert "precision=fp16" in ADVICE[name].try_first[0]
 
 

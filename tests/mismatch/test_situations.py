@@ -91,7 +91,7 @@ class Situation:
     steps: int = 6
 
 
-PHANTOM = "beta_beyond_clip, phantom_clipping"
+PHANTOM = "phantom_clipping"
 NOT_MEASURED = "`phantom/*fraction` absent"
 SITUATIONS = [
     Situation(

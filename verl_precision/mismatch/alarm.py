@@ -82,7 +82,6 @@ def _limits(s: AlarmSettings) -> list[Limit]:
         Limit("responses_not_finite", NOT_FINITE_STEPS, names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0"),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MIN, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MAX, lambda x: abs(x) > s.extreme_gap, gap),
-        Limit("beta_beyond_clip", persist, names.BETA_BEYOND_CLIP, lambda x: x > s.affected_fraction, share),
         Limit("phantom_clipping", persist, names.PHANTOM, lambda x: x > s.affected_fraction, share),
         Limit("skipped_step_storm", skipped, names.SKIPPED_STEPS, lambda x: x > 0, storm),
         Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),

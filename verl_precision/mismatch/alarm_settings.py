@@ -19,8 +19,7 @@ class AlarmSettings:
         evidence_steps: Full steps of evidence before growth is an alarm. Higher: fewer false alarms, as many steps
             later.
         extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
-        affected_fraction: Share of tokens with β beyond the clip range, or phantom-clipped, that is too much;
-            in (0, 1].
+        affected_fraction: Share of phantom-clipped tokens that is too much; in (0, 1]. 1 switches the check off.
         persist_steps: Consecutive steps before extremes, or tokens clipped for their rounding, are an alarm.
         skipped_steps: Consecutive steps with a skipped update before they are a storm.
         loss_scale_minimum: The scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
@@ -34,7 +33,7 @@ class AlarmSettings:
     allowed_growth: float = Field(default=3.0, gt=1, strict=True, allow_inf_nan=False)
     evidence_steps: int = Field(default=8, ge=1, strict=True)
     extreme_gap: float = Field(default=0.95, gt=0, le=1, strict=True, description="1 switches the check off.")
-    affected_fraction: float = Field(default=0.01, gt=0, le=1, strict=True, description="1 switches the checks off.")
+    affected_fraction: float = Field(default=0.01, gt=0, le=1, strict=True, description="1 switches the check off.")
     persist_steps: int = Field(default=5, ge=1, strict=True)
     skipped_steps: int = Field(default=10, ge=1, strict=True)
     loss_scale_minimum: float = Field(default=1.0, ge=0, strict=True, allow_inf_nan=False)

@@ -106,12 +106,6 @@ ADVICE = {
         (MATCH_PRECISIONS, WEIGH_SEQUENCES),
         severe=False,
     ),
-    "beta_beyond_clip": Advice(
-        "The precision gap β alone pushes tokens out of the clip range: clipping is decided by rounding, not by what "
-        "the policy did.",
-        (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP, DECOUPLE),
-        severe=False,
-    ),
     "phantom_clipping": Advice(
         "Tokens are clipped, with a gradient of exactly zero, that would not be without the precision gap. The run may "
         "stall for good.",
