@@ -63,6 +63,8 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration("platform cpu", "verl.plugin.platform.platform_manager", "cpu.platform:register_platform"),
     Registration("engines fsdp, fsdp2 on nvidia", _ENGINES, "fsdp_engine:register_nvidia_engines"),
     Registration("engine fsdp2 on cpu", _ENGINES, "fsdp_engine:register_cpu_engines"),
+    Registration("products rounded once, in the trainer", _ENGINES, "cpu.products:round_once_in_the_trainer"),
+    Registration("and in vLLM", "vllm.model_executor.layers.utils", "cpu.products:round_once_in_the_rollout"),
     Registration("process group on cpu", "verl.utils.distributed", "cpu.platform:patch_process_group"),
     Registration(
         "vLLM's waiting on cpu",

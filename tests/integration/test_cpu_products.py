@@ -1,0 +1,81 @@
+"""`cpu_products=rounded_once`: what a tensor core computes, on any CPU, in the trainer and in vLLM."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from verl_precision.integration.cpu import products
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+def operands(dtype: torch.dtype, depth: int = 512) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (64, depth), (96, depth), (96,)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def correctly_rounded(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the share of numbers that are the exact ones, rounded once."""
+    return (found == exact.to(found.dtype)).double().mean().item()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_products_are_exact_but_for_one_rounding(dtype):
+    x, w, b = operands(dtype)
+    exact = torch.nn.functional.linear(x.double(), w.double(), b.double())
+    found = products.linear(x, w, b)
+    assert found.dtype == dtype
+    assert correctly_rounded(found, exact) > 0.999  # the rest are near a tie, where FP32's own rounding decides
+    native = torch.nn.functional.linear(x, w, b)
+    assert (found - exact).abs().mean() <= (native - exact).abs().mean() * 1.0001
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_so_are_the_gradients(dtype):
+    x, w, b = (tensor.requires_grad_() for tensor in operands(dtype))
+    above = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    products.linear(x, w, b).backward(above)
+    assert correctly_rounded(x.grad, above.double() @ w.double()) > 0.999
+    assert correctly_rounded(w.grad, above.double().T @ x.double()) > 0.999
+    assert correctly_rounded(b.grad, above.double().sum(0)) > 0.99  # a sum, in torch's order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes_are_torchs(dtype):
+    x, w, b = operands(dtype)
+    assert torch.equal(products.linear(x, w, b), torch.nn.functional.linear(x, w, b))
+
+
+@pytest.mark.parametrize(("asked", "dtype", "ours"), [
+    ("rounded_once", torch.float16, True), ("rounded_once", torch.bfloat16, True),
+    ("rounded_once", torch.float32, False), ("native", torch.float16, False), (None, torch.bfloat16, False),
+])  # fmt: skip
+def test_vllms_linear_layers(asked, dtype, ours, monkeypatch):
+    from vllm.model_executor.layers import utils
+
+    products.round_once_in_the_rollout(utils)
+    monkeypatch.delenv(products.VARIABLE, raising=False)
+    if asked:
+        monkeypatch.setenv(products.VARIABLE, asked)
+    layer = torch.nn.Linear(64, 32, bias=False, dtype=dtype).requires_grad_(False)
+    x, expected = torch.ones(3, 64, dtype=dtype), products.linear(torch.ones(3, 64, dtype=dtype), layer.weight)
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    assert (layer.cpu_linear is products.linear) == ours
+    if ours:
+        assert torch.equal(utils.cpu_unquantized_gemm(layer, x, layer.weight, None), expected)
+
+
+@pytest.mark.parametrize(("asked", "ours"), [("rounded_once", True), ("native", False)])
+def test_a_process_that_trains(asked, ours):
+    program = (
+        "import torch; before = torch.nn.functional.linear\n"
+        "import verl.workers.engine.fsdp.transformer_impl\n"
+        f"assert (torch.nn.functional.linear is not before) == {ours}\n"
+        "layer = torch.nn.Linear(8, 8, dtype=torch.float16); layer(torch.ones(1, 8).half()).sum().backward()\n"
+    )
+    environment = os.environ | {products.VARIABLE: asked, "VERL_PLATFORM": "cpu"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
