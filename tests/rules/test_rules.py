@@ -114,8 +114,6 @@ check_estimator           error   use_v1                 +estimator=pg_seq_is tr
 check_estimator           error   clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
 check_engines             error   actor.fsdp_config.shadow.dtype \
     +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
-cpu-products              error   cpu_products           +scale=cpu cpu_products=rounded_twice
-cpu-products              error   cpu_products           +cpu_products=native
 offload-policy-ignored    warning fsdp_config.offload_policy   actor.strategy=fsdp fsdp.offload_policy=True
 offload-policy-ignored    warning critic.fsdp.offload_policy \
     critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True

@@ -40,28 +40,6 @@ def value_out_of_range(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
-@rule("cpu-products")
-def cpu_products(config: DictConfig, environment: Environment) -> Faults:
-    """How linear layers are computed on a CPU: another word would mean torch's own way without a word about it."""
-    value, allowed = OmegaConf.select(config, "cpu_products"), ("native", "rounded_once")
-    if value is None:
-        return
-    if config.trainer.device != "cpu":
-        yield Fault(
-            setting="cpu_products",
-            problem="it is of scale=cpu, and this run trains on a GPU: nobody reads it",
-            allowed="scale=cpu",
-            remedy="Take it out, or choose scale=cpu.",
-        )
-    elif value not in allowed:
-        yield Fault(
-            setting="cpu_products",
-            problem="no such way to compute the linear layers",
-            allowed=" or ".join(allowed),
-            remedy="Set cpu_products=rounded_once for FP32 products that are rounded once, or native.",
-        )
-
-
 @rule("nothing-trained")
 def nothing_trained(config: DictConfig, environment: Environment) -> Faults:
     """A run of no steps loads everything, and ends without an error."""

@@ -14,7 +14,7 @@ import torch
 
 from verl_precision.integration.ledger import wrap_once
 
-VARIABLE = "VERL_PRECISION_CPU_PRODUCTS"  # set by scale=cpu, in every process of the run
+VARIABLE = "VERL_PRECISION_CPU_PRODUCTS"  # set by the preset, in every process of Ray
 ROUNDED_ONCE = "rounded_once"
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
