@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-STUDIES = {"alarm_rates.py", "phantom_interventions.py"}
+STUDIES = {"alarm_rates.py"}
 
 
 def load(name):
