@@ -88,7 +88,7 @@ def test_an_arm_changes_what_it_says_and_nothing_else(name):
         "off_grid": model,
         "stochastic": {"rounding", "stochastic_rounding_to"},
     }
-    dtypes = {"dtype", "param_dtype", "reduce_dtype"}
+    dtypes = {"dtype", "param_dtype", "reduce_dtype", "VERL_PRECISION_CPU_PRODUCTS"}
     assert found - {"experiment_name", "default_local_dir"} <= named.get(name, dtypes), found
 
 

@@ -1,7 +1,7 @@
 """16-bit matrix products on a CPU without 16-bit kernels: computed in FP32, rounded once.
 
 A tensor core multiplies 16-bit numbers exactly, adds in FP32 and rounds the sum once. Torch's own FP16 product on a CPU
-without FP16 instructions takes ten times as long as an FP32 one. `cpu_products=rounded_once` computes every linear
+without FP16 instructions takes ten times as long as an FP32 one. `+cpu_products=rounded_once` computes every linear
 layer, of the trainer and of vLLM, as an FP32 product of the 16-bit numbers, and rounds the result to their dtype. So a
 run also depends less on which kernels a CPU has. Attention and the experts of a mixture keep their kernels.
 """
