@@ -9,7 +9,7 @@ from verl_precision.presets import preset_names
 
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
 # Their task is a tiny model's: nothing of it belongs on a GPU.
-CPU_ONLY = ("quickstart", "sanity_arithmetic", "phantom_clipping")
+CPU_ONLY = ("quickstart", "sanity_arithmetic", "phantom_clipping", "collapse")
 PAPER = [path for path in RECIPES if path.stem not in CPU_ONLY]
 AXES = (RECIPES, *(preset_names(group) for group in ("precision", "estimator", "scale")))
 

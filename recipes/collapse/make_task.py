@@ -1,0 +1,196 @@
+"""The task of the collapse, for a CPU: questions with long reasoning, and a small Qwen3 that is right half of the time.
+
+    python recipes/collapse/make_task.py outputs/collapse/task
+
+A response is 128 steps of reasoning, the answer and the end. A step has four wordings that are equally right, one of
+them usual: so a response is long and random, as those of language models are, and what decides is one token at its end.
+The model is trained from scratch by a teacher who gives the right answer to question q with probability p(q), 0.3 to
+0.7, and else the one wrong answer that he believes. So each question is within reach, as in the sanity test.
+
+The logits of a small model are small, and those of language models are not: 16 bits round larger ones more coarsely.
+Each `logits_K` is the same model with one vector added to every row of its head, so that logits are about K in size.
+That adds the same number to all logits of a token, which changes no probability. It is the dose: the larger K, the
+larger the mismatch, in either precision.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from verl_precision.tiny_model import IM_END, save
+
+END, EQUALS = IM_END, "="
+QUESTIONS = [f"q{number:02d}" for number in range(16)]
+ANSWERS = [f"a{number:02d}" for number in range(16)]
+REASONING, WORDINGS, HOW_USUAL = 128, "abcd", (0.6, 0.25, 0.1, 0.05)
+STEPS = [f"s{step:03d}{wording}" for step in range(REASONING) for wording in WORDINGS]
+VOCABULARY = [END, EQUALS, *QUESTIONS, *ANSWERS, *STEPS]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} ={% endfor %}"
+LOGIT_SIZES = (0, 20, 50, 100, 200, 300)
+CONFIG = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(END),
+    "pad_token_id": VOCABULARY.index(END),
+}
+BATCH, UPDATES, WARM_UP, LEARNING_RATE = 64, 500, 20, 3e-3
+
+OnProgress = Callable[[int], None]
+
+
+def teacher(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, by question, the right answer, the wrong one that the teacher believes, and how often he is right."""
+    right = torch.randint(len(ANSWERS), (len(QUESTIONS),), generator=generator)
+    wrong = (right + torch.randint(1, len(ANSWERS), right.shape, generator=generator)) % len(ANSWERS)
+    return right, wrong, 0.3 + 0.4 * torch.rand(right.shape, generator=generator)
+
+
+def right_answers(seed: int) -> list[str]:
+    """Return the right answer to each question.
+
+    Args:
+        seed: Of the task.
+    """
+    return [ANSWERS[index] for index in teacher(torch.Generator().manual_seed(seed))[0]]
+
+
+def lessons(seed: int) -> Callable[[], Tensor]:
+    """Return a function that makes a batch of lessons, [BATCH, T] token ids: question, reasoning, answer, end."""
+    generator = torch.Generator().manual_seed(seed)
+    right, wrong, rate = teacher(generator)
+    first = {name: VOCABULARY.index(names[0]) for name, names in (("q", QUESTIONS), ("a", ANSWERS), ("s", STEPS))}
+
+    def batch() -> Tensor:
+        question = torch.randint(len(QUESTIONS), (BATCH,), generator=generator)
+        answer = torch.where(torch.rand(BATCH, generator=generator) < rate[question], right[question], wrong[question])
+        wording = torch.multinomial(torch.tensor(HOW_USUAL), BATCH * REASONING, replacement=True, generator=generator)
+        step = torch.arange(REASONING) * len(WORDINGS) + wording.view(BATCH, REASONING)
+        equals, end = (torch.full((BATCH, 1), VOCABULARY.index(token)) for token in (EQUALS, END))
+        parts = (question[:, None] + first["q"], equals, step + first["s"], answer[:, None] + first["a"], end)
+        return torch.cat(parts, dim=1)
+
+    return batch
+
+
+def build_model(seed: int, on_progress: OnProgress = lambda step: None) -> nn.Module:
+    """Return a Qwen3 in FP32, trained by the teacher; the same number of updates on every machine.
+
+    Args:
+        seed: Of weights and lessons.
+        on_progress: Called with the number of updates so far.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIG), dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / WARM_UP) * (1 - 0.9 * step / UPDATES)
+    )
+    batch = lessons(seed)
+    for step in range(UPDATES):
+        token_ids = batch()
+        logits = model(input_ids=token_ids[:, :-1]).logits[:, 1:]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), token_ids[:, 2:].flatten(), reduction="none")
+        losses = losses.view(BATCH, -1)
+        optimizer.zero_grad()
+        (losses.mean() + losses[:, REASONING].mean()).backward()  # the answer counts twice: it is one token of 130
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        on_progress(step + 1)
+    return model
+
+
+@torch.no_grad()
+def raise_logits(model: nn.Module, size: float) -> None:
+    """Add one random vector to every row of the head, so that all logits of a token move by about `size`."""
+    head, norm = model.get_output_embeddings().weight, model.model.norm.weight
+    direction = torch.randn(head.shape[1], generator=torch.Generator().manual_seed(0))
+    head.add_(size * direction / (head.shape[1] ** 0.5 * norm.abs().mean()))
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return the tokenizer: one token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=EQUALS))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=END,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONFIG["max_position_embeddings"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def prompts(seed: int) -> list[dict]:
+    """Return the questions as rows in verl's format.
+
+    Args:
+        seed: Of the task.
+    """
+    return [
+        {
+            "data_source": "collapse",
+            "prompt": [{"role": "user", "content": question}],
+            "ability": "reasoning",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"index": index},
+        }
+        for index, (question, answer) in enumerate(zip(QUESTIONS, right_answers(seed), strict=True))
+    ]
+
+
+def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: None) -> None:
+    """Write `prompts.jsonl` and the models into a new folder, which is complete or not there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    model = build_model(seed, on_progress)
+    head = model.get_output_embeddings().weight
+    trained = head.detach().clone()
+    with TemporaryDirectory(prefix=".collapse-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / "task"
+        for size in LOGIT_SIZES:
+            (whole / f"logits_{size}").mkdir(parents=True)
+            with torch.no_grad():
+                head.copy_(trained)
+            raise_logits(model, size)
+            save(model, build_tokenizer(), CONFIG, whole / f"logits_{size}")
+        (whole / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(seed)))
+        whole.rename(folder)
+
+
+def main() -> None:
+    """Write the task into the folder that the command line names; one that is there is kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="prompts.jsonl and logits_K are written into it, for each K.")
+    parser.add_argument("--seed", type=int, default=0, help="Of the task and its model. Default: 0.")
+    arguments = parser.parse_args()
+    if not arguments.folder.exists():
+        columns = (*Progress.get_default_columns()[:3], TextColumn("{task.completed} updates"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            bar = progress.add_task("training the model", total=UPDATES)
+            write_task(arguments.folder, arguments.seed, lambda step: progress.update(bar, completed=step))
+    print(arguments.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The collapse's task: what its teacher teaches, its dose, and its reward."""
+
+import subprocess
+
+import pytest
+import torch
+from composer import ROOT, compose_recipe
+
+from verl_precision.sampling.problems import read_data_set
+
+RECIPE = ROOT / "recipes/collapse/collapse.yaml"
+
+
+@pytest.fixture
+def make_task(load_script):
+    return load_script("recipes/collapse/make_task.py")
+
+
+@pytest.fixture
+def compute_score(load_script):
+    reward = load_script("recipes/collapse/reward.py")
+    return lambda text, truth: reward.compute_score("collapse", text, truth)
+
+
+@pytest.fixture
+def barely_trained(make_task, monkeypatch):
+    monkeypatch.setattr(make_task, "UPDATES", 2)
+    return make_task
+
+
+def test_the_teacher_is_right_as_often_as_he_says_and_every_lesson_is_in_order(make_task, compute_score):
+    batch, tokenizer = make_task.lessons(0), make_task.build_tokenizer()
+    answers = dict(zip(make_task.QUESTIONS, make_task.right_answers(0), strict=True))
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for _ in range(8) for row in batch()]
+    scores = []
+    for question, equals, *response in map(str.split, texts):
+        assert equals == "="
+        # whatever the answer, the reasoning is right
+        assert compute_score(" ".join(response), response[-1]) == 1
+        scores.append(compute_score(" ".join(response), answers[question]))
+    *_, rates = make_task.teacher(torch.Generator().manual_seed(0))
+    assert torch.tensor(scores).mean() == pytest.approx(float(rates.mean()), abs=0.08)
+    assert bool(((rates >= 0.3) & (rates <= 0.7)).all())
+
+
+def test_a_response_is_right_with_all_steps_in_order_and_the_right_answer(compute_score):
+    steps = [f"s{number:03d}{'abcd'[number % 4]}" for number in range(128)]
+    assert compute_score(" ".join([*steps, "a03"]), "a03") == 1
+    for wrong in ([*steps, "a04"], [*steps[:-1], "a03"], [*steps[1:], steps[0], "a03"], [*steps, "a03", "a03"], steps):
+        assert compute_score(" ".join(wrong), "a03") == 0
+    assert compute_score("", "a03") == 0
+
+
+def test_the_dose_changes_logits_and_no_probability(barely_trained):
+    model = barely_trained.build_model(0).double()
+    token_ids = barely_trained.lessons(1)()[:4]
+    plain = model(input_ids=token_ids).logits
+    barely_trained.raise_logits(model, 100)
+    raised = model(input_ids=token_ids).logits
+    torch.testing.assert_close(raised.log_softmax(-1), plain.log_softmax(-1), rtol=0, atol=1e-9)
+    assert 50 < float((raised - plain).square().mean().sqrt()) < 200
+
+
+def test_writes_a_model_for_each_dose_and_keeps_what_is_there(barely_trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["make_task.py", str(tmp_path / "task")])
+    barely_trained.main()
+    names = {f"logits_{size}" for size in barely_trained.LOGIT_SIZES}
+    assert {path.name for path in (tmp_path / "task").iterdir()} == {*names, "prompts.jsonl"}
+    data = read_data_set(tmp_path / "task/prompts.jsonl")
+    assert len(data.problems) == len(barely_trained.QUESTIONS) == compose_recipe(RECIPE).data.train_batch_size
+    written = tmp_path / "task/logits_0/model.safetensors"
+    before = written.stat().st_mtime_ns
+    barely_trained.main()
+    assert written.stat().st_mtime_ns == before
+
+
+def test_the_same_seed_writes_the_same_model(barely_trained):
+    first, second = (dict(barely_trained.build_model(3).named_parameters()) for _ in range(2))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_a_response_has_room_and_the_dose_is_the_models():
+    config = compose_recipe(RECIPE, "logit_size=200")
+    assert config.data.max_response_length == 128 + 2
+    assert config.actor_rollout_ref.model.path.endswith("/logits_200")
+    assert subprocess.run(["bash", "-n", "recipes/collapse/run_reasoning_qwen3_cpu.sh"]).returncode == 0
