@@ -83,5 +83,7 @@ def test_updates_that_a_rounded_rollout_does_not_see_are_clipped(stall):
     assert clipped[0]["phantom/final_token_clip_fraction"] < 0.1, "before the first update the two engines agree"
     assert mean(clipped[3:], "phantom/final_token_clip_fraction") > 0.3, "the tokens that are to be learnt"
     assert mean(clipped[3:], "mismatch/final_token_gap_mean") > 0.1, "the rollout stays behind"
+    # It has the weights it was sent, though: scored with the trainer's own, this would grow 1.6 times, and go on.
+    assert mean(clipped[4:], "weight_sync/canary_gap") < 1.3 * mean(clipped[:2], "weight_sync/canary_gap")
     assert mean(matched, "phantom/final_token_clip_fraction") == 0
     assert abs(mean(matched, "mismatch/final_token_gap_mean")) < 1e-4

@@ -43,6 +43,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from verl_precision.engine.loss_scaling import local_part
+from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
 from verl_precision.errors import LossScaleError, PrecisionContradictionError
@@ -535,6 +536,22 @@ def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient(s
         assert step(engine).changed  # the shadow must follow
         copy_parameters(engine, half)
         copy_parameters(engine, single)
+
+
+@STRATEGIES
+def test_the_canary_is_scored_with_the_rollouts_weights_and_the_engine_keeps_its_own(strategy):
+    engine, rounded = make_engine("fp32", strategy=strategy), make_engine("fp32", strategy=strategy)
+    assert step(engine).changed
+    copy_parameters(engine, rounded)
+    with torch.no_grad():
+        for parameter in rounded.module.parameters():
+            local_part(parameter).copy_(local_part(parameter).bfloat16())
+    own, weights, asked = log_probs(engine), local_parameters(engine), batch()
+    tu.assign_non_tensor(asked, **{ROUNDED_TO: "bfloat16"})
+    with engine.eval_mode():
+        found = engine.infer_batch(asked)["model_output"]["log_probs"].values()
+    assert torch.equal(found, log_probs(rounded)) and not torch.equal(found, own)
+    assert torch.equal(log_probs(engine), own) and torch.equal(local_parameters(engine), weights)
 
 
 @STRATEGIES

@@ -16,6 +16,7 @@ from ray_server import LOG_PROB, Server
 from transformers import AutoTokenizer
 from verl.utils import tensordict_utils as tu
 
+from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.errors import WeightSyncError
 from verl_precision.integration.canary_requests import TrainerCanary
 from verl_precision.integration.recipe_config import compose_recipe
@@ -109,6 +110,28 @@ def test_replicas_that_serve_an_adapter_continue_the_first_half(config, tokenize
     replicas = [_replica(rank, "continues") for rank in range(2)]
     assert _one_sync(canary, replicas, tokenizer, workers)["weight_sync/canary_gap"] == off_by
     assert workers.rows == 4
+
+
+@pytest.mark.parametrize(("overrides", "dtype"), [
+    (["precision=fp32_train_bf16_rollout"], "bfloat16"),
+    (["precision=fp32_train_fp16_rollout"], "float16"),
+    (["precision=fp16_train_bf16_rollout"], "bfloat16"),
+    (["precision=bf16"], None),  # both have the same rounded weights
+    (["precision=bf16_train_fp16_rollout"], None),
+    (["precision=fp32_train_bf16_rollout", "actor_rollout_ref.model.lora_rank=8"], None),
+])  # fmt: skip
+def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dtype, tokenizer, healthy):
+    """A trainer whose weights drift from a BF16 rollout by less than it can see is no wrong sync."""
+    config, asked = compose_recipe(QUICKSTART, overrides), []
+
+    class Noting(Workers):
+        def compute_log_prob(self, data):
+            asked.append(tu.get_non_tensor_data(data, ROUNDED_TO, None))
+            return super().compute_log_prob(data)
+
+    replicas = [_replica(0, "continues")] if len(overrides) > 1 else healthy[:1]
+    _one_sync(TrainerCanary(config, CanarySettings()), replicas, tokenizer, Noting(world_size=1))
+    assert asked == [dtype]
 
 
 def test_only_every_nth_sync_is_asked(canary, tokenizer, healthy):

@@ -16,9 +16,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.engine.settings import DTYPES
 from verl_precision.errors import WeightSyncError
-from verl_precision.rules.dtypes import engines, rollout_dtype, uses_adapter
+from verl_precision.rules.dtypes import engines, lora_rank, rollout_dtype, uses_adapter
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
 
@@ -41,6 +42,7 @@ class TrainerCanary:
         self.settings = settings
         dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
         self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda")
+        self._rounded_to = _coarser(config, *dtypes)
         # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There
         # replicas continue the first half of each sequence greedily, and the trainer scores what they wrote.
         self._continued = settings.tokens // 2 if uses_adapter(config) else 0
@@ -149,8 +151,8 @@ class TrainerCanary:
     def _trainer_log_probs(self, workers: Any, tokens: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return log π of what each replica scored."""
         if not self._continued:  # the same tokens for all
-            return dict.fromkeys(tokens, _log_probs(workers, self._tokens))
-        written = _log_probs(workers, torch.cat(list(tokens.values())))[:, -self._continued :]
+            return dict.fromkeys(tokens, _log_probs(workers, self._tokens, self._rounded_to))
+        written = _log_probs(workers, torch.cat(list(tokens.values())), self._rounded_to)[:, -self._continued :]
         return dict(zip(tokens, written.split(self.settings.sequences), strict=True))
 
     def _give_up(self, why: str) -> dict[str, float]:
@@ -163,8 +165,19 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, DTYPES.get(name, "bfloat16"))  # auto, or 8 bits: the coarsest that is expected
 
 
-def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
+def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:
+    """Return the rollout's dtype where its weights miss what the trainer's forward sees; else None.
+
+    A LoRA adapter's weights are rounded only after they are multiplied: there the trainer's forward stays as it is.
+    """
+    finer = torch.finfo(train).eps < torch.finfo(rollout).eps
+    return str(rollout).removeprefix("torch.") if finer and engines(config)[0].ours and not lora_rank(config) else None
+
+
+def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
     """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1].
+
+    With weights rounded to the rollout's dtype, if that is given: what rounding keeps from it is no wrong sync.
 
     verl splits a batch evenly over its ranks. So sequences are repeated until every rank has as many, and each rank
     scores its own in one forward.
@@ -190,6 +203,7 @@ def _log_probs(workers: Any, tokens: Tensor) -> Tensor:
         compute_loss=False,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=rows // workers.world_size,
+        **({ROUNDED_TO: rounded_to} if rounded_to else {}),
     )
     log_probs = tu.get(workers.compute_log_prob(data), "log_probs").values().view(rows, length)
     return log_probs[:sequences, :-1].float().cpu()

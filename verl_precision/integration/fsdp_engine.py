@@ -4,6 +4,7 @@ verl builds and drives the scaler as it does its own; these mixins choose which 
 An engine whose config is not `PrecisionFSDPConfig` takes verl's path in every method.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
+from verl_precision.engine.rounded_weights import ROUNDED_TO, rounded_weights
 from verl_precision.engine.settings import DTYPES
 from verl_precision.engine.step_report import StepReport
 from verl_precision.errors import ConfigurationError, LossScaleError, RegistrationError
@@ -73,8 +75,14 @@ class VerifiedScaledTraining:
         return module
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step, then compare the dtypes seen in the model with the config."""
-        result = super().forward_step(micro_batch, loss_function, forward_only)
+        """Do verl's forward step, then compare the dtypes seen in the model with the config.
+
+        The canary asks for weights rounded to the rollout's dtype (`ROUNDED_TO`).
+        """
+        coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None) if forward_only else None
+        rounded = rounded_weights(self.module, getattr(torch, coarser)) if coarser else contextlib.nullcontext()
+        with rounded:
+            result = super().forward_step(micro_batch, loss_function, forward_only)
         if self._precise:
             self._dtypes.check()
         return result
