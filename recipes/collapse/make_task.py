@@ -43,7 +43,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 32,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
     "bos_token_id": None,
@@ -131,7 +131,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=EQUALS))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")  # verl wants a token for a line's end
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=END,
