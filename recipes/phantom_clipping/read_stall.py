@@ -68,8 +68,8 @@ def tables(runs: list[Run]) -> str:
                 f"{half if half < float('inf') else 'none'} | {clipped:.0%} | {gap:.3f} | {crossings:.1%} | {k3:.1e} | "
                 f"{first_alarms(run)} |"
             )
-    cured = sorted(half_gain_step(run) for arm in CURED for run in arms[arm].values())
-    if not cured or not arms[STALLED] or statistics.median(cured) == float("inf"):
+    cured = sorted(half_gain_step(run) for arm in CURED for run in arms.get(arm, {}).values())
+    if not cured or STALLED not in arms or statistics.median(cured) == float("inf"):
         return "\n".join(lines)
     step = round(statistics.median(cured))
     lines += ["", f"At step {step} the median of {len(cured)} cured runs has half of the possible gain; then has", ""]
