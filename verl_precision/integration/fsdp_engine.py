@@ -79,7 +79,7 @@ class VerifiedScaledTraining:
 
         The canary asks for weights rounded to the rollout's dtype (`ROUNDED_TO`).
         """
-        coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None) if forward_only else None
+        coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None) if self._precise else None
         rounded = rounded_weights(self.module, getattr(torch, coarser)) if coarser else contextlib.nullcontext()
         with rounded:
             result = super().forward_step(micro_batch, loss_function, forward_only)
