@@ -98,10 +98,15 @@ def report(process: subprocess.Popen) -> dict:
 
 
 def whole(process: subprocess.Popen) -> tuple[dict, str, str]:
-    """Wait for the end; return what the script said first, the rest of its output, and its errors."""
+    """Wait for the end; return what the script said of itself, the rest of its output, and its errors.
+
+    A process that it has spawned may write before it.
+    """
     output, errors = process.communicate(timeout=60)
-    first, _, rest = output.partition("\n")
-    return json.loads(first), rest, errors
+    lines = output.split("\n")
+    said = next(line for line in lines if line.startswith("{"))
+    lines.remove(said)
+    return json.loads(said), "\n".join(lines), errors
 
 
 def test_it_runs_as_python_would(start, tmp_path):
