@@ -5,6 +5,7 @@ import subprocess
 import pytest
 import torch
 from composer import ROOT, compose_recipe
+from omegaconf import OmegaConf
 
 from verl_precision.sampling.problems import read_data_set
 
@@ -77,6 +78,13 @@ def test_writes_a_model_for_each_dose_and_keeps_what_is_there(barely_trained, tm
 def test_the_same_seed_writes_the_same_model(barely_trained):
     first, second = (dict(barely_trained.build_model(3).named_parameters()) for _ in range(2))
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_every_dose_has_an_arm_in_each_precision(make_task):
+    arms = OmegaConf.to_container(OmegaConf.load(RECIPE).arms)
+    sizes, precisions = make_task.LOGIT_SIZES, ("bf16", "fp16")
+    expected = {f"{each}_{size}": [f"precision={each}", f"logit_size={size}"] for size in sizes for each in precisions}
+    assert arms == expected
 
 
 def test_a_response_has_room_and_the_dose_is_the_models():

@@ -1,0 +1,100 @@
+"""The dose-response curve: the reward that a run ends with, against its mismatch, in each precision.
+
+    python recipes/collapse/read_doses.py outputs/collapse/*-* --figure outputs/collapse/doses.png
+
+Reads the folders of comparisons of the arms bf16_K and fp16_K, prints a table and draws the curve. The mismatch is that
+of the first ten steps, before the runs have parted; the reward is that of the last ten.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from verl_precision.runs.read import Run, read_runs
+
+WINDOW = 10  # steps
+REWARD, K3, PEARSON = "critic/score/mean", "mismatch/k3_kl", "mismatch/probs_pearson"
+SPREAD, SAMPLE = "mismatch/sequence_log_ratio_std", "mismatch/sequence_ess"
+COLOURS = {"bf16": "#2563c9", "fp16": "#d9622b"}
+
+
+class Outcome(NamedTuple):
+    """What one run says of its dose; all means over WINDOW steps."""
+
+    precision: str
+    dose: int
+    seed: str
+    steps: int
+    k3: float  # first
+    pearson: float
+    spread: float
+    sample: float  # responses
+    reward_first: float
+    reward_best: float  # of any WINDOW steps
+    reward_last: float
+
+
+def outcome_of(run: Run) -> Outcome:
+    """Read a run in a folder <precision>_<dose>/seed_<n>."""
+    precision, _, dose = run.path.parts[-3].partition("_")
+
+    def mean(metric: str, rows: slice) -> float:
+        return statistics.fmean(row[metric] for row in run.rows[rows])
+
+    first, last = slice(0, WINDOW), slice(-WINDOW, None)
+    best = max(mean(REWARD, slice(i, i + WINDOW)) for i in range(max(1, len(run.rows) - WINDOW + 1)))
+    return Outcome(
+        *(precision, int(dose), run.path.parts[-2].removeprefix("seed_"), len(run.rows)),
+        *(mean(metric, first) for metric in (K3, PEARSON, SPREAD, SAMPLE, REWARD)),
+        *(best, mean(REWARD, last)),
+    )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return the outcomes as Markdown, by dose."""
+    lines = ["| logits | precision | seed | steps | k3 | Pearson | spread of log-weights | effective responses | "]
+    lines[0] += "reward, first | best | last |"
+    lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
+    for each in sorted(outcomes, key=lambda each: (each.dose, each.precision, each.seed)):
+        lines.append(
+            f"| {each.dose} | {each.precision} | {each.seed} | {each.steps} | {each.k3:.1e} | {each.pearson:.4f} | "
+            f"{each.spread:.2f} | {each.sample:.0f} | {each.reward_first:.2f} | {each.reward_best:.2f} | "
+            f"{each.reward_last:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(outcomes: list[Outcome]) -> Figure:
+    """Return the curve: a point for each run, a line through the mean of each dose's runs."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for precision, colour in COLOURS.items():
+        own = [each for each in outcomes if each.precision == precision]
+        axes.plot([each.k3 for each in own], [each.reward_last for each in own], "o", color=colour, alpha=0.6)
+        doses = [[each for each in own if each.dose == dose] for dose in sorted({each.dose for each in own})]
+        k3 = [statistics.fmean(each.k3 for each in same) for same in doses]
+        reward = [statistics.fmean(each.reward_last for each in same) for same in doses]
+        axes.plot(k3, reward, color=colour, label=precision.upper())
+    axes.set(xscale="log", xlabel="k3 of the first steps, nats per token", ylabel="reward of the last steps")
+    axes.set_ylim(0, 1)
+    axes.legend()
+    return figure
+
+
+def main() -> None:
+    """Read the folders, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="of a comparison, with <precision>_<dose>/seed_<n> in it")
+    parser.add_argument("--figure", type=Path, help="where the curve goes; without it only the table is printed")
+    arguments = parser.parse_args()
+    outcomes = [outcome_of(run) for run in read_runs([folder for folder in arguments.folders if folder.is_dir()])]
+    print(table(outcomes))
+    if arguments.figure:
+        draw(outcomes).savefig(arguments.figure, dpi=100)
+
+
+if __name__ == "__main__":
+    main()
