@@ -164,6 +164,26 @@ def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
     return folder.resolve()
 
 
+def finish_tokenizer(tokenizer: Any, chat_template: str, model_max_length: int) -> Any:
+    """Return a tokenizer of the library `tokenizers` as one of transformers, which ends and pads with `IM_END`.
+
+    Args:
+        tokenizer: Its vocabulary has `IM_END`.
+        chat_template: Chat template in Jinja, as transformers wants it.
+        model_max_length: Positions of the model, in tokens.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=IM_END,
+        eos_token=IM_END,
+        chat_template=chat_template,
+        model_max_length=model_max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
 def build_tokenizer(chat_template: str, model_type: str = "") -> Any:
     """Return the tokenizer: one token a character.
 

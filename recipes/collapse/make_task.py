@@ -17,15 +17,15 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_precision.tiny_model import IM_END, save
+from verl_precision.files import new_folder
+from verl_precision.tiny_model import IM_END, finish_tokenizer, save
 
 END, EQUALS = IM_END, "="
 QUESTIONS = [f"q{number:02d}" for number in range(16)]
@@ -126,20 +126,13 @@ def raise_logits(model: nn.Module, size: float) -> None:
     head.add_(size * direction / (head.shape[1] ** 0.5 * norm.abs().mean()))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer():
     """Return the tokenizer: one token a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=EQUALS))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")  # verl wants a token for a line's end
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=END,
-        eos_token=END,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONFIG["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
+    return finish_tokenizer(tokenizer, CHAT_TEMPLATE, CONFIG["max_position_embeddings"])
 
 
 def prompts(seed: int) -> list[dict]:
@@ -162,12 +155,10 @@ def prompts(seed: int) -> list[dict]:
 
 def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: None) -> None:
     """Write `prompts.jsonl` and the models into a new folder, which is complete or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     model = build_model(seed, on_progress)
     head = model.get_output_embeddings().weight
     trained = head.detach().clone()
-    with TemporaryDirectory(prefix=".collapse-", dir=folder.parent) as scratch:
-        whole = Path(scratch) / "task"
+    with new_folder(folder) as whole:
         for size in LOGIT_SIZES:
             (whole / f"logits_{size}").mkdir(parents=True)
             with torch.no_grad():
@@ -175,7 +166,6 @@ def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: N
             raise_logits(model, size)
             save(model, build_tokenizer(), CONFIG, whole / f"logits_{size}")
         (whole / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(seed)))
-        whole.rename(folder)
 
 
 def main() -> None:

@@ -13,12 +13,12 @@ import itertools
 import json
 import random
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_precision.tiny_model import IM_END, save
+from verl_precision.files import new_folder
+from verl_precision.tiny_model import IM_END, finish_tokenizer, save
 
 END, LETTERS = IM_END, "abcdefghijklmno"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the prompt is the four letters
@@ -57,7 +57,7 @@ def build_model(seed: int, on_grid: bool):
     return model
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer():
     """Return the tokenizer: the end, and one token a letter."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -65,14 +65,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=END,
-        eos_token=END,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONFIG["max_position_embeddings"],
-        clean_up_tokenization_spaces=False,
-    )
+    return finish_tokenizer(tokenizer, CHAT_TEMPLATE, CONFIG["max_position_embeddings"])
 
 
 def prompts() -> list[dict]:
@@ -92,14 +85,11 @@ def prompts() -> list[dict]:
 
 def write_task(folder: Path, seed: int) -> None:
     """Write `prompts.jsonl`, `on_grid` and `off_grid` into a new folder, which is complete or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".phantom-", dir=folder.parent) as scratch:
-        whole = Path(scratch) / "task"
+    with new_folder(folder) as whole:
         for name in ("on_grid", "off_grid"):
             (whole / name).mkdir(parents=True)
             save(build_model(seed, name == "on_grid"), build_tokenizer(), CONFIG, whole / name)
         (whole / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts()))
-        whole.rename(folder)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from verl_precision.files import new_folder
 from verl_precision.tiny_model import IM_END, PAD, SEED, VOCABULARY, build_tokenizer, save, settings
 
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
@@ -160,13 +160,10 @@ def row(index: int, problem: Sum) -> dict[str, Any]:
 
 def write_task(folder: Path, on_progress: OnProgress) -> None:
     """Write `problems.jsonl` and `model` into a new folder, which is complete or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".arithmetic-", dir=folder.parent) as scratch:
-        whole = Path(scratch) / "task"
+    with new_folder(folder) as whole:
         build_model(whole / "model", on_progress)
         lines = [json.dumps(row(index, problem)) + "\n" for index, problem in enumerate(all_sums())]
         (whole / "problems.jsonl").write_text("".join(lines))
-        whole.rename(folder)
 
 
 def main() -> None:
