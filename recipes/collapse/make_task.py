@@ -34,7 +34,7 @@ REASONING, WORDINGS, HOW_USUAL = 128, "abcd", (0.6, 0.25, 0.1, 0.05)
 STEPS = [f"s{step:03d}{wording}" for step in range(REASONING) for wording in WORDINGS]
 VOCABULARY = [END, EQUALS, *QUESTIONS, *ANSWERS, *STEPS]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} ={% endfor %}"
-LOGIT_SIZES = (0, 20, 50, 100, 200, 300)
+LOGIT_SIZES = (0, 20, 50, 70, 100, 200)
 CONFIG = {
     "vocab_size": len(VOCABULARY),
     "hidden_size": 64,

@@ -2,8 +2,8 @@
 
     python recipes/collapse/read_doses.py outputs/collapse/*-* --figure outputs/collapse/doses.png
 
-Reads the folders of comparisons of the arms bf16_K and fp16_K, prints a table and draws the curve. The mismatch is that
-of the first ten steps, before the runs have parted; the reward is that of the last ten.
+Reads the folders of comparisons of the arms bf16_K and fp16_K, prints a table and draws the reward over steps and the
+curve. The mismatch is that of the first ten steps, before the runs have parted; the reward is that of the last ten.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.runs.read import Run, read_runs
 
 WINDOW = 10  # steps
@@ -35,6 +36,8 @@ class Outcome(NamedTuple):
     reward_first: float
     reward_best: float  # of any WINDOW steps
     reward_last: float
+    rewards: list[float]  # means over WINDOW steps
+    alarms: str
 
 
 def outcome_of(run: Run) -> Outcome:
@@ -45,42 +48,47 @@ def outcome_of(run: Run) -> Outcome:
         return statistics.fmean(row[metric] for row in run.rows[rows])
 
     first, last = slice(0, WINDOW), slice(-WINDOW, None)
-    best = max(mean(REWARD, slice(i, i + WINDOW)) for i in range(max(1, len(run.rows) - WINDOW + 1)))
+    rewards = [mean(REWARD, slice(i, i + WINDOW)) for i in range(max(1, len(run.rows) - WINDOW + 1))]
+    alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run.rows).items())
     return Outcome(
         *(precision, int(dose), run.path.parts[-2].removeprefix("seed_"), len(run.rows)),
         *(mean(metric, first) for metric in (K3, PEARSON, SPREAD, SAMPLE, REWARD)),
-        *(best, mean(REWARD, last)),
+        *(max(rewards), mean(REWARD, last), rewards, alarms or "none"),
     )
 
 
 def table(outcomes: list[Outcome]) -> str:
     """Return the outcomes as Markdown, by dose."""
     lines = ["| logits | precision | seed | steps | k3 | Pearson | spread of log-weights | effective responses | "]
-    lines[0] += "reward, first | best | last |"
-    lines.append("|---|---|---|---|---|---|---|---|---|---|---|")
+    lines[0] += "reward, first | best | last | alarms, by step |"
+    lines.append("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for each in sorted(outcomes, key=lambda each: (each.dose, each.precision, each.seed)):
         lines.append(
             f"| {each.dose} | {each.precision} | {each.seed} | {each.steps} | {each.k3:.1e} | {each.pearson:.4f} | "
             f"{each.spread:.2f} | {each.sample:.0f} | {each.reward_first:.2f} | {each.reward_best:.2f} | "
-            f"{each.reward_last:.2f} |"
+            f"{each.reward_last:.2f} | {each.alarms} |"
         )
     return "\n".join(lines)
 
 
 def draw(outcomes: list[Outcome]) -> Figure:
-    """Return the curve: a point for each run, a line through the mean of each dose's runs."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    """Return the rewards over steps, and the curve: a point for each run, a line through the means of the doses."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    over_steps, curve = figure.subplots(1, 2, sharey=True)
+    largest = max(each.dose for each in outcomes) or 1
     for precision, colour in COLOURS.items():
         own = [each for each in outcomes if each.precision == precision]
-        axes.plot([each.k3 for each in own], [each.reward_last for each in own], "o", color=colour, alpha=0.6)
+        for each in own:  # the larger the dose, the stronger the line
+            steps = range(WINDOW, WINDOW + len(each.rewards))
+            over_steps.plot(steps, each.rewards, color=colour, alpha=0.25 + 0.75 * each.dose / largest)
+        curve.plot([each.k3 for each in own], [each.reward_last for each in own], "o", color=colour, alpha=0.6)
         doses = [[each for each in own if each.dose == dose] for dose in sorted({each.dose for each in own})]
         k3 = [statistics.fmean(each.k3 for each in same) for same in doses]
         reward = [statistics.fmean(each.reward_last for each in same) for same in doses]
-        axes.plot(k3, reward, color=colour, label=precision.upper())
-    axes.set(xscale="log", xlabel="k3 of the first steps, nats per token", ylabel="reward of the last steps")
-    axes.set_ylim(0, 1)
-    axes.legend()
+        curve.plot(k3, reward, color=colour, label=precision.upper())
+    over_steps.set(xlabel="training step", ylabel=f"reward, mean of {WINDOW} steps")
+    curve.set(xscale="log", xlabel="k3 of the first steps, nats per token", ylim=(0, 1))
+    curve.legend()
     return figure
 
 

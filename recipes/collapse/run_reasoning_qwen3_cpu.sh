@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-python}
 PRECISIONS=${PRECISIONS:-bf16 fp16}
-DOSES=${DOSES:-100} # sizes of the logits: 0, 20, 50, 100, 200, 300
+DOSES=${DOSES:-200} # sizes of the logits: 0, 20, 50, 70, 100, 200
 ESTIMATOR=${ESTIMATOR:-pg_seq_is}
 SEEDS=${SEEDS:-0}
 #########################################################################

@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from verl_precision.mismatch.alarm import MismatchAlarm
+from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.runs.read import Run, read_runs
 
 REWARD, CLIPPED, GAP = "critic/score/mean", "phantom/final_token_clip_fraction", "mismatch/final_token_gap_mean"
@@ -36,15 +36,6 @@ def half_gain_step(run: Run) -> float:
     return next((step for step, gain in enumerate(gains(run), 1) if gain >= 0.5), float("inf"))
 
 
-def first_alarms(run: Run) -> str:
-    """Return which alarms the run raises, and when first."""
-    alarm, first = MismatchAlarm(), {}
-    for row in run.rows:
-        for raised in alarm.update(int(row["step"]), row):
-            first.setdefault(raised.name, raised.step)
-    return ", ".join(f"{name} {step}" for name, step in first.items()) or "none"
-
-
 def tables(runs: list[Run]) -> str:
     """Return both tables as Markdown."""
     arms: dict[str, dict[str, Run]] = defaultdict(dict)
@@ -63,10 +54,11 @@ def tables(runs: list[Run]) -> str:
                 statistics.fmean(series(run, name)[2 * WINDOW :]) for name in (CLIPPED, GAP, CROSSINGS, K3)
             )
             half = half_gain_step(run)
+            alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run.rows).items()) or "none"
             lines.append(
                 f"| `{arm}` | {seed.removeprefix('seed_')} | {first:.2f} | {last:.2f} | "
                 f"{half if half < float('inf') else 'none'} | {clipped:.0%} | {gap:.3f} | {crossings:.1%} | {k3:.1e} | "
-                f"{first_alarms(run)} |"
+                f"{alarms} |"
             )
     cured = sorted(half_gain_step(run) for arm in CURED for run in arms.get(arm, {}).values())
     if not cured or STALLED not in arms or statistics.median(cured) == float("inf"):

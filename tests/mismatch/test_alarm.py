@@ -27,6 +27,7 @@ HEALTHY = {
     names.PROB_GAP_MAX: 0.4,
     names.BETA_BEYOND_CLIP: 1e-4,
     names.PHANTOM: 1e-4,
+    "actor/" + names.WEIGHT_ESS: 0.8,
     "actor/" + names.LOSS_SCALE: 65536.0,
     "actor/" + names.SKIPPED_STEPS: 0.0,
 }
@@ -40,6 +41,7 @@ KINDS = [
     ("extreme_prob_gap", names.PROB_GAP_MIN, -0.99, 5),
     ("extreme_prob_gap", names.PROB_GAP_MAX, 0.99, 5),
     ("phantom_clipping", names.PHANTOM, 0.18, 5),
+    ("few_effective_responses", "actor/" + names.WEIGHT_ESS, 0.05, 5),
     ("skipped_step_storm", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
     ("loss_scale_at_minimum", "actor/" + names.LOSS_SCALE, 1.0, 1),
     ("policies_differ", names.PROBS_PEARSON, 0.01, 2),
@@ -194,7 +196,9 @@ def test_bad_settings_are_refused_by_name(name, value):
 
 
 def test_settings_that_switch_a_check_off():
-    off = AlarmSettings(extreme_gap=1.0, affected_fraction=1.0, loss_scale_minimum=0, sync_pearson=-1)
+    off = AlarmSettings(
+        extreme_gap=1.0, affected_fraction=1.0, effective_fraction=0, loss_scale_minimum=0, sync_pearson=-1
+    )
     sick = {names.PROB_GAP_MIN: -1.0, names.PHANTOM: 1.0, names.LOSS_SCALE: 1.0, names.PROBS_PEARSON: -1.0}
     assert feed(MismatchAlarm(off), sick, 1, 50) == []
 

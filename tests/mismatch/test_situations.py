@@ -263,14 +263,14 @@ SITUATIONS = [
     Situation(
         "trainer and rollout have different weights",
         "`mismatch/log_prob_gap_abs_mean` > 1",
-        "extreme_prob_gap, policies_differ",
+        "extreme_prob_gap, few_effective_responses, policies_differ",
         estimator="pg_seq_is",
         gap=2.0,
     ),
     Situation(
         "the same, resumed after every step",
         "`mismatch/log_prob_gap_abs_mean` > 1",
-        "extreme_prob_gap, policies_differ",
+        "extreme_prob_gap, few_effective_responses, policies_differ",
         estimator="pg_seq_is",
         gap=2.0,
         resumed=True,

@@ -41,13 +41,14 @@ def test_mismatch_of_the_first_steps_and_reward_of_the_last(reader, outcomes):
     header, _, *rows = reader.table(outcomes).splitlines()
     assert header.split(" | ")[0] == "| logits"
     assert rows == [
-        "| 100 | bf16 | 3 | 30 | 1.0e-02 | 0.9900 | 1.10 | 40 | 0.30 | 0.60 | 0.10 |",
-        "| 100 | fp16 | 3 | 30 | 1.0e-04 | 0.9900 | 1.10 | 40 | 0.30 | 0.90 | 0.90 |",
+        "| 100 | bf16 | 3 | 30 | 1.0e-02 | 0.9900 | 1.10 | 40 | 0.30 | 0.60 | 0.10 | none |",
+        "| 100 | fp16 | 3 | 30 | 1.0e-04 | 0.9900 | 1.10 | 40 | 0.30 | 0.90 | 0.90 | none |",
     ]
 
 
 def test_the_curve_has_a_point_for_each_run_and_a_line_for_each_precision(reader, outcomes):
-    (axes,) = reader.draw(outcomes).axes
+    over_steps, axes = reader.draw(outcomes).axes
+    assert [line.get_ydata()[-1] for line in over_steps.lines] == [pytest.approx(0.1), pytest.approx(0.9)]
     points, lines = axes.lines[::2], axes.lines[1::2]
     assert [list(each.get_ydata()) for each in points] == [[pytest.approx(0.1)], [pytest.approx(0.9)]]
     assert [line.get_label() for line in lines] == ["BF16", "FP16"] and axes.get_xscale() == "log"

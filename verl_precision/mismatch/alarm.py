@@ -8,7 +8,7 @@ Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ def _limits(s: AlarmSettings) -> list[Limit]:
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
     storm, scale = f"skipped updates in {s.skipped_steps} steps in a row", f"minimum {s.loss_scale_minimum:g}"
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
+    few = f"allowed down to {s.effective_fraction:g} of the responses"
     persist, skipped = s.persist_steps, s.skipped_steps
     return [
         Limit("trainer_not_finite", NOT_FINITE_STEPS, names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0"),
@@ -83,6 +84,7 @@ def _limits(s: AlarmSettings) -> list[Limit]:
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MIN, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MAX, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("phantom_clipping", persist, names.PHANTOM, lambda x: x > s.affected_fraction, share),
+        Limit("few_effective_responses", persist, names.WEIGHT_ESS, lambda x: x < s.effective_fraction, few),
         Limit("skipped_step_storm", skipped, names.SKIPPED_STEPS, lambda x: x > 0, storm),
         Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
@@ -177,6 +179,19 @@ class MismatchAlarm:
     ) -> Alarm:
         began = step if detector.since is None else detector.since
         return Alarm(name, metric, seen, normal, step, began, ADVICE[name].without(self.in_use))
+
+
+def first_alarms(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return which alarms a recorded run raises with the default settings: name -> first step.
+
+    Args:
+        rows: Metrics of its steps, each with "step".
+    """
+    alarm, first = MismatchAlarm(), dict[str, int]()
+    for row in rows:
+        for raised in alarm.update(int(row["step"]), row):
+            first.setdefault(raised.name, raised.step)
+    return first
 
 
 def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], object]) -> None:

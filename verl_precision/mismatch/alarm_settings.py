@@ -20,7 +20,10 @@ class AlarmSettings:
             later.
         extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
         affected_fraction: Share of phantom-clipped tokens that is too much; in (0, 1]. 1 switches the check off.
-        persist_steps: Consecutive steps before extremes, or tokens clipped for their rounding, are an alarm.
+        effective_fraction: Effective sample size of a loss's weights, as a share of the responses, below which too few
+            of them carry the gradient; in [0, 1). 0 switches the check off.
+        persist_steps: Consecutive steps before extremes, tokens clipped for their rounding, or too few responses are
+            an alarm.
         skipped_steps: Consecutive steps with a skipped update before they are a storm.
         loss_scale_minimum: The scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
             switches the check off (a static scale of 1 is always there).
@@ -34,6 +37,7 @@ class AlarmSettings:
     evidence_steps: int = Field(default=8, ge=1, strict=True)
     extreme_gap: float = Field(default=0.95, gt=0, le=1, strict=True, description="1 switches the check off.")
     affected_fraction: float = Field(default=0.01, gt=0, le=1, strict=True, description="1 switches the check off.")
+    effective_fraction: float = Field(default=0.2, ge=0, lt=1, strict=True, description="0 switches the check off.")
     persist_steps: int = Field(default=5, ge=1, strict=True)
     skipped_steps: int = Field(default=10, ge=1, strict=True)
     loss_scale_minimum: float = Field(default=1.0, ge=0, strict=True, allow_inf_nan=False)

@@ -10,6 +10,7 @@ SHADOW_RATIO = "take the ratio from a forward in the rollout's precision: ratio_
 WIDEN_CLIP = "widen the clip range (actor.clip_ratio_low, actor.clip_ratio_high), or do without: estimator=cispo"
 DECOUPLE = "take the ratio against the trainer's own log-probs: algorithm.rollout_correction.bypass_mode=False"
 WEIGH_SEQUENCES = "weigh whole responses by π/μ: estimator=pg_seq_mis or grpo_seq_mis"
+MORE_RESPONSES = "take more responses an update (actor.ppo_mini_batch_size, rollout.n), or shorter ones"
 LOWER_RATE = "lower the learning rate"
 TRAIN_BF16 = (
     "train this model with precision=bf16 if its activations exceed FP16's 65504 "
@@ -110,6 +111,12 @@ ADVICE = {
         "Tokens are clipped, with a gradient of exactly zero, that would not be without the precision gap. The run may "
         "stall for good.",
         (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP, DECOUPLE),
+        severe=False,
+    ),
+    "few_effective_responses": Advice(
+        "A few responses have nearly all of the weight, and the others no say: the gradient is noise. At an effective "
+        "share of 0.1 a run learned nothing, at 0.02 it lost what it had (docs/log.md, the dose-response curve).",
+        (MATCH_PRECISIONS, MORE_RESPONSES),
         severe=False,
     ),
     "skipped_step_storm": Advice(
