@@ -35,7 +35,7 @@ def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
         response_mask=mask,
         **settings,
     )
-    return proto.batch["rollout_is_weights"], new_mask, metrics
+    return None if proto is None else proto.batch["rollout_is_weights"], new_mask, metrics
 
 
 def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case | None = None, dp_size: int = 1):
@@ -55,7 +55,7 @@ def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case |
     config = actor_config(composed(estimator), dp_size=dp_size, **counts)
     correction = composed(estimator).algorithm.rollout_correction
     weights, mask = None, case.mask
-    if correction.rollout_is is not None and case.mask.any():
+    if (correction.rollout_is or correction.rollout_rs) and case.mask.any():
         settings = {key: value for key, value in correction.items() if key not in ("bypass_mode", "loss_type")}
         weights, mask, _ = corrected(case.proximal, case.rollout, case.mask, **settings)
     return get_policy_loss_fn(config.policy_loss.loss_mode)(

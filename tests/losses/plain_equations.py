@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 C_NORM = 24
+SPREADS = {"gspo": 2e-3, "geo_mask": 2e-3, "dppo_tv": 0.8, "dppo_kl": 0.8, "icepop": 0.5}
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ def random_case(seed: int, responses: int = 16, width: int = 20, spread: float =
 
 def case_for(estimator: str, seed: int) -> Case:
     """Return a case that clips about as much in gspo, and has the finite numbers that verl's own losses need."""
-    case = random_case(seed, spread=2e-3 if estimator == "gspo" else 0.25)
+    case = random_case(seed, spread=SPREADS.get(estimator, 0.25))
+    if estimator.startswith("dppo"):  # tokens likely enough that their probability can move
+        for tensor in (case.trainer, case.proximal, case.rollout):
+            tensor[case.mask] = (tensor[case.mask] + 1.5).clamp(max=-0.01)
     if estimator in ("dapo", "verl's default"):
         for tensor in (case.trainer, case.proximal, case.rollout):
             tensor[~case.mask] = -1.0
@@ -100,6 +104,18 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
             return torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
         case "cispo":
             return (r.detach().clamp(0.0, 6.0) * pi * advantage).sum()
+        case "dppo_tv" | "dppo_kl":
+            p, q = pi.exp().detach(), mu.exp()
+            other = (1 - q) * ((1 - q) / (1 - p)).log()
+            distance, limit = ((p - q).abs(), 0.15) if name == "dppo_tv" else (q * (q / p).log() + other, 0.05)
+            kept = (distance <= limit) | ((p - q) * advantage <= 0)
+            return ((p / q).clamp(max=20.0) * kept * pi * advantage).sum()
+        case "icepop":
+            return (torch.where((rho_t >= 0.5) & (rho_t <= 5.0), rho_t, 0) * clipped).sum()
+        case "trm":
+            return float((rho_t - 1 - rho_t.log()).max() <= 0.3) * clipped.sum()
+        case "geo_mask":
+            return float(0.999 <= rho_proximal ** (1 / len(pi)) <= 1.001) * clipped.sum()
         case "dapo":  # with the dual clip of verl's vanilla loss at 10
             dual = torch.maximum(clipped, 10.0 * advantage) if advantage < 0 else clipped
             return dual.sum()

@@ -12,7 +12,7 @@ from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, ClipRange, Ra
 from verl_precision.losses.registry import ratio_of
 
 # These take gradients away by other rules than a clip range: a divergence, and C.
-OTHER_RULES = {"dppo_tv", "dppo_kl", "pg_seq_mis"}
+OTHER_RULES = {"dppo_tv", "dppo_kl", "vp_dppo_tv", "vp_dppo_kl", "pg_seq_mis"}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def test_pieces_give_the_metrics_of_the_whole(estimator):
         assert merged.aggregate() == pytest.approx(metric.aggregate(), rel=1e-9, abs=1e-12), key
 
 
-@pytest.mark.parametrize("estimator", OURS)
+@pytest.mark.parametrize("estimator", [name for name in OURS if name != "trm"])  # verl's rejection leaves the mask
 def test_responses_without_loss_or_gradient_are_counted(estimator):
     """Two responses without an advantage; of short ones with a wide spread, some are clipped or rejected as a whole."""
     case = random_case(5, responses=64, width=2, spread=1.0)

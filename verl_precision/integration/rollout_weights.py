@@ -1,11 +1,11 @@
-"""Equations (9) and (10) in verl's rollout-correction step:
-`algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis`.
+"""Equations (9) and (10), and the geometric mask, in verl's rollout-correction step:
+`algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask`.
 
 verl's own `token` and `sequence` weights are not those equations: log-ratios are held at ±20, so that no weight is ever
 below 2e-9; one-sided rejection has to be spelled as a band `1e-9_3.0`, of which YAML reads neighbours such as `1e-9_3`
-as a number; rejection by `rollout_rs` takes a response out of the mask, and its k1 bounds are inverted. So two levels
-of our own are offered beside verl's, in the same step and under the same settings: C is one number, and what arrives at
-the loss is `rollout_is_weights` as ever.
+as a number; rejection by `rollout_rs` takes a response out of the mask, and its k1 bounds are inverted. So three levels
+of our own are offered beside verl's, in the same step and under the same settings: the threshold is C, or the band of
+the mask, and what arrives at the loss is `rollout_is_weights` as ever.
 """
 
 import math
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.losses.metrics import weight_statistics
-from verl_precision.losses.rollout_weights import WEIGHTS
-from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
+from verl_precision.losses.rollout_weights import BANDED, WEIGHTS, require_bounds
+from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
@@ -44,17 +44,18 @@ def _own_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
-    threshold = require_threshold(rollout_is_threshold, WEIGHT_THRESHOLD)
-    weights_BT = WEIGHTS[rollout_is](log_ratio, response_mask, threshold)
+    _, upper = require_bounds(rollout_is, rollout_is_threshold, WEIGHT_THRESHOLD)
+    weights_BT = WEIGHTS[rollout_is](log_ratio, response_mask, rollout_is_threshold)
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
-    if rollout_is == "vp_seq_mis":  # one weight per response: at every token that counts, and 0 at the others
-        weights, counted = weights_BT.amax(dim=-1), rows_B
-        # Not "weight 0": a response with a tiny ratio has that too.
-        beyond = torch.where(valid_BT, log_ratio, 0).sum(dim=-1, dtype=torch.float64) > math.log(threshold)
-    else:
+    if rollout_is == "vp_token_tis":
         weights, counted = weights_BT, valid_BT
-        beyond = weights >= threshold
+        beyond = weights >= upper
+    else:  # one weight per response: at every token that counts, and 0 at the others
+        weights, counted = weights_BT.amax(dim=-1), rows_B
+        beyond = weights == 0
+        if rollout_is not in BANDED:  # a response with a tiny ratio has a weight of 0 too
+            beyond = torch.where(valid_BT, log_ratio, 0).sum(dim=-1, dtype=torch.float64) > math.log(upper)
     statistics = weight_statistics(weights, counted & weights.isfinite())
     metrics = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
     metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)

@@ -4,8 +4,11 @@ The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights
 (10).
 
 `grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each takes one thing away from `grpo`
-that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping). GSPO shares `surrogate_loss`.
+that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping). GSPO and CISPO share
+`surrogate_loss`, DPPO `weighted_loss`.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -193,8 +196,31 @@ def surrogate_loss(
         clipped_low_BT = (ratio < 1 - low) & (advantages_BT < 0)
         slope_BT = torch.where(clipped_high_BT | clipped_low_BT, 0, objective_BT)
         objective_BT = torch.minimum(objective_BT, bounded(ratio.clamp(1 - low, 1 + high) * advantages_BT))
-        metrics["actor/clip_fraction_high"] = fraction(clipped_high_BT & batch.valid_BT, batch.lengths_B)
-        metrics["actor/clip_fraction_low"] = fraction(clipped_low_BT & batch.valid_BT, batch.lengths_B)
+        metrics = clip_fractions(clipped_high_BT, clipped_low_BT, batch)
+    return weighted_loss(trainer_log_probs, ratio, objective_BT, slope_BT, batch, aggregation, metrics)
+
+
+def weighted_loss(
+    trainer_log_probs: Tensor,
+    ratio: Tensor,
+    objective_BT: Tensor,
+    slope_BT: Tensor,
+    batch: Batch,
+    aggregation: Aggregation,
+    metrics: Mapping[str, Statistic],
+) -> LossOutput:
+    """Return the loss of w times an objective with a given slope, and what every loss with a ratio reports.
+
+    Args:
+        trainer_log_probs: [B, T] floating; receives the gradient.
+        ratio: [B, T] of each token or [B, 1] of each response.
+        objective_BT: [B, T], the value of each token.
+        slope_BT: [B, T], the factor of ∇log π(yₜ).
+        batch: The checked inputs; w are its weights, 1 if it has none.
+        aggregation: Mode and constants.
+        metrics: What the loss itself reports.
+    """
+    metrics = dict(metrics)
     if batch.weights_BT is not None:
         weights_BT = torch.where(batch.valid_BT, batch.weights_BT, 0).to(slope_BT.dtype)
         slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
@@ -207,3 +233,11 @@ def surrogate_loss(
         loss_with_slope(trainer_log_probs, objective_BT.expand_as(batch.valid_BT), slope_BT, batch, aggregation),
         {**metrics, **log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite)},
     )
+
+
+def clip_fractions(high_BT: Tensor, low_BT: Tensor, batch: Batch) -> dict[str, Statistic]:
+    """Return the shares of tokens that have lost their gradient at A > 0 (`high_BT`) and at A < 0 (`low_BT`)."""
+    return {
+        "actor/clip_fraction_high": fraction(high_BT & batch.valid_BT, batch.lengths_B),
+        "actor/clip_fraction_low": fraction(low_BT & batch.valid_BT, batch.lengths_B),
+    }

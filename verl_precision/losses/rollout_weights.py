@@ -1,14 +1,18 @@
-"""Weights that turn `grpo` into the paper's equations (9) and (10).
+"""Weights that turn `grpo` into the paper's equations (9) and (10), or that reject responses by a geometric mean.
 
 They are the ratio of the trainer's policy to the rollout's, both at the weights θ' that drew the response, so they are
 numbers, made once for a batch before any update. Source: https://arxiv.org/abs/2510.26788, section 2.1.1.
 """
 
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.losses.settings import require_threshold
+from verl_precision.losses.settings import require_band, require_threshold
 
 
 def token_tis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
@@ -56,8 +60,51 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
     return torch.where(valid_BT, weight_B.to(log_ratio.dtype).unsqueeze(-1), 0)
 
 
-WEIGHTS = {"vp_token_tis": token_tis_weights, "vp_seq_mis": seq_mis_weights}
+def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
+    """Return 1{lower ≤ ρ^(1/|y|) ≤ upper} with ρ = Πₜ ρₜ, at every token of the response.
+
+    The geometric mean does not grow with the length of a response, as ρ does. The weight only keeps or rejects; what is
+    kept is not reweighted. verl's own `seq_mean_k1` keeps ratios in [1/upper, 1/lower].
+    Source: https://richardli.xyz/rl-collapse-3, geometric rejection.
+
+    Args:
+        log_ratio: [B, T] floating, log ρₜ = log π(yₜ; θ') - log μ(yₜ; θ') in nats.
+        response_mask: [B, T], nonzero where a token counts.
+        threshold: The band, "lower_upper", lower < 1 < upper.
+
+    Returns:
+        [B, T] in the dtype of `log_ratio`, without graph; masked tokens and non-finite input as in `token_tis_weights`.
+        A rejected response stays in the denominator.
+
+    Raises:
+        ConfigurationError: If shapes differ, the log-ratio is not floating point, or the band is not one.
+    """
+    low, high = require_band(threshold, "threshold")
+    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
+    mean_B = log_ratio_BT.sum(dim=-1, dtype=torch.float64) / valid_BT.sum(dim=-1).clamp(min=1)
+    kept_B = ((mean_B >= math.log(low)) & (mean_B <= math.log(high))).to(log_ratio.dtype)
+    return torch.where(valid_BT, kept_B.masked_fill(broken_B, torch.nan).unsqueeze(-1), 0)
+
+
+WEIGHTS: Mapping[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+    "vp_token_tis": token_tis_weights,
+    "vp_seq_mis": seq_mis_weights,
+    "vp_geo_mask": geo_mask_weights,
+}
 """Level (verl's `algorithm.rollout_correction.rollout_is`) -> weights, beside verl's own levels."""
+BANDED = frozenset({"vp_geo_mask"})
+"""Levels whose threshold is a band; the others have one number, C."""
+
+
+def require_bounds(level: str, value: object, setting: str) -> tuple[float, float]:
+    """Return the bounds that a level of `WEIGHTS` has for its ratio; the error names the setting.
+
+    Args:
+        level: Of `WEIGHTS`.
+        value: The threshold in the config.
+        setting: Its name.
+    """
+    return require_band(value, setting) if level in BANDED else (0.0, require_threshold(value, setting))
 
 
 def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

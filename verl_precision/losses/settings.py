@@ -86,6 +86,32 @@ def require_clip_range(low: object, high: object) -> tuple[float, float]:
     return require_clip_low(low), require_clip_high(high)
 
 
+def require_band(value: object, setting: str) -> tuple[float, float]:
+    """Return lower and upper bound of a band, written as verl writes it: "0.999_1.001".
+
+    Args:
+        value: What the config holds.
+        setting: Name of the setting in the error.
+
+    Raises:
+        ConfigurationError: Unless the value is two numbers with 0 < lower < 1 < upper.
+    """
+    try:
+        low, high = map(float, str(value).split("_")) if isinstance(value, str) else (0.0, 0.0)
+    except ValueError:
+        low = high = 0.0
+    if not 0 < low < 1 < high < math.inf:
+        raise ConfigurationError(
+            "a response is kept where its ratio is within this band",
+            setting=setting,
+            value=value,
+            allowed="a text of two numbers with a decimal point each, one below and one above 1 (YAML reads 0.5_5 as "
+            "0.55)",
+            remedy="Set it to '0.999_1.001'.",
+        )
+    return low, high
+
+
 def require_bypass(value: object, loss: str) -> None:
     """Require the marker that tells a worker that the old log-probs are the rollout's.
 
@@ -103,7 +129,7 @@ def require_bypass(value: object, loss: str) -> None:
             setting=f"{ACTOR}.policy_loss.rollout_correction.bypass_mode",
             value=value,
             allowed="${algorithm.rollout_correction.bypass_mode}, where that is True",
-            remedy=f"Choose the preset estimator={loss}, which sets both.",
+            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets both.",
         )
 
 

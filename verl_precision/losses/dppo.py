@@ -1,0 +1,169 @@
+"""DPPO: a trust region of probabilities, not of ratios. Registered with verl as `vp_dppo_tv` and `vp_dppo_kl`.
+
+PPO clips the ratio. A rare token's ratio is large whenever two engines round differently, though hardly any probability
+has moved; a likely token can lose half of its probability within the clip range. DPPO masks a token by how much
+probability has moved, seen from the policy that drew it: the rollout's.
+
+verl's own `dppo_tv` and `dppo_kl` differ in three ways (tests/losses/test_dppo.py). The ratio is truncated at 3, since
+`clip_ratio_c` has that default and not the 20 of their code. Outside bypass mode the region is around the recomputed
+policy. And 1e-8 is added to 1 - π, which is far more than 1 - π of a token that is certain.
+
+Source: https://arxiv.org/abs/2602.04879.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.clipping import Ratio
+from verl_precision.losses.grpo import clip_fractions, weighted_loss
+from verl_precision.losses.metrics import LossOutput, fraction
+from verl_precision.losses.ratios import bounded, bounded_exp, checked_batch
+from verl_precision.losses.registry import policy_loss
+from verl_precision.losses.settings import require_clip_range, require_threshold
+
+OF_THE_TOKEN = Ratio("token", decoupled=None)  # the clip range bounds a divergence, and no ratio
+
+
+@policy_loss(
+    "vp_dppo_tv",
+    "tokens are masked by how much probability has moved (total variation)",
+    "arXiv 2602.04879, binary TV",
+    OF_THE_TOKEN,
+)
+def dppo_tv(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    threshold: float = 20.0,
+    clip_low: float = 0.15,
+    clip_high: float = 0.15,
+) -> LossOutput:
+    """Divergence proximal policy optimisation, with the total variation of "this token or another one".
+
+        ∇J = Σₜ Mₜ min(rₜ, C) A ∇log π(yₜ; θ),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
+        Mₜ = 0 if A > 0 and π - μ > δ_high, or A < 0 and μ - π > δ_low; else 1
+
+    π trainer's policy, μ rollout's policy, A advantage, π and μ of the token. The binary TV variant of
+    https://arxiv.org/abs/2602.04879. A token is masked only where the update would move it further away.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: Mode and constants; Dr.GRPO's by default.
+        threshold: C >= 1.
+        clip_low: δ_low in (0, 1], a difference of probabilities.
+        clip_high: δ_high > 0.
+
+    Returns:
+        The loss in float32 (float64 if the log-probs are), minus the aggregated sum of Mₜ min(rₜ, C) A. Its gradient is
+        minus the equation's, aggregated; only `trainer_log_probs` receives one, and weight and mask are constants in
+        it. `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with
+        rₜ > C. Masked tokens, empty rows and rows with NaN or inf are treated as in `grpo`.
+
+    Raises:
+        ConfigurationError: If shapes differ, a tensor is not floating point, or a bound is out of its range.
+    """
+    arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
+    return _trust_region(*arguments, binary_total_variation, require_clip_range(clip_low, clip_high))
+
+
+@policy_loss(
+    "vp_dppo_kl",
+    "tokens are masked by how much probability has moved (KL divergence)",
+    "arXiv 2602.04879, binary KL",
+    OF_THE_TOKEN,
+)
+def dppo_kl(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    aggregation: Aggregation,
+    threshold: float = 20.0,
+    clip_low: float = 0.05,
+    clip_high: float = 0.05,
+) -> LossOutput:
+    """Divergence proximal policy optimisation, with the KL divergence of "this token or another one".
+
+        ∇J = Σₜ Mₜ min(rₜ, C) A ∇log π(yₜ; θ),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
+        Mₜ = 0 if A > 0 and r > 1 and D > δ_high, or A < 0 and r < 1 and D > δ_low; else 1
+        D = μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π)), with 0 log 0 = 0
+
+    The binary KL variant of https://arxiv.org/abs/2602.04879; symbols as in `dppo_tv`. It is stricter than total
+    variation where a token is nearly certain.
+
+    Args:
+        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
+        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
+        advantages: [B, T] or [B] floating.
+        response_mask: [B, T], nonzero where a token counts.
+        aggregation: Mode and constants; Dr.GRPO's by default.
+        threshold: C >= 1.
+        clip_low: δ_low in (0, 1], nats.
+        clip_high: δ_high > 0, nats.
+
+    Returns:
+        As `dppo_tv`. 1 - π is computed from log π without cancellation; where π rounds to 1 and μ does not, D is inf.
+
+    Raises:
+        ConfigurationError: If shapes differ, a tensor is not floating point, or a bound is out of its range.
+    """
+    arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
+    return _trust_region(*arguments, binary_kl, require_clip_range(clip_low, clip_high))
+
+
+def binary_total_variation(trainer: Tensor, rollout: Tensor) -> Tensor:
+    """Return |π - μ|, the total variation of "this token or another one".
+
+    Args:
+        trainer: log π, any shape, nats.
+        rollout: log μ, the same shape.
+    """
+    return (trainer.exp() - rollout.exp()).abs()
+
+
+def binary_kl(trainer: Tensor, rollout: Tensor) -> Tensor:
+    """Return μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π)), with 0 log 0 = 0 and 1 - π without cancellation.
+
+    Args:
+        trainer: log π, any shape, nats; above 0, which is rounding, counts as 0.
+        rollout: log μ, the same shape.
+    """
+    trainer, rollout = trainer.clamp(max=0), rollout.clamp(max=0)
+    other_trainer, other_rollout = -torch.expm1(trainer), -torch.expm1(rollout)
+    others = torch.xlogy(other_rollout, other_rollout) - torch.xlogy(other_rollout, other_trainer)
+    return rollout.exp() * (rollout - trainer) + others
+
+
+def _trust_region(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    aggregation: Aggregation,
+    threshold: float,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    region: tuple[float, float],
+) -> LossOutput:
+    """Return the loss with slope M min(r, C) A, where M is 0 for a divergence beyond `region` (δ_low, δ_high)."""
+    threshold = require_threshold(threshold)
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    dtype, (low, high) = batch.log_ratio_BT.dtype, region
+    divergence_BT = divergence(trainer_log_probs.detach().to(dtype), rollout_log_probs.detach().to(dtype))
+    outside_high_BT = (divergence_BT > high) & (batch.log_ratio_BT > 0) & (batch.advantages_BT > 0)
+    outside_low_BT = (divergence_BT > low) & (batch.log_ratio_BT < 0) & (batch.advantages_BT < 0)
+    ratio_BT = bounded_exp(batch.log_ratio_BT, dtype)
+    weight_BT = ratio_BT.clamp(max=threshold)
+    slope_BT = torch.where(outside_high_BT | outside_low_BT, 0, bounded(weight_BT * batch.advantages_BT))
+    metrics = clip_fractions(outside_high_BT, outside_low_BT, batch)
+    metrics["actor/truncated_fraction"] = fraction((ratio_BT > threshold) & batch.valid_BT, batch.lengths_B)
+    return weighted_loss(trainer_log_probs, weight_BT, slope_BT, slope_BT, batch, aggregation, metrics)
