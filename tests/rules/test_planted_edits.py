@@ -104,6 +104,8 @@ check_data             E sanity    1x8_a100 data.val_files=null                 
 check_data             E quickstart cpu     data.train_files=recipes/quickstart/reward.py | dataset
 check_reward_function  E quickstart cpu     reward.custom_reward_function.name=score   | reward
 batch-exceeds-data     E quickstart cpu     data.train_batch_size=512                  | steps_per_epoch
+epochs-end-first       W quickstart cpu     trainer.total_training_steps=100 trainer.total_epochs=2 \
+    | by reading: verl/trainer/ppo/v1/trainer_base.py:467
 check_folders          E quickstart cpu     trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints \
     | folder
 check_loggers          E quickstart cpu     trainer.logger=clearml                     | logger
@@ -155,7 +157,7 @@ def composed(recipe: str, scale: str, edit: str):
 
 def environment(name: str, config) -> Environment:
     """Look only where the rule asks: the whole takes longer."""
-    if name.startswith("check_") or name == "batch-exceeds-data":
+    if name.startswith("check_") or name in ("batch-exceeds-data", "epochs-end-first"):
         return look(config)
     return Environment(model=model_config(config), refusals=refusals(config) if name == "verl-refuses" else ())
 

@@ -32,6 +32,17 @@ ref-differs-from-actor    warning ref.fsdp_config.mixed_precision.param_dtype \
     +fsdp.mixed_precision=FP16 rollout.dtype=float16 actor.use_kl_loss=True
 critic-differs-from-actor warning critic.fsdp.mixed_precision.param_dtype \
     +fsdp.mixed_precision=FP16 rollout.dtype=float16 critic.enable=True
+router-replay             error   router_replay.mode     +router_replay=rollout
+router-replay             error   enable_rollout_routing_replay \
+    +precision=bf16 +router_replay=rollout rollout.enable_rollout_routing_replay=False
+router-replay             error   router_replay.mode \
+    +precision=bf16 +router_replay=old algorithm.rollout_correction.bypass_mode=True
+router-replay             error   use_remove_padding \
+    +precision=bf16 +router_replay=measure model.use_remove_padding=False
+router-replay             error   fsdp_config.shadow \
+    +precision=bf16 +router_replay=rollout fsdp.shadow.every_n_steps=1
+router-replay             error   actor.ulysses_sequence_parallel_size \
+    +precision=bf16 +router_replay=old actor.ulysses_sequence_parallel_size=2
 half-master-weights       error   model_dtype            fsdp.model_dtype=bf16
 token-budget-too-small    error   actor.ppo_max_token_len_per_gpu \
     actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
@@ -122,6 +133,7 @@ one-checkpoint            warning max_actor_ckpt_to_keep trainer.save_freq=5 tra
 """
 # Faults that come with another, because one setting breaks two things.
 COMPANIONS = {
+    "router-replay": {"bypass-clips-mismatch"},
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
     "dtype-ignored": {"rollout-contradicts-actor"},
@@ -203,6 +215,10 @@ ENVIRONMENTS += [
         ((9 << 30) - 1, f"{SAVED} actor.checkpoint.save_contents=[model]", False),
         ((12 << 30) - 1, f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,hf_model]", True),
     )
+]
+ENVIRONMENTS += [
+    ("router-replay", Environment(model={"model_type": family}), "+precision=bf16 +router_replay=rollout", refused)
+    for family, refused in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v2", True))
 ]
 ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
 
@@ -286,6 +302,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
         "+precision=bf16_train_fp16_rollout",  # the preset names the pair
         "+precision=fp32",  # it chooses sdpa
         "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
+        "+precision=bf16 +router_replay=old",
         "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
         "actor.strategy=fsdp2 fsdp.offload_policy=True",
     ],

@@ -5,4 +5,6 @@ loss_scaling    torch's sharded gradient scaler with settings, bounds, diagnosis
 log_probs       FP32 log-probs and entropy from 16-bit logits, bounded by chunks
 forward_dtypes  which dtype a forward really computed in; an output head in FP32
 shadow          the actor's weights a second time, in the rollout's dtype
+rounded_weights a forward with the weights as a coarser engine has them
+router_replay   a mixture of experts computes with the experts that another engine chose
 """

@@ -14,6 +14,7 @@ histogram_loggers.py   histograms for wandb and TensorBoard
 fsdp_engine.py         loss scaling, FP32 log-probs and verified dtypes in verl's FSDP engines
 engine_config.py       verl's engine config with our settings
 shadow_engine.py       the shadow forward; measurement.py: the mismatch measured in the worker
+router_replay.py       the rollout's choice of experts, replayed in the trainer
 weight_export.py       weights on their way to the rollout and into an export
 weight_sync_worker.py  the end of every weight sync, verified; load_recorder.py: what layers are sent
 canary_requests.py     the canary's questions to the rollout replicas and to the trainer

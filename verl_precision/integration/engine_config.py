@@ -29,6 +29,8 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
             `weight_sync_worker.VerifiedWeightSyncExtension` compares; any other receiver would take it for a weight.
         stochastic_rounding_to: bf16 or fp16, to which weights are rounded at random before they leave for the rollout;
             None: they leave in FP32, and the rollout rounds to the nearest.
+        watch_routing: Compare the experts that the trainer would choose with those that the rollout has chosen. verl's
+            own `router_replay.mode`, which replays them, compares too.
     """
 
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
@@ -38,6 +40,7 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     shadow: ShadowSettings = field(default_factory=ShadowSettings)
     send_weight_manifest: bool = False
     stochastic_rounding_to: str | None = None
+    watch_routing: bool = False
 
     def __post_init__(self) -> None:
         """Check that the dtypes are said, known and without contradiction.

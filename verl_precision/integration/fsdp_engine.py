@@ -29,6 +29,7 @@ from verl_precision.errors import ConfigurationError, LossScaleError, Registrati
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.kept_checkpoints import spare_marked
 from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.router_replay import RouterReplay
 from verl_precision.integration.shadow_engine import ShadowForward
 from verl_precision.integration.weight_export import ExactWeights, write_export_dtype
 
@@ -202,7 +203,7 @@ def precision_variant(base: type, name: str, *mixins: type) -> type:
     """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
     ours: tuple[type, ...] = (VerifiedScaledTraining,)
     if not issubclass(base, FSDPEngineWithValueHead):
-        ours = (ShadowForward, FP32LogProbs, ExactWeights, VerifiedScaledTraining)
+        ours = (ShadowForward, RouterReplay, FP32LogProbs, ExactWeights, VerifiedScaledTraining)
     return type(name, (*mixins, *ours, base), {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}."})
 
 

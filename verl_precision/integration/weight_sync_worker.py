@@ -21,6 +21,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_precision.errors import WeightSyncError
 from verl_precision.integration.cpu.vllm_reload import layerwise_reload
+from verl_precision.integration.cpu.vllm_routing import bind_again
 from verl_precision.integration.load_recorder import choose_layers, comparable, record_loads
 from verl_precision.integration.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
@@ -110,6 +111,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
         if sync.reply_to is not None:
             sync.report.write(sync.reply_to)
+        if sync.on_cpu:
+            bind_again(self.model_runner)
         self._sync_index += 1
 
     def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:

@@ -20,6 +20,7 @@ ALPHA = "phantom/alpha_abs_mean"
 BETA = "phantom/beta_abs_mean"
 BETA_BEYOND_CLIP = "phantom/beta_beyond_clip_fraction"
 PHANTOM = "phantom/fraction"
+WEIGHT_ESS = "is_weight_ess"
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"
 

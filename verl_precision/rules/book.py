@@ -14,6 +14,7 @@ from verl_precision.rules import (  # noqa: F401
     loss_rules,
     memory_rules,
     rollout_rules,
+    router_rules,
     run_rules,
     value_rules,
 )

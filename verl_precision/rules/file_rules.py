@@ -50,9 +50,7 @@ def data_files(config: DictConfig, environment: object) -> Faults:
 @rule("batch-exceeds-data", of_machine=True)
 def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
     """verl counts the steps of an epoch, and divides by their number."""
-    limit = config.data.get("train_max_samples", -1)
-    rows = math.inf if machine.train_rows is None else machine.train_rows
-    rows, size = min(rows, limit if limit > 0 else math.inf), config.data.train_batch_size
+    rows, size = _train_rows(config, machine), config.data.train_batch_size
     if rows < size:
         yield Fault(
             setting="data.train_batch_size",
@@ -61,6 +59,32 @@ def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
             allowed=f"at most {rows}",
             remedy="Lower it, or train on more problems (data.train_files, data.train_max_samples).",
         )
+
+
+@rule("epochs-end-first", "warning", of_machine=True)
+def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
+    """verl counts steps and epochs, and ends with what ends first."""
+    rows, size = _train_rows(config, machine), config.data.train_batch_size
+    asked, epochs = config.trainer.get("total_training_steps"), config.trainer.total_epochs
+    if asked is None or rows == math.inf or rows < size:
+        return
+    steps = int(rows) // size
+    if steps * epochs < asked:
+        yield Fault(
+            setting="trainer.total_epochs",
+            value=epochs,
+            problem=f"an epoch of {rows:.0f} problems has {steps} steps of {size}: the run ends after {steps * epochs} "
+            f"steps, not after trainer.total_training_steps={asked}. verl says nothing",
+            allowed=f"at least {math.ceil(asked / steps)}",
+            remedy=f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps.",
+        )
+
+
+def _train_rows(config: DictConfig, machine: Machine) -> float:
+    """Return how many problems a run trains on; inf where this machine cannot tell."""
+    limit = config.data.get("train_max_samples", -1)
+    rows = math.inf if machine.train_rows is None else machine.train_rows
+    return min(rows, limit if limit > 0 else math.inf)
 
 
 @rule("check_reward_function", of_machine=True)

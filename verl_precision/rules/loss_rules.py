@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
-from verl_precision.losses.rollout_weights import WEIGHTS
+from verl_precision.losses.rollout_weights import BANDED, WEIGHTS
 from verl_precision.losses.settings import (
     NORM_MODE,
     THRESHOLD,
     WEIGHT_THRESHOLD,
+    require_band,
     require_bypass,
     require_clip_range,
     require_normalizer,
@@ -129,7 +130,8 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
     }
     for path, correction in _corrections(config):
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
-        said = list(refused(require_threshold, value, setting)) if ours else []
+        bounds = require_band if correction.get("rollout_is") in BANDED else require_threshold
+        said = list(refused(bounds, value, setting)) if ours else []
         yield from said
         if said or not correction.get("rollout_is") or not isinstance(value, int | float):
             continue
@@ -228,7 +230,8 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
             problem=f"loss_mode={loss} weighs by the rollout's log-probs; verl would recompute the old ones with the "
             "trainer",
             allowed="True",
-            remedy=f"Choose the preset estimator={loss}, which sets it and its copy in actor.policy_loss.",
+            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy in "
+            "actor.policy_loss.",
         )
     if not config.trainer.get("use_v1", True):
         yield Fault(

@@ -1,0 +1,69 @@
+"""Routers with experts nearly tied, in BF16, in the real stack: the two engines choose differently, until replay."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_precision.tiny_model import cached_tiny_model
+
+RECIPE = Path("recipes/moe/moe.yaml")
+
+
+@pytest.fixture(scope="module")
+def nearly_tied(tmp_path_factory) -> Path:
+    """The tiny mixture, with routers that hardly prefer an expert, and experts that differ much."""
+    folder = tmp_path_factory.mktemp("nearly_tied")
+    source = cached_tiny_model("qwen3_moe")
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            common = torch.randn(1, weight.shape[1], generator=generator)
+            weights[name] = common + 0.01 * torch.randn(weight.shape, generator=generator)
+        elif ".experts." in name:
+            weights[name] = 6 * weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(run_recipe, nearly_tied):
+    """Two steps with each kind of replay."""
+
+    def run(replay: str) -> list[dict[str, float]]:
+        model = f"actor_rollout_ref.model.path={nearly_tied}"
+        steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
+        return run_recipe(RECIPE, "scale=cpu", "precision=bf16", f"+router_replay={replay}", model, *steps)
+
+    return {replay: run(replay) for replay in ("measure", "rollout", "old")}
+
+
+def test_replay_makes_the_trainer_compute_with_the_rollouts_experts(trained):
+    for without, replayed in zip(trained["measure"], trained["rollout"], strict=True):
+        assert without["mismatch/routing_agreement"] < 0.9
+        assert without["mismatch/routing_changed_fraction"] == 0
+        assert replayed["mismatch/routing_agreement"] == 1
+        assert replayed["mismatch/routing_changed_fraction"] > 0.05
+        assert replayed["mismatch/k3_kl"] < 0.5 * without["mismatch/k3_kl"]
+
+
+def test_every_layer_has_its_share(trained):
+    row = trained["measure"][0]
+    layers = [value for name, value in row.items() if name.startswith("mismatch/routing_agreement/layer_")]
+    assert len(layers) == 4 and sum(layers) / len(layers) == pytest.approx(row["mismatch/routing_agreement"])
+
+
+def test_the_update_replays_the_old_log_prob_pass(trained):
+    """The two passes pack other micro-batches, and choose differently for that alone; the weights have hardly moved."""
+
+    def spread(row) -> float:
+        return row["actor/ratio_max"] - row["actor/ratio_min"]
+
+    for without, replayed in zip(trained["measure"], trained["old"], strict=True):
+        assert replayed["mismatch/routing_agreement"] == 1, "here: with the pass that is replayed"
+        assert replayed["mismatch/routing_changed_fraction"] > 0.05
+        assert spread(replayed) < 0.3 * spread(without)

@@ -1,0 +1,190 @@
+"""Router replay: a mixture of experts computes with the experts that another engine chose.
+
+Two engines round the router's scores differently, and where two experts are nearly tied they choose different ones.
+Then other weights compute the token, which no precision of the rest can mend. Replay takes the choice from the rollout
+(R3 of https://arxiv.org/abs/2510.11370), or from the trainer's own earlier forward (R2).
+Only the choice is replayed. The weights of the experts are the trainer's own probabilities of the chosen ones, so that
+gradients flow into the router through them.
+
+transformers' routers choose by one `torch.topk` over all experts. That call is answered here, while a router runs, and
+nothing else of the model is touched: packed sequences, sharding, LoRA and gradient checkpointing (whose second forward
+is answered alike) need nothing of their own.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verl_precision.errors import ConfigurationError
+from verl_precision.mergeable import Mean, Statistic
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
+SETTING = "router_replay.mode"
+AGREEMENT, CHANGED = "mismatch/routing_agreement", "mismatch/routing_changed_fraction"
+
+
+class Choice(NamedTuple):
+    """Of one router in one forward; integer [tokens, top_k] each."""
+
+    own: Tensor  # what it would have chosen by itself
+    used: Tensor  # what was computed with
+
+
+class ReplayedRouters:
+    """The routers of a model, whose choices are replayed, recorded and compared.
+
+    Args:
+        model: A model of transformers, before it is sharded.
+
+    Raises:
+        ConfigurationError: If the model has no experts, or its family has not been tested.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        config: Any = model.config
+        family = config.model_type
+        found = {name: chooser for name, module in model.named_modules() if (chooser := _chooser(module))}
+        if family not in FAMILIES or not found:
+            raise ConfigurationError(
+                f"a model of type {family!r} {'has no router' if not found else 'has a router that was not tested'}",
+                setting=SETTING,
+                allowed=f"disabled, or a mixture of experts of type {', '.join(FAMILIES)}",
+                remedy="Leave out the preset router_replay.",
+            )
+        self._replayed: Tensor | None = None
+        self._known: Tensor | None = None
+        self._seen: dict[int, Choice] | None = None
+        self._layers: int = config.num_hidden_layers
+        for name, (module, method, experts, top_k) in found.items():
+            layer = int(re.findall(r"(?:^|\.)layers\.(\d+)\.", f"{name}.")[-1])
+            route = functools.partial(self._route, getattr(module, method), layer, experts, top_k)
+            setattr(module, method, route)
+
+    def replay(self, experts_NLk: Tensor | None, known_N: Tensor | None = None) -> None:
+        """Answer the routers with these choices from now on, also in the second forward of gradient checkpointing.
+
+        Args:
+            experts_NLk: Integer [tokens, layers, top_k], the experts of each token as the model sees them; a layer
+                without experts may hold anything. None: the routers choose by themselves.
+            known_N: Bool [tokens], where the choice is known; elsewhere the router chooses by itself. None: everywhere.
+        """
+        self._replayed, self._known = experts_NLk, known_N
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[dict[int, Choice]]:
+        """Inside, keep what the routers choose.
+
+        Yields:
+            Layer -> choice, filled by the forward.
+        """
+        self._seen = {}
+        try:
+            yield self._seen
+        finally:
+            self._seen = None
+
+    def stacked(self, seen: Mapping[int, Choice]) -> Tensor:
+        """Return the routers' own choices as one tensor, [tokens, layers, top_k]; 0 in a layer without experts."""
+        own = {layer: choice.own for layer, choice in seen.items()}
+        nothing = torch.zeros_like(next(iter(own.values())))
+        return torch.stack([own.get(layer, nothing) for layer in range(self._layers)], dim=1)
+
+    def _route(self, route: Callable[..., Any], layer: int, experts: int, top_k: int, *args: Any, **kwargs: Any) -> Any:
+        replayed = None if self._replayed is None else self._replayed[:, layer]
+        answer = _Answer(experts, top_k, replayed, self._known)
+        with answer:
+            routed = route(*args, **kwargs)
+        if answer.choice is None:
+            raise RuntimeError(f"the router of layer {layer} chose its experts without torch.topk over all {experts}")
+        if self._seen is not None:
+            self._seen[layer] = answer.choice
+        return routed
+
+
+class _Answer(TorchFunctionMode):
+    """Answers the one `torch.topk` by which a router chooses."""
+
+    def __init__(self, experts: int, top_k: int, replayed_Nk: Tensor | None, known_N: Tensor | None) -> None:
+        super().__init__()
+        self.experts, self.top_k, self.replayed_Nk, self.known_N = experts, top_k, replayed_Nk, known_N
+        self.choice: Choice | None = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk) or not self._is_the_choice(args, kwargs):
+            return func(*args, **kwargs)
+        scores_NE = args[0]
+        with torch.no_grad():
+            own_Nk = func(scores_NE.detach(), *args[1:], **kwargs)[1]
+        used_Nk = own_Nk
+        if self.replayed_Nk is not None:
+            used_Nk = self.replayed_Nk.to(scores_NE.device, torch.int64)
+            if self.known_N is not None:
+                used_Nk = torch.where(self.known_N.to(scores_NE.device).unsqueeze(-1), used_Nk, own_Nk)
+        self.choice = Choice(own_Nk, used_Nk)
+        return torch.return_types.topk((scores_NE.gather(-1, used_Nk), used_Nk))
+
+    def _is_the_choice(self, args: tuple, kwargs: dict) -> bool:
+        scores, k = args[0], args[1] if len(args) > 1 else kwargs.get("k")
+        return scores.dim() == 2 and scores.shape[-1] == self.experts and k == self.top_k
+
+
+def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: Tensor) -> dict[str, Statistic]:
+    """Return the share of choices that are the rollout's, over all layers and of each.
+
+    A token's choice in a layer is a set: one of two experts that differs makes 0.5.
+
+    Args:
+        seen: Layer -> what the trainer computed with, and what it would have chosen by itself.
+        rollout_NLk: Integer [tokens, layers, top_k], what the rollout's routers chose.
+        known_N: Bool [tokens]: the others are left out.
+
+    Returns:
+        `mismatch/routing_agreement` of what was computed with, the same of each layer, and
+        `mismatch/routing_changed_fraction`, the share of the trainer's own choices that replay has changed.
+    """
+    agreement = {layer: _equal(choice.used, rollout_NLk[:, layer], known_N) for layer, choice in sorted(seen.items())}
+    own = functools.reduce(Mean.merge, (_equal(choice.own, choice.used, known_N) for choice in seen.values()))
+    return {
+        AGREEMENT: functools.reduce(Mean.merge, agreement.values()),
+        **{f"{AGREEMENT}/layer_{layer:02d}": each for layer, each in agreement.items()},
+        CHANGED: Mean(own.number - own.total, own.number),
+    }
+
+
+def _equal(one_Nk: Tensor, other_Nk: Tensor, known_N: Tensor) -> Mean:
+    other_Nk, known_N = other_Nk.to(one_Nk.device, one_Nk.dtype), known_N.to(one_Nk.device)
+    equal_Nk = (one_Nk.unsqueeze(-1) == other_Nk.unsqueeze(-2)).any(dim=-1) & known_N.unsqueeze(-1)
+    return Mean(equal_Nk.sum().double(), (known_N.sum() * one_Nk.shape[-1]).double())
+
+
+def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
+    """Return [N] bool: the tokens of which a rollout knows its choice.
+
+    The last token of a sequence never went through the rollout's model. verl fills rows that are missing with 0 in all
+    layers, which is no choice of several experts.
+
+    Args:
+        experts_NLk: Integer [tokens, layers, top_k], of packed sequences.
+        offsets: [B + 1], where each sequence begins.
+    """
+    known_N = torch.ones(len(experts_NLk), dtype=torch.bool, device=experts_NLk.device)
+    if experts_NLk.shape[-1] > 1:
+        known_N = (experts_NLk != 0).flatten(1).any(dim=-1)
+    known_N[offsets[1:].to(known_N.device) - 1] = False
+    return known_N
+
+
+def _chooser(module: Any) -> tuple[nn.Module, str, int, int] | None:
+    """Return what chooses experts in a module, if it does: owner, method, number of experts, how many are chosen."""
+    if hasattr(module, "route_tokens_to_experts") and hasattr(module, "gate"):
+        return module, "route_tokens_to_experts", module.gate.weight.shape[0], module.top_k
+    if type(module).__name__.endswith("TopKRouter") and hasattr(module, "top_k"):
+        return module, "forward", module.weight.shape[0], module.top_k
+    return None
