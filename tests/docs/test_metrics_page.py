@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_precision.engine.router_replay import Choice, routing_agreement
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.phantom import PhantomStatistics
@@ -16,6 +17,7 @@ from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+ONE = torch.zeros(1, 1, dtype=torch.int64)  # the only expert of one token
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,9 @@ def emitted() -> set[str]:
     mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, range(4))
     found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
     found |= {CROSSINGS, OFF_GRID}
+    found |= set(
+        routing_agreement({3: Choice(ONE, ONE)}, torch.zeros(1, 4, 1, dtype=torch.int64), torch.ones(1).bool())
+    )
     for beta_in_ratio in (True, False):
         clip = ClipRange(False, -0.2, 0.2)
         phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)
@@ -38,11 +43,11 @@ def emitted() -> set[str]:
 
 def test_documented_are_the_emitted(emitted):
     rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync|precision/bf16)[/_][^`]+)` \|", TEXT, re.M)
-    fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123"}
+    fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123", "{layer}": ("03",)}
     documented = []
     for row in rows:
-        names = next((names for mark, names in fill.items() if mark in row), ("",))
-        documented += [row.format(bin=name, k=name) for name in names]
+        mark, names = next(((mark, names) for mark, names in fill.items() if mark in row), ("", ("",)))
+        documented += [row.replace(mark, name) if mark else row for name in names]
     assert len(documented) == len(set(documented))
     assert set(documented) == emitted
 

@@ -10,6 +10,9 @@ import torch
 from verl_precision.integration.cpu import products
 
 HALF = [torch.bfloat16, torch.float16]
+# The rest are near a tie, where the rounding of FP32's own sums decides. Of 512 terms these are off by about
+# sqrt(512) * 2**-24, against steps of 2**-11: 0.3% of FP16's numbers at most. Seen: 0.2% on an Intel Xeon.
+ALMOST_ALL = 0.995
 
 
 def operands(dtype: torch.dtype, depth: int = 512) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,7 +32,7 @@ def test_products_are_exact_but_for_one_rounding(dtype):
     exact = torch.nn.functional.linear(x.double(), w.double(), b.double())
     found = products.linear(x, w, b)
     assert found.dtype == dtype
-    assert correctly_rounded(found, exact) > 0.999  # the rest are near a tie, where FP32's own rounding decides
+    assert correctly_rounded(found, exact) > ALMOST_ALL
     native = torch.nn.functional.linear(x, w, b)
     assert (found - exact).abs().mean() <= (native - exact).abs().mean() * 1.0001
 
@@ -39,8 +42,8 @@ def test_so_are_the_gradients(dtype):
     x, w, b = (tensor.requires_grad_() for tensor in operands(dtype))
     above = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     products.linear(x, w, b).backward(above)
-    assert correctly_rounded(x.grad, above.double() @ w.double()) > 0.999
-    assert correctly_rounded(w.grad, above.double().T @ x.double()) > 0.999
+    assert correctly_rounded(x.grad, above.double() @ w.double()) > ALMOST_ALL
+    assert correctly_rounded(w.grad, above.double().T @ x.double()) > ALMOST_ALL
     assert correctly_rounded(b.grad, above.double().sum(0)) > 0.99  # a sum, in torch's order
 
 

@@ -56,8 +56,8 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
     errors = [fault for fault in found if fault.severity == "error"]
     refused = [str(fault) for fault in errors if not fault.name.startswith("memory-")]
     if (recipe, precision, estimator, scale) in ASKED:
-        said = objection(config)
-        assert bool(said) is bool(refused), (said, refused)
+        said, of_verl = objection(config), [fault for fault in refused if "actor's shadow" not in fault]
+        assert bool(said) is bool(of_verl), (said, refused)  # verl has no shadow
     assert not refused or (recipe.stem in CPU_ONLY and not on_cpu), refused
     too_large = precision.startswith("fp32") and (
         (recipe.stem == "dense_14b" and scale in {"1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100"})

@@ -55,7 +55,7 @@ class Registration(NamedTuple):
 
 _ROLLOUT = "verl.workers.rollout.vllm_rollout"
 _ENGINES = "verl.workers.engine.fsdp.transformer_impl"
-_LOSSES = "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one"
+_LOSSES = "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one, vp_dppo_tv, vp_dppo_kl"
 _TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
 _WEIGHTS = "rollout weights vp_token_tis, vp_seq_mis, vp_geo_mask"
 

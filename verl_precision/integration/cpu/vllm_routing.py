@@ -9,6 +9,8 @@ from typing import Any
 
 from verl_precision.integration.ledger import wrap_once
 
+_KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
+
 
 def capture_choices(cpu_moe: ModuleType) -> None:
     """Wrap the CPU experts' choice and their answer to whether it can be captured, once.
@@ -16,7 +18,7 @@ def capture_choices(cpu_moe: ModuleType) -> None:
     Args:
         cpu_moe: `vllm.model_executor.layers.fused_moe.experts.cpu_moe`.
     """
-    wrap_once(cpu_moe.__name__, "CPUUnquantizedExperts.supports_routing_replay_capture", _supported)
+    wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)
     wrap_once(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts", _captured)
 
 
@@ -33,7 +35,7 @@ def bind_again(model_runner: Any) -> None:
 
 
 def _supported(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    return True
+    return wrapped(*args, **kwargs) or type(instance).__name__ == "CPUUnquantizedExperts"
 
 
 def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
