@@ -38,12 +38,13 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils
 from verl.utils import model as verl_model
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.rounded_weights import ROUNDED_TO
+from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
 from verl_precision.errors import LossScaleError, PrecisionContradictionError
@@ -713,6 +714,47 @@ def test_an_export_is_the_models_weights_rounded_once(settings, request):
     assert any((value != value.bfloat16()).any() for value in found.values())
     with safe_open(next((folder / "export").glob("*.safetensors")), "pt") as weights:
         assert ("lm_head.weight" in weights.keys()) == (settings.get("architecture") != "qwen3_tied")
+
+
+@pytest.mark.parametrize("lora", [None, {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}])
+def test_a_rank_computes_with_the_experts_of_its_own_sequences(lora):
+    """Packed, with gradient checkpointing and LoRA: log-probs and gradient are the unsharded model's, replayed alike."""
+    engine = make_engine(
+        "fp32", packed=True, architecture="qwen3_moe", lora=lora, router_replay=EngineRouterReplayConfig(mode="R3")
+    )
+    plain = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3_moe"), dtype=torch.float32)
+    config, gradients, replayed = plain.config, [], {}
+    routers = ReplayedRouters(plain)
+    for rank in range(WORLD):
+        data = batch(packed=True, seed=rank)
+        plain.zero_grad()
+        choices, expected = [], []
+        labels = data["input_ids"].values().roll(-1).split(data["input_ids"].offsets().diff().tolist())
+        for i, ids in enumerate(data["input_ids"].unbind()):
+            scores = torch.rand(len(ids), config.num_hidden_layers, config.num_experts)
+            choices.append((scores.topk(config.num_experts_per_tok).indices).to(torch.int16))
+            known = torch.arange(len(ids)) < len(ids) - 1  # the last token never went through the rollout's model
+            known &= (choices[-1] != 0).flatten(1).any(1)
+            routers.replay(choices[-1], known)
+            log_p = (plain(input_ids=ids[None]).logits[0] / data["temperature"][i]).log_softmax(-1)
+            expected.append(log_p[torch.arange(len(ids)), labels[i]])
+        (-torch.cat(expected).mean()).backward()
+        gradients.append(torch.cat([p.grad.flatten().double() for p in plain.parameters()]))
+        replayed[rank] = data, choices, torch.cat(expected).detach()
+    data, choices, expected = replayed[RANK]
+    data["routed_experts"] = nested(choices)
+    with engine.eval_mode():
+        found = engine.infer_batch(data)["model_output"]["log_probs"].values()
+    plain_found = log_probs(make_engine("fp32", packed=True, architecture="qwen3_moe"), packed=True)
+    assert (plain_found - expected).abs().max() > 1e-3, "these are not the experts that it would choose"
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        metrics = engine.forward_backward_batch(data, mean_log_prob)["metrics"]
+        if lora is None:
+            found = torch.cat([full(p.grad).flatten().double() for p in engine.module.parameters()])
+            assert relative_error(found, sum(gradients) / WORLD) < 1e-4
+    assert "mismatch/routing_agreement/layer_03" in metrics
 
 
 @STRATEGIES

@@ -202,7 +202,7 @@ def _written(name: str, value: object) -> bool:
     """Tell whether we wrote this attribute: other special methods than `__init__`, and generated ones, do not count."""
     if name == "__init__":
         return Path(value.__code__.co_filename).is_file()  # type: ignore[attr-defined]
-    return not name.startswith("__") and name not in ("_abc_impl", "_backward_cls")
+    return not name.startswith("__") and name not in ("_abc_impl", "_backward_cls", "model_config")
 
 
 def _asks_for_a_body(value: object) -> bool:

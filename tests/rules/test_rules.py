@@ -112,10 +112,33 @@ raw-logprobs              warning logprobs_mode          rollout.logprobs_mode=r
 raw-logprobs              error   logprobs_mode          rollout.logprobs_mode=processed_logits
 truncated-sampling        warning top_p                  rollout.top_p=0.9
 truncated-sampling        error   top_k                  rollout.top_k=50 correction.rollout_is=token
-stop-strings              error   default_agent_loop     +rollout.custom.stop=[end]
-stop-strings              error   rollout.custom.stop    rollout.agent.default_agent_loop=vp_single_turn
-stop-strings              error   rollout.name \
+agent-loop                error   default_agent_loop     +rollout.custom.stop=[end]
+agent-loop                error   rollout.custom         rollout.agent.default_agent_loop=vp_single_turn
+agent-loop                error   rollout.custom.stop \
+    rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.stop=end
+agent-loop                error   rollout.custom.min_p \
+    rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.min_p=2 +rollout.custom.sampling_masks=False
+agent-loop                error   rollout.name \
     rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.stop=[end] rollout.name=sglang
+not-repeatable            error   max_num_seqs           +precision=fp16 +repeatable=bitwise rollout.max_num_seqs=64
+not-repeatable            error   enable_prefix_caching \
+    +precision=fp16 +repeatable=bitwise rollout.enable_prefix_caching=True
+not-repeatable            error   trainer_mode \
+    +precision=fp16 +repeatable=bitwise trainer.v1.trainer_mode=vp_separate_async
+not-repeatable            error   custom_sampler.name \
+    +precision=fp16 +repeatable=bitwise trainer.v1.sampler.custom_sampler.name=null
+not-repeatable            error   data.seed              +precision=fp16 +repeatable=bitwise data.seed=null
+sampling-masks            error   sampling_masks         MASKS VERLS_ENGINE
+sampling-masks            error   rollout.top_k          MASKS +precision=bf16 rollout.top_k=-1
+sampling-masks            error   max_logprobs \
+    MASKS +precision=bf16 rollout.engine_kwargs.vllm.max_logprobs=20
+sampling-masks            error   rollout.repetition_penalty   MASKS +precision=bf16 +rollout.repetition_penalty=1.1
+sampling-masks            error   calculate_log_probs    MASKS +precision=bf16 rollout.calculate_log_probs=False
+sampling-masks            error   trainer_mode           MASKS +precision=bf16 trainer.v1.trainer_mode=vp_colocate_async
+sampling-masks            error   fp32_log_probs         MASKS +precision=bf16 fsdp.fp32_log_probs=False
+sampling-masks            error   use_fused_kernels      MASKS +precision=bf16 model.use_fused_kernels=True
+sampling-masks            error   actor.fsdp_config.ulysses_sequence_parallel_size \
+    MASKS +precision=bf16 fsdp.ulysses_sequence_parallel_size=2
 temperature-in-half       warning temperature            rollout.temperature=0.7 VERLS_ENGINE
 logprobs-missing          error   calculate_log_probs \
     rollout.calculate_log_probs=False correction.rollout_is=token
@@ -134,6 +157,8 @@ one-checkpoint            warning max_actor_ckpt_to_keep trainer.save_freq=5 tra
 # Faults that come with another, because one setting breaks two things.
 COMPANIONS = {
     "router-replay": {"bypass-clips-mismatch"},
+    "agent-loop": {"truncated-sampling"},
+    "sampling-masks": {"logprobs-missing"},
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
     "dtype-ignored": {"rollout-contradicts-actor"},
@@ -230,6 +255,7 @@ def composed(overrides: str = ""):
     text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
     text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
     text = re.sub("=FP(16|32)", r"={param_dtype:fp\1,reduce_dtype:fp32,buffer_dtype:fp32}", text)
+    text = text.replace("MASKS", "+sampling_masks=replay actor_rollout_ref.rollout.top_k=64")
     engine = "actor_rollout_ref.actor.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"
     text = text.replace("VERLS_ENGINE", engine)
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
@@ -303,6 +329,8 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
         "+precision=fp32",  # it chooses sdpa
         "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
         "+precision=bf16 +router_replay=old",
+        "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
+        "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
         "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
         "actor.strategy=fsdp2 fsdp.offload_policy=True",
     ],

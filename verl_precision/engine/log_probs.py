@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_precision.engine.sampling_masks import KeptTokens
+
 # As in verl: a temperature of zero means greedy sampling, whose log-probs are a limit.
 _MIN_TEMPERATURE = 1e-8
 # exp(-200) is 0 in FP32; keeps 0·(-inf) out of the entropy's gradient where a logit is masked with -inf.
@@ -18,7 +20,13 @@ _MIN_LOG_P = -200.0
 
 
 def log_probs_and_entropy(
-    logits_NV: Tensor, labels_N: Tensor, temperature_N: Tensor, *, chunk_tokens: int, with_entropy: bool
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    chunk_tokens: int,
+    with_entropy: bool,
+    kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log π(label) = x_label - logsumexp(x) and H = -Σ p·log p, p = softmax(x), with x = logits / T, in FP32.
 
@@ -32,43 +40,51 @@ def log_probs_and_entropy(
         chunk_tokens: Tokens whose FP32 logits exist at a time, at least 1; the extra memory is a few times
             chunk_tokens·V·4 bytes.
         with_entropy: Whether to compute H.
+        kept: The tokens that each was drawn from; logsumexp, p and H are then over these. None: over the vocabulary.
 
     Returns:
         Log-probs and entropy (None without), FP32, shape (N,), in nats.
     """
-    log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy)
+    arguments = logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy, kept
+    log_probs, entropy = _LogProbs.apply(*arguments)
     return log_probs, entropy if with_entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, labels_N: Tensor, temperature_N: Tensor, chunk_tokens: int, with_entropy: bool
+        ctx: Any,
+        logits_NV: Tensor,
+        labels_N: Tensor,
+        temperature_N: Tensor,
+        chunk_tokens: int,
+        with_entropy: bool,
+        kept: KeptTokens | None,
     ) -> tuple[Tensor, Tensor]:
         temperature_N = temperature_N.clamp(min=_MIN_TEMPERATURE)
         normaliser_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
         log_probs_N, entropy_N = torch.empty_like(normaliser_N), torch.zeros_like(normaliser_N)
         for rows in _chunks(logits_NV.shape[0], chunk_tokens):
-            x = logits_NV[rows].float() / temperature_N[rows, None]
+            x = _scaled(logits_NV, temperature_N, rows, kept)
             normaliser_N[rows] = x.logsumexp(-1)
             log_probs_N[rows] = x.gather(-1, labels_N[rows, None]).squeeze(-1) - normaliser_N[rows]
             if with_entropy:
                 # -Σ p·log p: no difference of large numbers, and 0 where a logit is -inf
                 entropy_N[rows] = torch.special.entr(x.sub_(normaliser_N[rows, None]).exp_()).sum(-1)
         ctx.save_for_backward(logits_NV, labels_N, temperature_N, normaliser_N, entropy_N)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.kept = chunk_tokens, kept
         ctx.set_materialize_grads(False)
         return log_probs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None, None, None]:
         to_log_probs, to_entropy = gradients
         if to_log_probs is None and to_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         logits_NV, labels_N, temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         for rows in _chunks(logits_NV.shape[0], ctx.chunk_tokens):
-            log_p = (logits_NV[rows].float() / temperature_N[rows, None]).sub_(normaliser_N[rows, None])
+            log_p = _scaled(logits_NV, temperature_N, rows, ctx.kept).sub_(normaliser_N[rows, None])
             p = log_p.clamp_(min=_MIN_LOG_P).exp()
             g = torch.zeros_like(p)
             if to_log_probs is not None:
@@ -77,7 +93,12 @@ class _LogProbs(torch.autograd.Function):
             if to_entropy is not None:
                 g.sub_(p.mul_(log_p.add_(entropy_N[rows, None])).mul_(to_entropy[rows, None].float()))
             gradient_NV[rows] = g.div_(temperature_N[rows, None]).to(gradient_NV.dtype)
-        return gradient_NV, None, None, None, None
+        return gradient_NV, None, None, None, None, None
+
+
+def _scaled(logits_NV: Tensor, temperature_N: Tensor, rows: slice, kept: KeptTokens | None) -> Tensor:
+    x = logits_NV[rows].float() / temperature_N[rows, None]
+    return x if kept is None else kept.mask_(x, rows)
 
 
 def _chunks(total: int, size: int) -> list[slice]:

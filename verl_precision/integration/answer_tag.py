@@ -12,7 +12,7 @@ OPEN, CLOSE, FORMAT = "<answer>", "</answer>", "</think> <answer>"
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
     r"""Return 1.0 if the response ends its thought and gives the right answer, in any form that is equal, else 0.0.
 
-    What the model goes on to write after its answer is not read: generation stops there (`stopping_agent_loop`), and
+    What the model goes on to write after its answer is not read: generation stops there (`agent_loop`), and
     the authors' rule never sees more. As there, `</think> <answer>` must close the thought before the answer, and an
     answer within \boxed{} counts by its content.
     """

@@ -30,6 +30,7 @@ from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.kept_checkpoints import spare_marked
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.router_replay import RouterReplay
+from verl_precision.integration.sampling_masks import kept_tokens
 from verl_precision.integration.shadow_engine import ShadowForward
 from verl_precision.integration.weight_export import ExactWeights, write_export_dtype
 
@@ -167,12 +168,14 @@ class FP32LogProbs:
             lengths = offsets.diff()
             logits_NV = logits[torch.arange(logits.shape[1], device=logits.device) < lengths.unsqueeze(1)]
             temperature_N = output_args["temperature"].repeat_interleave(lengths)
+        labels_N = output_args["input_ids_rmpad_rolled"]
         log_probs, entropy = log_probs_and_entropy(
             logits_NV,
-            output_args["input_ids_rmpad_rolled"],
+            labels_N,
             temperature_N,
             chunk_tokens=self.engine_config.log_prob_chunk_tokens,
             with_entropy=bool(ask(key="calculate_entropy")),
+            kept=kept_tokens(micro_batch, labels_N),
         )
         outputs = {"log_probs": log_probs, **({} if entropy is None else {"entropy": entropy})}
         if packed:

@@ -85,8 +85,9 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(
         "agent loop vp_single_turn",
         "verl.experimental.agent_loop.single_turn_agent_loop",
-        "stopping_agent_loop:register_agent_loop",
+        "agent_loop:register_agent_loop",
     ),
+    Registration("sampling masks", f"{_ROLLOUT}.vllm_async_server", "vllm_sampling_masks:return_masks"),
     Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "weight_socket:name_at_the_sender"),
     Registration("presets precision, estimator, scale", "hydra.main", "search_path:register_search_path"),
     Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),

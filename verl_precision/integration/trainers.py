@@ -65,6 +65,7 @@ def _measuring(base: type, mode: str) -> type:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     from verl_precision.integration.canary_requests import TrainerCanary
+    from verl_precision.integration.repeatable import is_repeatable, name_prompts
 
     class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
         __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."
@@ -79,7 +80,9 @@ def _measuring(base: type, mode: str) -> type:
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
-            if mode == "sync" and config.trainer.device == "cpu" and type(self.replay_buffer) is ReplayBuffer:
+            if is_repeatable(config):
+                name_prompts(self)
+            if mode == "sync" and config.trainer.device == "cpu" and isinstance(self.replay_buffer, ReplayBuffer):
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
 
         def fit(self, agent_loop_manager):

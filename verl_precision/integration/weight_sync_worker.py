@@ -170,7 +170,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         if sync.digests is not None and sync.sent is None:
             lost = ["the manifest: announced by the trainer, never received"]
         elif sync.sent is not None:
-            lost = manifest.differences(sync.sent, {} if sync.digests is None else sync.digests.fetch())
+            received = {} if sync.digests is None else sync.digests.fetch()
+            lost = manifest.differences(sync.sent, received)
+            sync.report.weights_digest = manifest.digest_of_all(received)
         sync.report.seconds += time.perf_counter() - start
         return lost + manifest.rounded_on_the_way(sync.received, dtype)
 

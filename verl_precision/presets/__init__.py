@@ -7,6 +7,8 @@ A run = recipe x precision x estimator x scale. Each preset is a small YAML of d
     scale/        cpu, cpu_2nodes, 1x1_gpu: a tiny model of the same architecture through the same code path
                   1x8_a100, 1x8_h100, 2x8_h100, 8x8_h100: layout, offload and memory on GPUs (docs/scales.md)
     router_replay/ measure, rollout, old: whose choice of experts the trainer computes with (docs/router_replay.md)
+    sampling_masks/ replay: the trainer renormalises over what top-k, top-p and min-p kept (docs/sampling_masks.md)
+    repeatable/   bitwise: the same command gives the same run (docs/repeatable.md)
     parts/        what several presets include by their defaults list; `checked` is in every preset
 
 A new preset is one new file in its group: Hydra and `preset_names` find it, and the tests try it with every recipe.

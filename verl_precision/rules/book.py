@@ -13,9 +13,11 @@ from verl_precision.rules import (  # noqa: F401
     layout_rules,
     loss_rules,
     memory_rules,
+    repeatable_rules,
     rollout_rules,
     router_rules,
     run_rules,
+    sampling_mask_rules,
     value_rules,
 )
 from verl_precision.rules.rule import RULES, Environment, Fault

@@ -11,12 +11,12 @@ from verl_precision.versions import loads_adapters
 
 ROLLOUT = "actor_rollout_ref.rollout"
 # What leaves the distribution as it is.
-NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0)}
+NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
-# Our agent loop, which ends a response at a string of `rollout.custom.stop`.
-STOPPING_LOOP = "vp_single_turn"
+# Our agent loop, and what it reads in `rollout.custom`.
+AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
 
 
 @rule("raw-logprobs")
@@ -26,7 +26,7 @@ def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
     mode = engine_kwargs(config).get("logprobs_mode", rollout.get("logprobs_mode"))
     if mode == "processed_logprobs" or not _needs_logprobs(config):
         return
-    changed = [f"{key}={rollout[key]}" for key in NEUTRAL if _is_set(rollout, key)]
+    changed = [f"{key}={OmegaConf.select(rollout, key)}" for key in NEUTRAL if _is_set(rollout, key)]
     effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
     yield Fault(
         severity="warning" if mode == "raw_logprobs" and not changed else "error",
@@ -42,8 +42,10 @@ def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
 def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
     """With top_p or top_k the rollout's log-probs are renormalised over what is left; the trainer's are not."""
     ratios = importance_ratios(config)
-    for key, allowed in (("top_p", "1.0"), ("top_k", "-1")):
-        if not _is_set(config.actor_rollout_ref.rollout, key) or not _needs_logprobs(config):
+    if replays_masks(config) or not _needs_logprobs(config):
+        return
+    for key, allowed in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
+        if not _is_set(config.actor_rollout_ref.rollout, key):
             continue
         setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
@@ -52,8 +54,8 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
             severity="error" if ratios else "warning",
             setting=setting,
             problem=f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}",
-            allowed=allowed,
-            remedy=f"Set {setting}={allowed}{otherwise}.",
+            allowed=f"{allowed}, or sampling masks",
+            remedy=f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}.",
         )
 
 
@@ -109,20 +111,28 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
-@rule("stop-strings")
-def stop_strings(config: DictConfig, environment: Environment) -> Faults:
-    """Stop strings and the agent loop that reads them belong together, and the loop speaks to vLLM."""
-    rollout = config.actor_rollout_ref.rollout
-    given = OmegaConf.select(config, f"{ROLLOUT}.custom.stop")
-    if rollout.agent.default_agent_loop != STOPPING_LOOP:
-        if given is not None:
-            setting, problem = f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {ROLLOUT}.custom.stop"
-            yield Fault(setting=setting, problem=problem, allowed=STOPPING_LOOP)
-    elif not OmegaConf.is_list(given) or not given or not all(isinstance(text, str) and text for text in given):
-        setting, problem = f"{ROLLOUT}.custom.stop", f"the agent loop {STOPPING_LOOP} ends a response at a string"
-        yield Fault(setting=setting, problem=problem, allowed='a list of strings such as ["</answer>"]')
-    elif rollout.name != "vllm":
-        yield Fault(setting=f"{ROLLOUT}.name", problem=f"{STOPPING_LOOP} knows vLLM's sampling only", allowed="vllm")
+@rule("agent-loop")
+def agent_loop(config: DictConfig, environment: Environment) -> Faults:
+    """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
+    rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
+    given = [key for key in OF_LOOP if OmegaConf.select(config, f"{custom}.{key}") is not None]
+    if rollout.agent.default_agent_loop != AGENT_LOOP:
+        if given:
+            setting, problem = f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {custom}.{given[0]}"
+            yield Fault(setting=setting, problem=problem, allowed=AGENT_LOOP)
+        return
+    stop, min_p = (OmegaConf.select(config, f"{custom}.{key}") for key in ("stop", "min_p"))
+    if not given:
+        problem = f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there"
+        yield Fault(setting=custom, problem=problem, allowed='such as {stop: ["</answer>"]}')
+    if stop is not None and not (OmegaConf.is_list(stop) and stop and all(isinstance(t, str) and t for t in stop)):
+        problem = f"the agent loop {AGENT_LOOP} ends a response at a string"
+        yield Fault(setting=f"{custom}.stop", problem=problem, allowed='a list of strings such as ["</answer>"]')
+    if min_p is not None and not (isinstance(min_p, int | float) and 0 <= min_p <= 1):
+        problem = "min-p is a share of the most probable token's probability"
+        yield Fault(setting=f"{custom}.min_p", problem=problem, allowed="0 to 1")
+    if rollout.name != "vllm":
+        yield Fault(setting=f"{ROLLOUT}.name", problem=f"{AGENT_LOOP} knows vLLM's sampling only", allowed="vllm")
 
 
 @rule("adapter-not-loadable")
@@ -157,9 +167,14 @@ def importance_ratios(config: DictConfig) -> str | None:
     return None
 
 
+def replays_masks(config: DictConfig) -> bool:
+    """Return whether the trainer renormalises over the tokens that the rollout kept."""
+    return OmegaConf.select(config, f"{ROLLOUT}.custom.sampling_masks") is True
+
+
 def _needs_logprobs(config: DictConfig) -> bool:
     return bool(config.actor_rollout_ref.rollout.calculate_log_probs or importance_ratios(config))
 
 
 def _is_set(rollout: DictConfig, key: str) -> bool:
-    return rollout.get(key) not in NEUTRAL[key]
+    return OmegaConf.select(rollout, key) not in NEUTRAL[key]

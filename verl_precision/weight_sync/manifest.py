@@ -5,6 +5,7 @@ tensor is read once. Its sums stay on the device, and all of them are fetched to
 device while weights are sent.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -118,6 +119,12 @@ def read_manifest(tensor: Tensor) -> tuple[dict[str, TensorDigest], str | None]:
     """Return the digests by name, and the file for the receiver's report, that `send_with_manifest` sent."""
     content = json.loads(tensor.cpu().numpy().tobytes())
     return {name: TensorDigest(**fields) for name, fields in content["tensors"].items()}, content["reply_to"]
+
+
+def digest_of_all(digests: dict[str, TensorDigest]) -> int:
+    """Return 40 bits of all digests, which a metric holds exactly; of equal weights, equal in whatever order."""
+    text = json.dumps({name: asdict(digest) for name, digest in digests.items()}, sort_keys=True)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
 
 
 def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]) -> list[str]:

@@ -21,9 +21,10 @@ class SyncReport:
     verified_layers: int = 0  # shown to compute exactly what they were sent
     unverified_layers: int = 0  # unknown layout, quantised, or an adapter; not those whose turn comes in a later sync
     seconds: float = 0.0  # time that the worker spent on verification
+    weights_digest: int = 0  # 40 bits of the digests of what was received: equal weights, equal number
 
     def metrics(self) -> dict[str, float]:
-        """Return the report as metrics: `weight_sync/verified_layers`, `unverified_layers`, `seconds`."""
+        """Return the report as metrics, each under its own name below `weight_sync/`."""
         return {f"weight_sync/{name}": float(value) for name, value in asdict(self).items()}
 
     def write(self, path: str) -> None:

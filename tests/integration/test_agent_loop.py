@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_precision.integration.stopping_agent_loop import StoppingAgentLoop
+from verl_precision.integration.agent_loop import PrecisionAgentLoop
 
 RECIPE = OmegaConf.load(Path(__file__).parents[2] / "recipes" / "octothinker" / "octothinker.yaml")
 ROLLOUT = {**RECIPE.actor_rollout_ref.rollout, "prompt_length": 16, "response_length": 4, "full_determinism": False}
@@ -44,7 +44,7 @@ def test_a_response_ends_with_the_stop_string_and_a_prompt_begins_once(tokenizer
     async def run():
         server = Server()
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "data": {}})
-        loop = StoppingAgentLoop(
+        loop = PrecisionAgentLoop(
             trainer_config=DictConfigWrap(config),
             server_manager=server,
             tokenizer=tokenizer,

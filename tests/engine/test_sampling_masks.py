@@ -1,0 +1,106 @@
+"""Log-probs over the tokens that sampling kept: the formula in float64, its gradient, and masks that do not fit."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl_precision.engine.log_probs import log_probs_and_entropy
+from verl_precision.engine.sampling_masks import KeptTokens, pack, unpack
+
+V = 50
+LENGTHS, RESPONSES = (9, 4, 7), (6, 1, 3)
+
+
+def batch(generator) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Logits, labels and masks of three packed sequences, and the same masks as bool [N, V]."""
+    logits = 3 * torch.randn(sum(LENGTHS), V, generator=generator)
+    labels = torch.randint(0, V, (sum(LENGTHS),), generator=generator)
+    keep, packed, start = torch.ones(sum(LENGTHS), V, dtype=torch.bool), [], 0
+    for length, response in zip(LENGTHS, RESPONSES, strict=True):
+        counts, ids = [], []
+        for place in range(start + length - 1 - response, start + length - 1):
+            kept = torch.rand(V, generator=generator) < 0.2
+            kept[labels[place]] = True
+            keep[place] = kept
+            counts.append(int(kept.sum()))
+            ids.append(kept.nonzero().flatten().numpy())
+        packed.append(pack(np.array(counts), np.concatenate(ids)))
+        start += length
+    return logits, labels, packed, keep
+
+
+def plain(logits, labels, keep):
+    """The formulas, in float64."""
+    log_p = torch.log_softmax(logits.masked_fill(~keep, -torch.inf), -1)
+    return log_p.gather(-1, labels[:, None]).squeeze(-1), torch.special.entr(log_p.exp()).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 512])
+def test_values_and_gradient_are_the_formulas(chunk_tokens):
+    logits, labels, packed, keep = batch(torch.Generator().manual_seed(0))
+    kept, temperature = unpack(packed, LENGTHS, labels), torch.linspace(0.5, 1.5, len(labels))
+    logits.requires_grad_()
+    found = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True, kept=kept)
+    exact = logits.detach().double().requires_grad_()
+    expected = plain(exact / temperature.double()[:, None], labels, keep)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=5e-6)
+    weights = torch.linspace(-1, 1, len(labels)).double()
+    (expected[0] @ weights).backward()
+    (found[0].double() @ weights + 0 * found[1].sum()).backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=0, atol=2e-6)
+    assert (logits.grad[~keep] == 0).all(), "no token that could not be drawn is pushed"
+
+
+def test_the_entropys_gradient_stays_within_what_was_kept():
+    logits, labels, packed, keep = batch(torch.Generator().manual_seed(1))
+    kept, ones = unpack(packed, LENGTHS, labels), torch.ones(len(labels))
+    logits.requires_grad_()
+    log_probs_and_entropy(logits, labels, ones, chunk_tokens=4, with_entropy=True, kept=kept)[1].sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    log_p = torch.log_softmax(exact.masked_fill(~keep, -300), -1)  # -inf has no gradient that is finite
+    (-(log_p.exp() * log_p).sum()).backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=0, atol=5e-6)
+
+
+def test_by_hand():
+    """Kept 0 and 2 of logits (0, ln 5, ln 3): p(2) = 3/4, where the whole vocabulary gives 1/3."""
+    logits, labels = torch.tensor([[1.0, 5.0, 3.0]]).log(), torch.tensor([2])
+    for kept, expected in ((KeptTokens([0, 2], torch.tensor([2, 0])), 3 / 4), (KeptTokens([0, 0], labels[:0]), 1 / 3)):
+        found, _ = log_probs_and_entropy(logits, labels, torch.ones(1), chunk_tokens=1, with_entropy=False, kept=kept)
+        assert found.exp().item() == pytest.approx(expected)
+
+
+def test_without_the_mask_the_ratio_is_off_by_the_mass_that_was_kept():
+    """The present error: log π - log μ = log π(S), at the very same logits; with the mask it is 0 within 1e-6."""
+    logits, labels, packed, keep = batch(torch.Generator().manual_seed(2))
+    ones, kept = torch.ones(len(labels)), unpack(packed, LENGTHS, labels)
+    rollout, _ = plain(logits.double(), labels, keep)
+    without, _ = log_probs_and_entropy(logits, labels, ones, chunk_tokens=8, with_entropy=False)
+    replayed, _ = log_probs_and_entropy(logits, labels, ones, chunk_tokens=8, with_entropy=False, kept=kept)
+    mass = (logits.double().softmax(-1) * keep).sum(-1)
+    torch.testing.assert_close(without - rollout, mass.log(), rtol=0, atol=1e-6)
+    assert ((replayed - rollout).exp() - 1).abs().max() < 1e-6
+    assert (without - rollout).min() < -0.5
+
+
+def test_a_sequence_without_a_mask_is_not_truncated():
+    _, labels, packed, _ = batch(torch.Generator().manual_seed(0))
+    kept = unpack([None, packed[1], None], LENGTHS, labels)
+    assert [end - start > 0 for start, end in zip(kept.starts, kept.starts[1:], strict=False)] == [
+        place == LENGTHS[0] + LENGTHS[1] - 2 for place in range(sum(LENGTHS))
+    ]
+    assert len(unpack([None] * 3, LENGTHS, labels).ids_M) == 0
+
+
+def test_a_mask_that_is_not_of_its_response_is_refused():
+    _, labels, packed, _ = batch(torch.Generator().manual_seed(0))
+    with pytest.raises(RuntimeError, match="belongs to a sequence of 4"):
+        unpack([None, packed[0], None], LENGTHS, labels)
+    with pytest.raises(RuntimeError, match="lack the token that was drawn"):
+        unpack(packed, LENGTHS, labels.roll(1))
+
+
+def test_bytes_a_token():
+    assert pack(np.array([3, 0, 1]), np.arange(10)).tolist() == [3, 3, 0, 1, 0, 1, 2, 3]
+    assert pack(np.array([3]), np.arange(3)).nbytes == 4 * (1 + 1 + 3)

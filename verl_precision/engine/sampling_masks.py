@@ -1,0 +1,81 @@
+"""Sampling masks: the tokens that top-k, top-p and min-p kept, which the trainer renormalises over.
+
+A rollout with truncated sampling draws from μ(·)/μ(S), where S is what was kept at that place. A trainer that takes
+π over the whole vocabulary compares two distributions: the ratio is off by π(S), and the gradient moves probability to
+tokens that cannot be drawn. With the mask both are renormalised over S, which was the rollout's and is data by now: no
+gradient flows through its choice.
+
+Shapes: R tokens of a response, N packed tokens, M kept tokens of all of these together.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class KeptTokens(NamedTuple):
+    """Of each of N places, which tokens were kept; a place with none was not truncated."""
+
+    starts: list[int]  # N + 1 numbers: where the tokens of each place begin
+    ids_M: Tensor
+
+    def mask_(self, x_CV: Tensor, rows: slice) -> Tensor:
+        """Set to -inf what was not kept, in place.
+
+        Args:
+            x_CV: Logits of the places `rows`.
+            rows: Which places, from start to stop.
+        """
+        starts = torch.tensor(self.starts[rows.start : rows.stop + 1])
+        kept_C = starts.diff().to(x_CV.device)
+        ids = self.ids_M[starts[0] : starts[-1]]
+        dropped_CV = (kept_C > 0).unsqueeze(-1).repeat(1, x_CV.shape[-1])
+        dropped_CV[torch.arange(len(kept_C), device=kept_C.device).repeat_interleave(kept_C), ids] = False
+        return x_CV.masked_fill_(dropped_CV, -torch.inf)
+
+
+def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
+    """Return the mask of a response as it travels: R, R counts, then the ids of all places; int32.
+
+    That is 4·(1 + kept) bytes a token.
+
+    Args:
+        counts_R: How many tokens were kept at each place; 0: all.
+        ids: Their ids, of one place after the other; more than the counts say are left out.
+    """
+    ids = ids[: counts_R.sum()]
+    return torch.from_numpy(np.concatenate([[len(counts_R)], counts_R, ids]).astype(np.int32))
+
+
+def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Tensor) -> KeptTokens:
+    """Return the masks of packed sequences, at the places that predict their tokens.
+
+    Args:
+        packed: Of each sequence what `pack` returned; None: it was not truncated.
+        lengths: Tokens of each sequence, prompt and response; the response is at its end.
+        labels_N: The token that each place predicts: the next one of its sequence.
+
+    Raises:
+        RuntimeError: If a mask is longer than its sequence, or lacks the token that was drawn.
+    """
+    counts, ids = [], []
+    for mask, length in zip(packed, lengths, strict=True):
+        places = torch.zeros(length, dtype=torch.int64)
+        if mask is not None:
+            response = int(mask[0])
+            if response >= length:
+                raise RuntimeError(f"a sampling mask of {response} tokens belongs to a sequence of {length}")
+            places[length - response - 1 : length - 1] = mask[1 : 1 + response]
+            ids.append(mask[1 + response :])
+        counts.append(places)
+    counts_N = torch.cat(counts).to(labels_N.device)
+    ids_M = (torch.cat(ids) if ids else labels_N[:0]).to(labels_N.device, torch.int64)
+    drawn_M = ids_M == labels_N.repeat_interleave(counts_N)
+    places_M = torch.arange(len(counts_N), device=counts_N.device).repeat_interleave(counts_N)
+    found_N = torch.zeros_like(counts_N, dtype=torch.bool).index_put_((places_M[drawn_M],), drawn_M[drawn_M])
+    if lacking := int(((counts_N > 0) & ~found_N).sum()):
+        raise RuntimeError(f"the sampling masks of {lacking} places lack the token that was drawn there")
+    return KeptTokens([0, *counts_N.cumsum(0).tolist()], ids_M)

@@ -1,0 +1,74 @@
+"""A run that repeats bit for bit: its prompts have names that say their place, and batches are sorted by them.
+
+verl names prompts at random and orders a batch as responses arrive, so that two runs of one command fill their
+mini-batches differently from the first step on. Names here are made of the step and of the place in it. The agent loop
+seeds each request by them (`rollout.custom.seeded`), whose numbers a rollout of one sequence at a time
+(`rollout.max_num_seqs=1`) computes alone, whatever else is waiting. docs/repeatable.md says what is and is not covered.
+"""
+
+import hashlib
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.v1 import trainer_base
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from verl_precision.rules.repeatable_rules import SEEDED
+
+
+class SortedReplayBuffer(ReplayBuffer):
+    """verl's replay buffer, whose batches are in the order of their prompts' names, sessions and outputs."""
+
+    def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):
+        _, partition, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        return sorted(sampleable_keys)[:batch_size], partition, steps  # by step first, as verl does
+
+    def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
+        ordered = dict(sorted(partition_snapshot.items(), key=lambda item: _place(item[0])))
+        return super()._materialize_batch(partition_id, selected_prompt_uids, ordered)
+
+
+class _Names:
+    """What verl's trainer takes for the module `uuid`: names of step and place, the same in each run."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._step, self._named = -1, 0
+
+    def uuid4(self) -> str:
+        """Return the next name of the trainer's step."""
+        if self._step != self._trainer.global_steps:
+            self._step, self._named = self._trainer.global_steps, 0
+        self._named += 1
+        return f"{self._step:08d}x{self._named:06d}"
+
+
+def name_prompts(trainer: Any) -> None:
+    """Have verl name the prompts of this process's trainer by step and place.
+
+    Args:
+        trainer: verl's V1 trainer, of which a process has one.
+    """
+    trainer_base.uuid = _Names(trainer)
+
+
+def is_repeatable(config: DictConfig) -> bool:
+    """Return whether a run is to repeat bit for bit."""
+    return OmegaConf.select(config, SEEDED) is True
+
+
+def request_seed(seed: int, uid: str, session: int) -> int:
+    """Return the seed of one response: of its own, and the same whenever the run is done again.
+
+    Args:
+        seed: The rollout's.
+        uid: The prompt's name.
+        session: Which of the responses to it.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {uid} {session}".encode()).digest()[:4], "big")
+
+
+def _place(key: str) -> tuple[str | int, ...]:
+    """Return the parts of verl's key `{uid}_{session}_{output}`, in an order of numbers."""
+    uid, *rest = key.split("_")
+    return uid, *map(int, rest)
