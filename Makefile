@@ -40,7 +40,8 @@ test: $(STAMP)
 		-m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -v --durations=0 --durations-min=20 -m e2e tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -v \
+		--durations=0 --durations-min=20 -m e2e tests/e2e
 
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" tests/matrix/run_matrix.py $(PAIRS)

@@ -24,10 +24,15 @@ QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 TEST_MARK = "VERL_PRECISION_TEST"
 
 
+# The longest first, so that two processes end together.
+FIRST = ("test_recipes_train", "test_resume", "test_collapse", "test_repeatable", "test_quickstart")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -718,7 +718,7 @@ def test_an_export_is_the_models_weights_rounded_once(settings, request):
 
 @pytest.mark.parametrize("lora", [None, {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}])
 def test_a_rank_computes_with_the_experts_of_its_own_sequences(lora):
-    """Packed, with gradient checkpointing and LoRA: log-probs and gradient are the unsharded model's, replayed alike."""
+    """Packed, with gradient checkpointing: log-probs and gradient are those of the unsharded model, replayed alike."""
     engine = make_engine(
         "fp32", packed=True, architecture="qwen3_moe", lora=lora, router_replay=EngineRouterReplayConfig(mode="R3")
     )

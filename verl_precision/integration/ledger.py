@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -96,13 +97,46 @@ def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
     Raises:
         RegistrationError: If the function no longer looks as it did in the tested releases.
     """
-    (entry,) = (e for e in LEDGER if (e.module, e.name, e.kind) == (module_name, name, "patched"))
+    entry = _patched_entry(module_name, name)
     module = importlib.import_module(module_name)
     owner, last = _owner(entry, module)
     if isinstance(inspect.getattr_static(owner, last, None), wrapt.FunctionWrapper):
         return
     require_expected_signature(entry, module)
     wrapt.wrap_function_wrapper(module, entry.name, wrapper)
+
+
+def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> None:
+    """Wrap an async method of a class that becomes a Ray actor: as `wrap_once`, whose wrappers Ray takes off.
+
+    Ray calls the function behind every `__wrapped__`, so that this one has none; its signature is the method's.
+
+    Args:
+        module_name: Module of the entry.
+        name: Name of the entry.
+        wrapper: Called with (wrapped, instance, args, kwargs), where `wrapped` is bound; returns an awaitable.
+    """
+    entry = _patched_entry(module_name, name)
+    module = importlib.import_module(module_name)
+    owner, last = _owner(entry, module)
+    method = getattr(owner, last, None)
+    if method is not None and hasattr(method, "__verl_precision__"):
+        return
+    require_expected_signature(entry, module)
+    assert method is not None
+
+    async def wrapped_for_ray(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await wrapper(method.__get__(self), self, args, kwargs)
+
+    wrapped_for_ray.__name__, wrapped_for_ray.__qualname__ = last, name
+    wrapped_for_ray.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    wrapped_for_ray.__verl_precision__ = True  # type: ignore[attr-defined]
+    setattr(owner, last, wrapped_for_ray)
+
+
+def _patched_entry(module_name: str, name: str) -> LedgerEntry:
+    (entry,) = (e for e in LEDGER if (e.module, e.name, e.kind) == (module_name, name, "patched"))
+    return entry
 
 
 def require_expected_signature(entry: LedgerEntry, module: ModuleType) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import wrap_actor_method_once
 from verl_precision.integration.sampling_masks import ASKED, KEPT
 
 # FP32 log-probs of up to thousands of tokens sum to 1 within this.
@@ -39,7 +39,7 @@ def return_masks(server: ModuleType) -> None:
     Args:
         server: `verl.workers.rollout.vllm_rollout.vllm_async_server`.
     """
-    wrap_once(server.__name__, "vLLMHttpServer.generate", _generate)
+    wrap_actor_method_once(server.__name__, "vLLMHttpServer.generate", _generate)
 
 
 async def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
