@@ -18,6 +18,7 @@ import psutil
 import pytest
 import slurm
 import torch
+from same_run import differing
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
@@ -36,6 +37,7 @@ SETTINGS = [
     f"{SCALE}.initial=1024",
     f"{SCALE}.growth_interval=4",
 ]
+REPEATABLE = ("+repeatable=bitwise", "actor_rollout_ref.rollout.n=4")
 JOB = str(100_000 + os.getpid())
 SECONDS = 600
 
@@ -75,15 +77,16 @@ def queue(tmp_path):
         shutil.rmtree(ray)
 
 
-def test_slurms_job_goes_on_and_a_changed_one_touches_nothing(tmp_path, queue, fork_server):
+def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing(tmp_path, queue, fork_server):
     folder, submit = queue
     log, checkpoints = tmp_path / "job.log", tmp_path / "checkpoints"
-    overrides = ["scale=cpu_2nodes", f"trainer.default_local_dir={checkpoints}", *SETTINGS]
-    job = submit(
-        *("--nodes=1", f"--output={log}", "recipes/launch/slurm.sbatch", str(RECIPE), *overrides),
-        *("trainer.logger=[console,file]", f"hydra.run.dir={tmp_path / 'hydra'}"),
+    overrides = ["scale=cpu_2nodes", f"trainer.default_local_dir={checkpoints}", *SETTINGS, *REPEATABLE]
+    words = [
+        *("recipes/launch/slurm.sbatch", str(RECIPE), "trainer.logger=[console,file]"),
+        *(f"hydra.run.dir={tmp_path / 'hydra'}", *overrides),
         f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(fork_server)}",
-    )
+    ]
+    job = submit("--nodes=1", f"--output={log}", *words)
 
     def rows() -> list[dict[str, float]]:
         return [row for file in tmp_path.glob("quickstart/*.jsonl") for row in read_metrics(file)]
@@ -101,6 +104,11 @@ def test_slurms_job_goes_on_and_a_changed_one_touches_nothing(tmp_path, queue, f
     after = assert_one_series(file)
     assert after[: len(before)] == before or before[-1] not in after  # a step that was not saved is done again
     assert after[-1]["precision/loss_scale"] == 2048
+
+    never = ("trainer.experiment_name=never_killed", f"trainer.default_local_dir={tmp_path / 'never_killed'}")
+    assert submit("--nodes=1", f"--output={tmp_path / 'other.log'}", *words, *never).wait(SECONDS) == 0
+    (other,) = set(tmp_path.glob("quickstart/*.jsonl")) - {file}
+    assert differing(read_metrics(other), after) == [set()] * STEPS, "the same weights at every step, bit for bit"
 
     actor = checkpoints / "global_step_6" / "actor"
     shape = shape_of(json.loads((actor / "huggingface" / "config.json").read_text()))

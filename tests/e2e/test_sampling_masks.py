@@ -27,6 +27,6 @@ def largest(row: dict[str, float]) -> float:
 def test_the_masks_make_both_distributions_one(trained):
     """Without, log π - log μ = log π(S), and top_p = 0.8 leaves out a fifth or more. With: FP32's own rounding."""
     for replayed, plain in zip(trained["masks"], trained["none"], strict=True):
-        assert largest(replayed) < 1e-4 and replayed["mismatch/log_prob_gap_abs_mean"] < 1e-5
+        assert largest(replayed) < 1e-5  # 7e-7 here
         assert plain["mismatch/log_prob_gap_mean"] < -0.2
         assert plain["mismatch/k3_kl"] > 1e5 * replayed["mismatch/k3_kl"]
