@@ -128,7 +128,7 @@ def test_patch_says_what_was_done(type_in, tmp_path):
         code, output = type_in("patch", action, "OUT")
         assert code == 1 and "dirty; neither verl 0.9.1 as released nor with the whole series" in output
     code, output = type_in("patch", "--list")
-    assert code == 0 and "verl 0.6.1: 8 patches" in output and "verl 0.9.1: 8 patches" in output
+    assert code == 0 and "verl 0.6.1: 8 patches" in output and "verl 0.9.1: 9 patches" in output
 
 
 def test_tiny_model_writes_once_and_never_over(type_in, tmp_path):

@@ -25,7 +25,7 @@ TEST_MARK = "VERL_PRECISION_TEST"
 
 
 # The longest first, so that two processes end together.
-FIRST = ("test_recipes_train", "test_resume", "test_collapse", "test_repeatable", "test_quickstart")
+FIRST = ("test_recipes_train", "test_resume", "test_collapse", "test_killed_run", "test_quickstart")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

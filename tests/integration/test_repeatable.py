@@ -7,6 +7,7 @@ from composer import compose_verl
 from verl.trainer.ppo.v1 import trainer_base
 
 from verl_precision.integration import repeatable
+from verl_precision.integration.sorted_replay_buffer import SortedReplayBuffer
 
 
 def test_prompts_are_named_by_step_and_place(monkeypatch):
@@ -21,7 +22,7 @@ def test_prompts_are_named_by_step_and_place(monkeypatch):
 
 
 def test_a_batch_is_sorted_whatever_the_order_of_arrival(monkeypatch):
-    buffer = repeatable.SortedReplayBuffer(
+    buffer = SortedReplayBuffer(
         trainer_mode="sync",
         trainer_config={},
         max_off_policy_threshold=None,

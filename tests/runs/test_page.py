@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.errors import ConfigurationError
-from verl_precision.mismatch.alarm import MismatchAlarm
+from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
+from verl_precision.mismatch.remedies import ADVICE
 from verl_precision.runs.figures import COLOURS, PANELS, draw, write_comparison
 from verl_precision.runs.page import number_text, page
 from verl_precision.runs.read import Run, read_runs
@@ -144,6 +146,16 @@ def test_prefixed_and_plain_keys_are_one_and_a_shorter_run_leaves_cells_empty(ru
     runs = [run_of("a", steps=1, **{"actor/phantom/fraction": 0.1}), run_of("b", steps=2, **{"phantom/fraction": 0.2})]
     rows = rows_of(figure_of(page(runs), "phantom"))
     assert rows == [["step", "a", "b"], ["1", "0.1", "0.2"], ["2", "", "0.2"]]
+
+
+def test_a_metric_of_layers_is_shown_over_layers(run_of):
+    """The mean over all steps of each layer, in a plot without alarms, whose lines stand at steps."""
+    run = run_of(steps=2, **{f"{AGREEMENT}/layer_{layer:02d}": 1 - layer / 10 for layer in (0, 3, 12)})
+    rows = rows_of(figure_of(page([run]), "routing_by_layer"))
+    assert rows == [["layer", "made"], ["0", "1"], ["3", "0.7"], ["12", "-0.2"]]
+    alarm = Alarm("k3_growth", "mismatch/k3_kl", 1.0, "", 2, 1, ADVICE["k3_growth"])
+    (axes,) = draw([PANEL["routing_by_layer"]], [run], {"made": [alarm]}).axes
+    assert axes.get_xlabel() == "layer" and len(axes.lines) == 1
 
 
 def test_comparison_is_a_png(quickstart, tmp_path):

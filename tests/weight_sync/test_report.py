@@ -42,6 +42,7 @@ def test_metrics():
         "weight_sync/verified_layers": 35.0,
         "weight_sync/unverified_layers": 2.0,
         "weight_sync/seconds": 0.5,
+        "weight_sync/weights_digest": 0.0,
     }
 
 

@@ -20,7 +20,7 @@ weight_sync_worker.py  the end of every weight sync, verified; load_recorder.py:
 canary_requests.py     the canary's questions to the rollout replicas and to the trainer
 vllm_sampler.py        vLLM draws, for offline jobs; fsdp_scorer.py: verl's engine scores
 agent_loop.py          verl's agent loop with stop strings, min-p and sampling masks
-repeatable.py          prompts with names of their place, and batches sorted by them
+repeatable.py          prompts with names of their place; sorted_replay_buffer.py: batches sorted by them
 sampling_masks.py      masks on their way to the trainer; vllm_sampling_masks.py: the server that says what was kept
 reward.py              verl's reward functions; boxed_answer.py, answer_tag.py: two of the paper's authors
 math_answers.py        whether two answers are equal; math_judge.py: the process that asks math-verify

@@ -1,31 +1,18 @@
-"""A run that repeats bit for bit: its prompts have names that say their place, and batches are sorted by them.
+"""A run that repeats bit for bit: its prompts have names that say their place, and requests seeds of these names.
 
 verl names prompts at random and orders a batch as responses arrive, so that two runs of one command fill their
-mini-batches differently from the first step on. Names here are made of the step and of the place in it. The agent loop
-seeds each request by them (`rollout.custom.seeded`), whose numbers a rollout of one sequence at a time
-(`rollout.max_num_seqs=1`) computes alone, whatever else is waiting. docs/repeatable.md says what is and is not covered.
+mini-batches differently from the first step on. Names here are made of the step and of the place in it, and batches are
+sorted by them (`sorted_replay_buffer.py`). The agent loop seeds each request by them (`rollout.custom.seeded`), whose
+numbers a rollout of one sequence at a time (`rollout.max_num_seqs=1`) computes alone, whatever else is waiting.
+docs/repeatable.md says what is and is not covered.
 """
 
 import hashlib
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.v1 import trainer_base
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from verl_precision.rules.repeatable_rules import SEEDED
-
-
-class SortedReplayBuffer(ReplayBuffer):
-    """verl's replay buffer, whose batches are in the order of their prompts' names, sessions and outputs."""
-
-    def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):
-        _, partition, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
-        return sorted(sampleable_keys)[:batch_size], partition, steps  # by step first, as verl does
-
-    def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
-        ordered = dict(sorted(partition_snapshot.items(), key=lambda item: _place(item[0])))
-        return super()._materialize_batch(partition_id, selected_prompt_uids, ordered)
 
 
 class _Names:
@@ -49,6 +36,8 @@ def name_prompts(trainer: Any) -> None:
     Args:
         trainer: verl's V1 trainer, of which a process has one.
     """
+    from verl.trainer.ppo.v1 import trainer_base
+
     trainer_base.uuid = _Names(trainer)
 
 
@@ -66,9 +55,3 @@ def request_seed(seed: int, uid: str, session: int) -> int:
         session: Which of the responses to it.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {uid} {session}".encode()).digest()[:4], "big")
-
-
-def _place(key: str) -> tuple[str | int, ...]:
-    """Return the parts of verl's key `{uid}_{session}_{output}`, in an order of numbers."""
-    uid, *rest = key.split("_")
-    return uid, *map(int, rest)

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.integration.kept_checkpoints import keep_checkpoint_before
 from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.metrics_file import forget_row, remember_row, series_goes_on
+from verl_precision.integration.repeatable import is_repeatable, name_prompts
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.integration.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
@@ -65,7 +66,6 @@ def _measuring(base: type, mode: str) -> type:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     from verl_precision.integration.canary_requests import TrainerCanary
-    from verl_precision.integration.repeatable import is_repeatable, name_prompts
 
     class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
         __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."

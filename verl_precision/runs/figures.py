@@ -183,7 +183,7 @@ def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapp
         legend |= _draw_curves(axes, plot, colours)
         legend |= _draw_expected(axes, plot.expected) if panel is REWARD else {}
         axes.set_title(plot.title, pad=12)  # leaves room for the mark of an alarm
-        axes.set(xlabel="step", ylabel=panel.unit)
+        axes.set(xlabel=panel.axis, ylabel=panel.unit)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.grid(color="#e4e5e7", linewidth=0.7)
         axes.set_axisbelow(True)
@@ -242,7 +242,7 @@ def _draw_expected(axes: Axes, expected: Sequence[Run]) -> dict[str, Line2D]:
 
 def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Mapping[str, Sequence[Alarm]]) -> None:
     shown = {key for metric in plot.panel.metrics.values() for key in metric.split(" or ")}
-    for run in plot.runs:
+    for run in plot.runs if plot.panel.axis == "step" else ():
         for alarm in alarms.get(run.name, ()):
             own, colour = alarm.metric in shown, colours[run.curve]
             axes.axvline(alarm.step, color=colour, linestyle="-" if own else ":", alpha=0.9 if own else 0.55)

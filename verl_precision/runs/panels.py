@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.runs.read import Run
@@ -18,6 +19,8 @@ class Panel:
         metrics: Up to four metrics by their label; of `a or b` the first is shown that a run has.
         log: Base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis.
         hint: How to read the plot.
+        axis: What the horizontal axis counts: step, or layer for a metric that ends in `_*`, which is then the mean
+            over all steps of each layer.
     """
 
     name: str
@@ -26,6 +29,7 @@ class Panel:
     metrics: Mapping[str, str]
     log: int = 0
     hint: str = ""
+    axis: str = "step"
 
     def title_of(self, label: str) -> str:
         """Return the title of one curve, without the plot."""
@@ -52,6 +56,21 @@ PANELS = (
     Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", {"beyond": keys.BETA_BEYOND_CLIP}),
     Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM}, hint="0 is best"),
     Panel("clip", "Clipped tokens", "fraction", _CLIP),
+    Panel(
+        "routing",
+        "Experts chosen as by the rollout",
+        "share of choices",
+        {"equal": keys.ROUTING_AGREEMENT},
+        hint="1 is best",
+    ),
+    Panel(
+        "routing_by_layer",
+        "Experts chosen as by the rollout, by layer",
+        "share of choices, all steps",
+        {"equal": f"{keys.ROUTING_AGREEMENT}/layer_*"},
+        hint="falls with depth: each difference makes others",
+        axis="layer",
+    ),
     Panel("scale", "Loss scale", "S", {"scale": keys.LOSS_SCALE}, 2, "FP16 only"),
     Panel("skipped", "Skipped updates", "per step", {"skipped": keys.SKIPPED_STEPS}, hint="0 is best"),
     Panel("grad_norm", "Gradient norm", "before clipping", {"norm": "actor/grad_norm"}, 10),
@@ -59,7 +78,10 @@ PANELS = (
 
 
 def points_of(run: Run, metric: str) -> dict[int, float]:
-    """Return a metric of a run by step; steps at which it was not measured are left out, NaN stays."""
+    """Return a metric of a run by step, or by layer; where it was not measured there is no point, NaN stays."""
+    if metric.endswith("_*"):
+        names = sorted({name for row in run.rows for name in row if name.startswith(metric[:-1])})
+        return {int(name.rpartition("_")[2]): fmean(row[name] for row in run.rows if name in row) for name in names}
     for key in metric.split(" or "):
         found = {int(row["step"]): value for row in run.rows if (value := keys.value_of(row, key)) is not None}
         if found:
