@@ -8,6 +8,8 @@ from verl.trainer.ppo.v1 import trainer_base
 
 from verl_precision.integration import repeatable
 from verl_precision.integration.sorted_replay_buffer import SortedReplayBuffer
+from verl_precision.rules.repeatable_rules import is_repeatable
+from verl_precision.sampling.engine import response_seed
 
 
 def test_prompts_are_named_by_step_and_place(monkeypatch):
@@ -40,12 +42,12 @@ def test_a_batch_is_sorted_whatever_the_order_of_arrival(monkeypatch):
 
 
 def test_each_response_has_a_seed_of_its_own():
-    seeds = {repeatable.request_seed(seed, uid, session) for seed in (0, 1) for uid in "ab" for session in range(8)}
+    seeds = {response_seed(seed, uid, session) for seed in (0, 1) for uid in "ab" for session in range(8)}
     assert len(seeds) == 32 and all(0 <= seed < 2**32 for seed in seeds)
-    assert repeatable.request_seed(0, "a", 1) == repeatable.request_seed(0, "a", 1)
+    assert response_seed(0, "a", 1) == response_seed(0, "a", 1)
 
 
 @pytest.mark.parametrize(("preset", "asked"), [("+repeatable=bitwise", True), ("data.seed=0", False)])
 def test_a_run_says_whether_it_is_to_repeat(preset, asked):
     config = compose_verl("actor_rollout_ref.rollout.name=vllm", preset)
-    assert repeatable.is_repeatable(config) is asked
+    assert is_repeatable(config) is asked

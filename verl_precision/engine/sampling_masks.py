@@ -73,9 +73,9 @@ def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Te
         counts.append(places)
     counts_N = torch.cat(counts).to(labels_N.device)
     ids_M = (torch.cat(ids) if ids else labels_N[:0]).to(labels_N.device, torch.int64)
-    drawn_M = ids_M == labels_N.repeat_interleave(counts_N)
     places_M = torch.arange(len(counts_N), device=counts_N.device).repeat_interleave(counts_N)
-    found_N = torch.zeros_like(counts_N, dtype=torch.bool).index_put_((places_M[drawn_M],), drawn_M[drawn_M])
+    found_N = torch.zeros_like(counts_N, dtype=torch.bool)
+    found_N[places_M[ids_M == labels_N[places_M]]] = True
     if lacking := int(((counts_N > 0) & ~found_N).sum()):
         raise RuntimeError(f"the sampling masks of {lacking} places lack the token that was drawn there")
     return KeptTokens([0, *counts_N.cumsum(0).tolist()], ids_M)

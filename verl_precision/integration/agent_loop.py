@@ -20,9 +20,9 @@ from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from verl_precision.engine.sampling_masks import pack
-from verl_precision.integration.repeatable import request_seed
 from verl_precision.integration.sampling_masks import ASKED, FIELD, KEPT
 from verl_precision.rules.rollout_rules import AGENT_LOOP
+from verl_precision.sampling.engine import response_seed
 
 
 class MaskedOutput(AgentLoopOutput):
@@ -49,7 +49,7 @@ class PrecisionAgentLoop(SingleTurnAgentLoop):
         if custom.get("sampling_masks") and sampling_params["temperature"] > 0 and top_k > 0:
             asked[ASKED] = min(2 * top_k + 16, len(self.tokenizer))  # logits equal to that of rank top_k are kept too
         if custom.get("seeded"):
-            asked["seed"] = request_seed(self.rollout_config.seed, kwargs["uid"], kwargs["session_id"])
+            asked["seed"] = response_seed(self.rollout_config.seed, kwargs["uid"], kwargs["session_id"])
         output = await super().run(asked, **kwargs)
         if KEPT in output.extra_fields:
             return MaskedOutput(**{name: getattr(output, name) for name in output.model_fields_set})

@@ -120,7 +120,7 @@ def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> No
     module = importlib.import_module(module_name)
     owner, last = _owner(entry, module)
     method = getattr(owner, last, None)
-    if method is not None and hasattr(method, "__verl_precision__"):
+    if hasattr(method, "__verl_precision__"):
         return
     require_expected_signature(entry, module)
     assert method is not None

@@ -7,12 +7,7 @@ numbers a rollout of one sequence at a time (`rollout.max_num_seqs=1`) computes 
 docs/repeatable.md says what is and is not covered.
 """
 
-import hashlib
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-
-from verl_precision.rules.repeatable_rules import SEEDED
 
 
 class _Names:
@@ -39,19 +34,3 @@ def name_prompts(trainer: Any) -> None:
     from verl.trainer.ppo.v1 import trainer_base
 
     trainer_base.uuid = _Names(trainer)
-
-
-def is_repeatable(config: DictConfig) -> bool:
-    """Return whether a run is to repeat bit for bit."""
-    return OmegaConf.select(config, SEEDED) is True
-
-
-def request_seed(seed: int, uid: str, session: int) -> int:
-    """Return the seed of one response: of its own, and the same whenever the run is done again.
-
-    Args:
-        seed: The rollout's.
-        uid: The prompt's name.
-        session: Which of the responses to it.
-    """
-    return int.from_bytes(hashlib.sha256(f"{seed} {uid} {session}".encode()).digest()[:4], "big")

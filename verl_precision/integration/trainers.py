@@ -15,10 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.integration.kept_checkpoints import keep_checkpoint_before
 from verl_precision.integration.merged_metrics import statistics_kept
 from verl_precision.integration.metrics_file import forget_row, remember_row, series_goes_on
-from verl_precision.integration.repeatable import is_repeatable, name_prompts
+from verl_precision.integration.repeatable import name_prompts
 from verl_precision.integration.run_monitor import RunMonitor
 from verl_precision.integration.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
+from verl_precision.rules.repeatable_rules import is_repeatable
 from verl_precision.rules.rollout_rules import missing_log_probs
 from verl_precision.weight_sync.settings import canary_settings
 

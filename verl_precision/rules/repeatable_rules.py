@@ -26,7 +26,7 @@ _FIXED = {
 @rule("not-repeatable")
 def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     """A run that seeds each request is meant to repeat: everything else that chance decides must be fixed too."""
-    if OmegaConf.select(config, SEEDED) is not True:
+    if not is_repeatable(config):
         return
     for setting, (needed, differs) in _FIXED.items():
         if (value := OmegaConf.select(config, setting)) not in needed:
@@ -40,3 +40,8 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     if config.data.shuffle and config.data.seed is None:
         problem = f"{SEEDED}=True asks for a run that repeats bit for bit, but prompts are shuffled at random"
         yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy="Set data.seed=0.")
+
+
+def is_repeatable(config: DictConfig) -> bool:
+    """Return whether a run is to repeat bit for bit."""
+    return OmegaConf.select(config, SEEDED) is True
