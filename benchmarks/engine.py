@@ -11,6 +11,9 @@ A policy gradient beside `grpo`: log-probs at θ' with entropy, as verl takes th
 `ppo_loss`; the policy gradients need only the update. With gradient checkpointing, as in all our scales, and in FP32
 without it too. In 16 bits a CPU without such kernels takes longer for a gradient than for a forward, so that the
 forward that is saved is a smaller part of the whole than on a GPU: FP32 has the right proportions.
+
+Router replay: a Qwen3-MoE of the same size, 2 of 8 experts, packed. The choices that are replayed are those that the
+routers make by themselves, so that both steps compute the same.
 """
 
 import argparse
@@ -29,7 +32,7 @@ from measure import MIB, Record, actor_config, alternate, growth, matmul_peak, p
 from torch.utils.flop_counter import FlopCounterMode
 from verl.trainer.config import CheckpointConfig
 from verl.utils.torch_functional import logprobs_from_logits
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
@@ -44,6 +47,7 @@ from verl_precision.integration.engine_config import PrecisionFSDPConfig
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
 SEQUENCES = 2
 PROMPT = 16
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
 TOKENS = {"fp32": 512}  # else 64, since a CPU's 16-bit products are slow
 ARITHMETIC = "its matrix products at the speed of torch's largest"
 
@@ -62,11 +66,15 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
         for name, layers in (("benchmark", SHAPE["num_hidden_layers"]), ("half", SHAPE["num_hidden_layers"] // 2)):
             tiny_model.ARCHITECTURES[name] = ("qwen3", {**SHAPE, "num_hidden_layers": layers})
             tiny_model.build_tiny_model(name, Path(folder) / name)
+        tiny_model.ARCHITECTURES["experts"] = ("qwen3_moe", {**SHAPE, **EXPERTS})
+        tiny_model.build_tiny_model("experts", Path(folder) / "experts")
         for dtype in arguments.dtype:
             setting = dtype, arguments.tokens or TOKENS.get(dtype, 64), arguments.repeats
             yield from engine_steps(Path(folder), *setting)
             for checkpointing in (True, False) if dtype == "fp32" else (True,):
                 yield estimators(Path(folder), checkpointing, *setting)
+            if dtype == "fp32":
+                yield router_replay(Path(folder), *setting)
 
 
 def engine_steps(folder: Path, dtype: str, tokens: int, repeats: int) -> Iterator[Record]:
@@ -131,17 +139,51 @@ def estimators(folder: Path, checkpointing: bool, dtype: str, tokens: int, repea
     return record(what, "grpo", "ms", times["ours"], times["theirs"], **fields)
 
 
-def engine(model_path: Path, dtype: str, shadow: ShadowSettings | None, checkpointing: bool = False) -> Any:
-    """Return an initialised engine: verl's without `shadow`, else ours."""
+def router_replay(folder: Path, dtype: str, tokens: int, repeats: int) -> Record:
+    """Compare a step with given experts, which the routers chose before, with one in which they choose."""
+
+    def mean_log_prob(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
+        return -model_output["log_probs"].values().float().mean(), {}
+
+    def step(one: Any, with_choices: bool) -> None:
+        data = batch(tokens, packed=True)
+        if with_choices:
+            data["routed_experts"] = chosen
+        update(one, data, mean_log_prob)
+
+    modes = {"ours": "R2", "theirs": "disabled"}
+    engines = {
+        name: engine(folder / "experts", dtype, ShadowSettings(), True, EngineRouterReplayConfig(mode=mode))
+        for name, mode in modes.items()
+    }
+    with engines["ours"].eval_mode():
+        chosen = engines["ours"].infer_batch(batch(tokens, packed=True))["model_output"]["routed_experts"]
+    calls = {name: partial(step, one, name == "ours") for name, one in engines.items()}
+    least = least_time(calls["ours"], dtype)
+    times = alternate(calls, repeats, seconds=20)
+    what = f"step with router replay, {dtype}, {SEQUENCES} x {tokens} tokens"
+    fields = {"limit": ARITHMETIC, "least": least, "growth": "as a step of the engine"}
+    return record(what, "the same engine, whose routers choose", "ms", times["ours"], times["theirs"], **fields)
+
+
+def engine(
+    model_path: Path,
+    dtype: str,
+    shadow: ShadowSettings | None,
+    checkpointing: bool = False,
+    replay: EngineRouterReplayConfig | None = None,
+) -> Any:
+    """Return an initialised engine: verl's without `shadow`, else ours; with `replay`, of packed sequences."""
     settings = dict(
         strategy="fsdp2",
         use_torch_compile=False,
         dtype=DTYPES[dtype],
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        **({} if replay is None else {"router_replay": replay}),
     )
     model = HFModelConfig(
         path=str(model_path),
-        use_remove_padding=False,
+        use_remove_padding=replay is not None,
         enable_gradient_checkpointing=checkpointing,
         override_config={"attn_implementation": "sdpa"},
     )
@@ -163,7 +205,7 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def batch(tokens: int, calculate_entropy: bool = False) -> Any:
+def batch(tokens: int, calculate_entropy: bool = False, packed: bool = False) -> Any:
     """Return sequences of a prompt and a response each, with what verl's `ppo_loss` asks for but `old_log_probs`."""
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(SHAPE["vocab_size"], (tokens,), generator=generator) for _ in range(SEQUENCES)]
@@ -171,7 +213,7 @@ def batch(tokens: int, calculate_entropy: bool = False) -> Any:
         sequences,
         use_dynamic_bsz=False,
         micro_batch_size_per_gpu=1,
-        use_remove_padding=False,
+        use_remove_padding=packed,
         calculate_entropy=calculate_entropy,
         update_lr_scheduler=True,
         global_batch_size=SEQUENCES,
