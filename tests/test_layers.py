@@ -11,7 +11,18 @@ PACKAGE = Path(__file__).resolve().parents[1] / "verl_precision"
 ROOMS = (
     *("errors", "files", "versions", "settings", "quiet", "processes", "failure_report", "tiny_model", "presets"),
     *("patching", "mergeable", "losses", "weight_sync", "engine", "mismatch", "rules", "sampling", "data"),
-    *("integration", "check", "export", "runs", "selftest", "evaluation", "offline_mismatch", "sanity_set", "plugin"),
+    *(
+        "integration",
+        "check",
+        "export",
+        "runs",
+        "selftest",
+        "evaluation",
+        "offline_mismatch",
+        "explain",
+        "sanity_set",
+        "plugin",
+    ),
     "cli",
 )
 RIM = {"integration"}

@@ -351,9 +351,9 @@ def mismatch(
     Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
     command is repeated. One model is in memory at a time.
     """
-    from verl_precision.offline_mismatch.prompts import BUILT_IN_NAME, read_prompts
     from verl_precision.offline_mismatch.session import measure_mismatch
     from verl_precision.offline_mismatch.settings import MismatchJob
+    from verl_precision.sampling.prompts import BUILT_IN_NAME, read_prompts
 
     if shard_responses is not None:
         errors.print("warning: --shard-responses is now called --in-flight; the old name goes with the next version")
@@ -367,6 +367,61 @@ def mismatch(
     folder = output or _folder_of("mismatch", model)
     with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
         measure_mismatch(job, chosen, folder, console, ray_address, in_flight)
+
+
+@verb("explain")
+def explain(
+    model: Annotated[str, Option(help="Model of the trainer: a folder, a hub name, or tiny:qwen3.")] = "tiny:qwen3",
+    rollout_model: Annotated[
+        str | None, Option(help="Model of the rollout, if it has other weights, e.g. an older export.")
+    ] = None,
+    rollout_dtype: Annotated[str, Option(help="Dtype of vLLM: bf16, fp16 or fp32.")] = "bf16",
+    train_dtype: Annotated[str, Option(help="Dtype of the trainer.")] = "bf16",
+    temperature: Annotated[float, Option(help="Temperature of both.")] = 1.0,
+    top_p: Annotated[float, Option(help="Share of the probability that the rollout draws from.")] = 1.0,
+    top_k: Annotated[int, Option(help="Most probable tokens that the rollout draws from; 0 for all.")] = 0,
+    attention: Annotated[str, Option(help="Attention of the trainer, by its name in transformers.")] = "sdpa",
+    packed: Annotated[bool, Option("--packed", help="The trainer packs (use_remove_padding); else it pads.")] = False,
+    fp32_log_probs: Annotated[
+        bool, Option("--fp32-log-probs/--16-bit-log-probs", help="How the trainer takes log-probs.")
+    ] = True,
+    micro_batch_tokens: Annotated[int, Option(help="Tokens of one forward of the trainer.")] = 16384,
+    prompts: Annotated[Path | None, Option(help="A .parquet or .jsonl file. Default: 16 built-in questions.")] = None,
+    prompt_field: Annotated[str, Option(help="Column of the prompts: chats in verl's format, or text.")] = "prompt",
+    max_prompts: Annotated[int | None, Option(min=1, help="Use only this many prompts, from the first on.")] = None,
+    responses: Annotated[int, Option(help="Responses to each prompt.")] = 1,
+    max_response_tokens: Annotated[int, Option(help="Largest number of tokens of a response.")] = 64,
+    seed: Annotated[int, Option(help="Sampling seed.")] = 0,
+    in_flight: Annotated[int, Option(min=1, help="Responses that each engine computes at a time.")] = 256,
+    output: Annotated[Path | None, Option(help="Folder of the results. Default: outputs/explain/<model>.")] = None,
+    ray_address: Annotated[str | None, Option(help="Share the work among the GPUs of this Ray, e.g. auto.")] = None,
+) -> None:
+    """Say which cause makes the gap between rollout and trainer, and what to do about it.
+
+    vLLM draws responses, and their log-probs are computed again and again on the way to the trainer, with one thing
+    changed each time: decode, batch, dtype, engine, weights, attention, packing. What two neighbours differ by is the
+    part of one cause, and the parts add up to the whole gap. "Nothing is wrong" is an answer too.
+
+    Writes explanation.html and explanation.json. A job that was interrupted continues when the command is repeated. One
+    model is in memory at a time.
+    """
+    values = dict(locals())  # the options, most of them called as the settings are
+    from verl_precision.explain.page import show, write
+    from verl_precision.explain.path import path
+    from verl_precision.explain.session import explain as explain_gap
+    from verl_precision.explain.settings import Explanation
+    from verl_precision.sampling.prompts import BUILT_IN_NAME, read_prompts
+
+    for name in ("prompts", "prompt_field", "max_prompts", "in_flight", "output", "ray_address"):
+        del values[name]
+    job = Explanation(**values, prompts=BUILT_IN_NAME if prompts is None else str(prompts))
+    folder = output or _folder_of("explain", model)
+    with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
+        chosen = read_prompts(prompts, prompt_field, max_prompts)
+        result = explain_gap(job, chosen, folder, console, ray_address, in_flight)
+    write(folder, job, path(job), result, sys.argv)
+    show(job, result, console)
+    console.print(f"wrote explanation.html and explanation.json to {folder}", highlight=False, soft_wrap=True)
 
 
 @verb("evaluate")

@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 
 from verl_precision.offline_mismatch.settings import MismatchJob
-from verl_precision.offline_mismatch.store import Store
 from verl_precision.sampling.journal import open_journal
+from verl_precision.sampling.store import Store
 
 PROMPTS = [(5, 6), (7,)]
 

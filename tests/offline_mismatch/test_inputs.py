@@ -7,9 +7,9 @@ import pytest
 from pyarrow import Table, parquet
 
 from verl_precision.errors import ConfigurationError
-from verl_precision.offline_mismatch.prompts import read_prompts
 from verl_precision.offline_mismatch.settings import check_model
 from verl_precision.sampling.model import Model
+from verl_precision.sampling.prompts import read_prompts
 
 CHAT = [{"role": "user", "content": "2+2="}]
 

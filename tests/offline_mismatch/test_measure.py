@@ -9,9 +9,9 @@ import pytest
 from verl_precision.errors import ConfigurationError
 from verl_precision.offline_mismatch.figures import write_figures
 from verl_precision.offline_mismatch.measure import measure
-from verl_precision.offline_mismatch.store import Series
 from verl_precision.offline_mismatch.table import cells, markdown, ranked, summary
 from verl_precision.sampling.engine import Response
+from verl_precision.sampling.store import Series
 
 # Standard deviation of a token's gap: the ranking that the figures and the table must show.
 GAPS = {("fp16", "fp16"): 1e-4, ("bf16", "fp16"): 1e-3, ("fp16", "bf16"): 2e-3, ("bf16", "bf16"): 4e-3}

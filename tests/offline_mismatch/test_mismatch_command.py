@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from verl_precision.cli import app
 from verl_precision.errors import ConfigurationError
 from verl_precision.offline_mismatch import session
-from verl_precision.offline_mismatch.prompts import read_prompts
 from verl_precision.sampling.engine import Response
+from verl_precision.sampling.prompts import read_prompts
 
 FIGURES = ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
 

@@ -13,14 +13,26 @@ from verl_precision.sampling.model import model_location
 class TrainerEngine:
     """verl's engine of an actor, in this package's precision config."""
 
-    def __init__(self, model: str, dtype: str, attention: str, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        attention: str,
+        micro_batch_tokens: int,
+        packed: bool | None = None,
+        fp32_log_probs: bool = True,
+        temperature: float = 1.0,
+    ) -> None:
         """Load the model.
 
         Args:
             model: A model as in `find_model`.
             dtype: Dtype of the forward: bf16, fp16 or fp32.
-            attention: sdpa or flash_attention_2; with the latter sequences are packed without padding.
+            attention: sdpa or flash_attention_2, or another that is registered with transformers.
             micro_batch_tokens: Tokens of one forward, padding included.
+            packed: Whether sequences are packed without padding; None: with flash_attention_2 they are.
+            fp32_log_probs: Whether log-probs are taken in FP32, as our engine does it.
+            temperature: Divides the logits.
         """
         on_gpu = prepare_process()
         from verl.trainer.config import CheckpointConfig
@@ -31,7 +43,8 @@ class TrainerEngine:
         from verl_precision.integration.engine_config import PrecisionFSDPConfig
 
         make_group_of_one("cuda" if on_gpu else "cpu")
-        self._packed = attention == "flash_attention_2"
+        self._packed = attention == "flash_attention_2" if packed is None else packed
+        self._temperature = temperature
         self._micro_batch_tokens = micro_batch_tokens
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(
@@ -45,6 +58,7 @@ class TrainerEngine:
                 use_torch_compile=False,
                 dtype=DTYPES[dtype],
                 mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                fp32_log_probs=fp32_log_probs,
             ),
             # The optimizer's state is made at the first step, which never comes.
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
@@ -81,6 +95,7 @@ class TrainerEngine:
             use_remove_padding=self._packed,
             calculate_entropy=False,
         )
+        data["temperature"] = torch.full((len(sequences),), self._temperature)
         with self._engine.eval_mode():
             outputs = self._engine.infer_batch(data)["model_output"]["log_probs"]
         # At position t the engine gives the log-prob of token t + 1.

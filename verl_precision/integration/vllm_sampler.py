@@ -1,6 +1,8 @@
-"""vLLM draws: responses are handed over one by one, as they end, and new ones take their place at once."""
+"""vLLM draws, or scores: responses are handed over one by one, as they end, and new ones take their place at once."""
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl_precision.engine.settings import DTYPES
@@ -23,6 +25,8 @@ class VllmEngine:
         log_probs: bool = False,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        top_k: int = 0,
+        divide_logits_by: float = 1.0,
         **engine: Any,
     ) -> None:
         """Load the model.
@@ -34,7 +38,9 @@ class VllmEngine:
             log_probs: Whether to return the log-prob of each token; else the text is returned.
             temperature: Divides the logits; 0 takes the most probable token.
             top_p: Share of the probability, from the most probable token on, that is drawn from.
-            engine: Further settings of `vllm.LLM`.
+            top_k: Number of most probable tokens that are drawn from; 0 for all.
+            divide_logits_by: A temperature that scores have too; vLLM's own is of what it draws alone.
+            engine: Further settings of `vllm.LLM`, such as `logprobs_mode`.
         """
         cpu_settings = {} if prepare_process() else _CPU_SETTINGS
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
@@ -44,34 +50,51 @@ class VllmEngine:
             model=model_location(model),
             dtype=DTYPES[dtype],
             max_model_len=max_model_len,
-            logprobs_mode="processed_logprobs",  # verl's
             disable_log_stats=True,
-            **{**cpu_settings, **engine},
+            **{"logprobs_mode": "processed_logprobs", **cpu_settings, **engine},  # that mode is verl's
         )
+        if divide_logits_by != 1:
+            llm.apply_model(partial(_divide_logits, by=divide_logits_by))
         self._engine = llm.llm_engine
-        self._log_probs, self._temperature, self._top_p = log_probs, temperature, top_p
+        self._log_probs, self._temperature, self._top_p, self._top_k = log_probs, temperature, top_p, top_k
         self._asked: dict[str, Request] = {}
+        self._recorder: Any = None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; the engine batches them as it sees fit."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         for request in requests:
             key = f"{request.problem}/{request.response}"
             self._asked[key] = request
-            parameters = SamplingParams(
-                temperature=self._temperature,
-                top_p=self._top_p,
-                top_k=0,
-                max_tokens=request.max_tokens,
-                seed=request.seed,
-                logprobs=0 if self._log_probs else None,  # 0: of the sampled token alone
-                detokenize=not self._log_probs,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+            if request.record_to:  # asked for alone
+                from verl_precision.integration.vllm_operations import OperationRecorder
+
+                if self._recorder is None:
+                    (self._recorder,) = self._engine.apply_model(OperationRecorder)
+                self._recorder.start()
+            prompt = {
+                "type": "token",
+                "prompt_token_ids": list(request.prompt_token_ids + request.response_token_ids),
+            }
+            self._engine.add_request(key, prompt, self._parameters(request))
+
+    def _parameters(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if request.response_token_ids:  # to score: vLLM does it for prompts, at temperature 1
+            return SamplingParams(
+                max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
-            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-            self._engine.add_request(key, prompt, parameters)
+        return SamplingParams(
+            temperature=self._temperature,
+            top_p=self._top_p,
+            top_k=self._top_k,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0 if self._log_probs else None,  # 0: of the sampled token alone
+            detokenize=not self._log_probs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def poll(self) -> list[Response]:
         """Step the engine until at least one response has ended."""
@@ -79,11 +102,28 @@ class VllmEngine:
         while not ready and self._asked:
             for output in self._engine.step():
                 if output.finished:
-                    ready.append(self._response(self._asked.pop(output.request_id), output.outputs[0]))
+                    request = self._asked.pop(output.request_id)
+                    answer = self._scored if request.response_token_ids else self._drawn
+                    ready.append(answer(request, output))
         return ready
 
-    def _response(self, request: Request, drawn: Any) -> Response:
+    def _drawn(self, request: Request, output: Any) -> Response:
+        drawn = output.outputs[0]
         ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
         if self._log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         return Response(request.problem, request.response, len(ids), text, None, ids, log_probs, drawn.finish_reason)
+
+    def _scored(self, request: Request, output: Any) -> Response:
+        ids = request.response_token_ids
+        places = output.prompt_logprobs[len(request.prompt_token_ids) :]
+        log_probs = tuple(at[token].logprob for at, token in zip(places, ids, strict=True))
+        if request.record_to:
+            self._recorder.write(Path(request.record_to), request.prompt_token_ids + ids)
+        return Response(request.problem, request.response, len(ids), log_probs=log_probs)
+
+
+def _divide_logits(model: Any, by: float) -> None:
+    """Have a model of vLLM give logits divided by a temperature, in FP32 as its sampler does it."""
+    compute_logits = model.compute_logits
+    model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / by

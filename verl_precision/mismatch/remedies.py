@@ -11,6 +11,7 @@ WIDEN_CLIP = "widen the clip range (actor.clip_ratio_low, actor.clip_ratio_high)
 DECOUPLE = "take the ratio against the trainer's own log-probs: algorithm.rollout_correction.bypass_mode=False"
 WEIGH_SEQUENCES = "weigh whole responses by π/μ: estimator=pg_seq_mis or grpo_seq_mis"
 MORE_RESPONSES = "take more responses an update (actor.ppo_mini_batch_size, rollout.n), or shorter ones"
+EXPLAIN = "find the cause: verl-precision explain --model PATH, with the run's dtypes and sampling (docs/explain.md)"
 LOWER_RATE = "lower the learning rate"
 TRAIN_BF16 = (
     "train this model with precision=bf16 if its activations exceed FP16's 65504 "
@@ -67,7 +68,7 @@ def remedies_in_use(train: str, rollout: str, weighs_sequences: bool, verifies_s
 _GROWTH = Advice(
     "Trainer and rollout drift apart on the same tokens and weights. In the FP16 paper every run that collapsed showed "
     "this first (arXiv 2510.26788, section 4); stable runs stayed bounded.",
-    (MATCH_PRECISIONS, WEIGH_SEQUENCES, GO_BACK),
+    (MATCH_PRECISIONS, WEIGH_SEQUENCES, EXPLAIN, GO_BACK),
     severe=True,
 )
 
@@ -104,7 +105,7 @@ ADVICE = {
         "On some token one engine gives nearly 1 and the other nearly 0, step after step. Runs on their way to a "
         "collapse end up here (arXiv 2510.26788, section 4); BF16 runs of that paper started at -0.9 to -1.0, so it "
         "never ends a run.",
-        (MATCH_PRECISIONS, WEIGH_SEQUENCES),
+        (MATCH_PRECISIONS, WEIGH_SEQUENCES, EXPLAIN),
         severe=False,
     ),
     "phantom_clipping": Advice(
@@ -143,6 +144,7 @@ ADVICE = {
         (
             VERIFY_SYNCS,
             "compare trainer and rollout settings: model path, LoRA merge, temperature, quantisation",
+            EXPLAIN,
             GO_BACK,
         ),
         severe=True,

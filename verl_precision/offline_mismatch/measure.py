@@ -8,7 +8,7 @@ import torch
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.offline_mismatch.store import Store
+from verl_precision.sampling.store import Store
 
 TOKENS_SHOWN = 20_000
 _CHUNK = 256  # responses in memory at a time

@@ -15,10 +15,10 @@ from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.offline_mismatch.figures import write_figures
 from verl_precision.offline_mismatch.measure import Pair, measure
 from verl_precision.offline_mismatch.settings import MismatchJob, check_model
-from verl_precision.offline_mismatch.store import Series, Store
 from verl_precision.offline_mismatch.table import markdown, summary
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
+from verl_precision.sampling.store import Series, Store
 from verl_precision.sampling.work import complete, start_engine
 from verl_precision.versions import installed_versions
 

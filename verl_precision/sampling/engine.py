@@ -19,6 +19,7 @@ class Request:
     max_tokens: int = 0  # most tokens to generate
     seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
+    record_to: str = ""  # a file for what every operation of the forward gets and gives
 
 
 @dataclass(frozen=True)

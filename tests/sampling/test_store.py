@@ -1,11 +1,24 @@
 """Samples and scores come back as they were, and what is in the journal is not done again."""
 
+from contextlib import closing
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from verl_precision.errors import CheckpointStateError
-from verl_precision.offline_mismatch.store import Series, Store
 from verl_precision.sampling.engine import Request, Response, response_seed
+from verl_precision.sampling.journal import open_journal
+from verl_precision.sampling.store import Series, Store
+
+PROMPTS = [(5, 6), (7,)]
+
+
+@pytest.fixture
+def store(tmp_path):
+    job = SimpleNamespace(responses=3, max_response_tokens=40, seed=0)
+    with closing(open_journal(tmp_path / "job", {})) as journal:
+        yield Store(journal, job, PROMPTS)
 
 
 def reopened(store: Store) -> Store:

@@ -1,17 +1,17 @@
-"""Samples and scores, in the job's journal.
+"""Samples and their scores, in a job's journal.
 
 A sample is a line {rollout, problem, response, token_ids, log_probs, finish_reason}, a score a line {rollout, train,
-problem, response, log_probs}. `problem` is the number of the prompt. Log-probs have the nine digits that tell every
-FP32 number from its neighbours.
+problem, response, log_probs}. `rollout` names who sampled and `train` who scored; `problem` is the number of the
+prompt. Log-probs have the nine digits that tell every FP32 number from its neighbours.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from verl_precision.errors import CheckpointStateError
-from verl_precision.offline_mismatch.settings import MismatchJob
 from verl_precision.sampling.engine import Request, Response, response_seed
 from verl_precision.sampling.journal import Journal
 from verl_precision.sampling.work import FixedWork, Key
@@ -19,10 +19,26 @@ from verl_precision.sampling.work import FixedWork, Key
 _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
 
+class SampledJob(Protocol):
+    """What decides the samples of a job."""
+
+    @property
+    def responses(self) -> int:
+        """Responses to each prompt."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens of a response."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of all responses."""
+
+
 class Store:
     """The samples and scores of a job."""
 
-    def __init__(self, journal: Journal, job: MismatchJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, journal: Journal, job: SampledJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
         """Read which samples and scores the journal has.
 
         Raises:
@@ -69,16 +85,18 @@ class Store:
 
 
 class Series(FixedWork):
-    """The samples in a rollout dtype, or with a train dtype their scores."""
+    """The samples of a rollout, or with a trainer their scores."""
 
-    def __init__(self, store: Store, rollout: str, train: str | None = None) -> None:
+    def __init__(self, store: Store, rollout: str, train: str | None = None, what: str = "") -> None:
+        """Find what is missing; `what` says what the series is, where the names do not."""
         self._store, self._rollout, self._train = store, rollout, train
+        self._what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
         self._positions = store.positions[rollout, train]
         super().__init__(store.keys, self._positions)
 
     def progress(self) -> str:
         """Say what is done."""
-        return f"responses sampled in {self._rollout}" + (f", scored in {self._train}" if self._train else "")
+        return self._what
 
     def _request(self, problem: str, response: int) -> Request:
         store, prompt = self._store, self._store.prompt_ids[int(problem)]

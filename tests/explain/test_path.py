@@ -1,0 +1,61 @@
+"""From one station to the next one thing changes, and what a job does not have is left out."""
+
+from dataclasses import fields
+
+import pytest
+
+from verl_precision.explain.path import path, reference
+from verl_precision.explain.settings import Explanation
+from verl_precision.explain.verdict import CAUSES
+
+WHOLE = {
+    "rollout_model": "tiny:llama", "rollout_dtype": "fp16", "train_dtype": "bf16", "top_p": 0.8, "packed": True,
+    "attention": "flash_attention_2", "fp32_log_probs": False,
+}  # fmt: skip
+
+
+def job(**changes):
+    return Explanation(model="tiny:qwen3", prompts="built-in", **changes)
+
+
+def test_whole_path():
+    stations = path(job(**WHOLE))
+    assert [one.cause for one in stations[1:]] == list(CAUSES)
+    assert len({one.name for one in stations}) == len(stations)
+    assert stations[0].draws and stations[-1].attention == "flash_attention_2" and stations[-1].packed
+
+
+def test_plain_pairs():
+    causes = {dtype: [one.cause for one in path(job(rollout_dtype=dtype, train_dtype=dtype))[1:]]
+              for dtype in ("fp32", "bf16")}  # fmt: skip
+    assert causes["fp32"] == ["decode", "batch", "engine", "layout"]
+    assert causes["bf16"] == ["decode", "batch", "rollout_precision", "engine", "trainer_precision", "layout"]
+
+
+@pytest.mark.parametrize("changes", [{}, WHOLE, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}])
+def test_neighbours_differ_in_what_the_cause_says(changes):
+    stations = path(job(**changes))
+    may_change = {
+        "sampling": {"processed"},
+        "decode": {"draws", "processed"},
+        "batch": {"alone"},
+        "rollout_precision": {"dtype", "rounded_to"},  # the weights are those that the dtype held
+        "engine": {"engine", "rounded_to"},
+        "weights": {"model"},
+        "weight_rounding": {"rounded_to"},
+        "trainer_precision": {"dtype", "rounded_to", "model"},
+        "attention": {"attention"},
+        "log_probs": {"fp32_log_probs"},
+        "layout": {"alone", "packed"},
+    }
+    for before, after in zip(stations, stations[1:], strict=False):
+        changed = {f.name for f in fields(after) if getattr(before, f.name) != getattr(after, f.name)}
+        assert changed - {"name", "cause", "words"} <= may_change[after.cause], after.name
+
+
+@pytest.mark.parametrize("train", ["bf16", "fp16", "fp32"])
+def test_reference_has_bf16_and_nothing_else(train):
+    stations = path(job(train_dtype=train, rollout_dtype="fp16"))
+    before, after = reference(job(train_dtype=train, rollout_dtype="fp16"), stations)
+    assert (before.dtype, after.dtype, before.engine, after.engine) == ("fp32", "bf16", "trainer", "trainer")
+    assert (after in stations) == (train == "bf16")
