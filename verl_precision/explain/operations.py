@@ -52,7 +52,8 @@ class Operations:
     """What was found in one record.
 
     Attributes:
-        operations: Each kind that was matched, the largest share first; none if the model's family is not known.
+        operations: Each kind that was matched, the largest share first; none if the model's family is not known, or vLLM ran
+            compiled.
         first: The first operation, in the order of the forward, whose error is above `bound`; None if none is.
         bound: Largest relative error that rounding makes in one operation.
         nats: Mean |gap| between vLLM's forward and transformers' in FP32, on the tokens of the record.
@@ -73,7 +74,7 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
         model: A causal language model of transformers in FP32, with the weights that vLLM had.
         record: As `integration.vllm_operations` writes it.
     """
-    if model.config.model_type not in FAMILIES:
+    if model.config.model_type not in FAMILIES or not any(".layers." in call["name"] for call in record["calls"]):
         return Operations((), None, 0.0, 0.0, 0.0)
     bound = max(_BOUND_IN_EPSILONS * torch.finfo(getattr(torch, record["dtype"])).eps, _LEAST_BOUND)
     ids = torch.tensor([record["token_ids"]], device=model.device)

@@ -65,7 +65,8 @@ def advice(result: Result) -> list[Finding]:
 def operations_text(station: str, found: Operations) -> str:
     """Return what the operations of a station do, in a sentence."""
     if not found.operations:
-        return f"Operations at {station}: not compared, which is done for models of type {', '.join(FAMILIES)}."
+        families = ", ".join(FAMILIES)
+        return f"Operations at {station}: not compared. It takes a model of type {families}, and a vLLM not compiled."
     first = found.first or "none: every operation differs by rounding alone"
     most = ", ".join(f"{one.kind} {one.share:.0%}" for one in found.operations[:4] if one.share > 0)
     return f"Operations at {station}: the first that differs is {first}. They add most: {most or 'nothing'}."

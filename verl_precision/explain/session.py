@@ -110,8 +110,10 @@ def explain(
         fill("operations", compared, lambda: partial(OperationComparer, _weights(same_weights, models, folder)))
         operations = {name: read_operations(Comparison(folder, name).path) for name in recorded_at}
         drawn = {one.name: _log_probs(store, one) for one in wanted}
-    for scratch in (*folder.glob("weights-*"), *folder.glob("record-*")):
-        shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink()
+    for record in folder.glob("record-*"):
+        record.unlink()
+    for weights in folder.glob("weights-*"):
+        shutil.rmtree(weights)
     allotment = allot([drawn[one.name] for one in stations])
     bf16_cost = float(np.nanmean(np.abs(drawn[after.name] - drawn[before.name])))
     return Result(findings(job, stations, allotment, bf16_cost), allotment, bf16_cost, operations)
@@ -206,9 +208,11 @@ def _engine(
     model = _weights(station, models, folder)
     if station.engine == "vllm":
         mode = "processed_logprobs" if station.processed else "raw_logprobs"
-        sampling = {"top_p": job.top_p, "top_k": job.top_k, "divide_logits_by": job.temperature}
+        settings: dict[str, Any] = {"top_p": job.top_p, "top_k": job.top_k, "divide_logits_by": job.temperature}
+        if station.cause == "rollout_precision":
+            settings["enforce_eager"] = True  # so that its operations can be recorded on a GPU too
         length = longest + job.max_response_tokens + 1
-        return partial(vllm, model, station.dtype, length, log_probs=True, logprobs_mode=mode, **sampling)
+        return partial(vllm, model, station.dtype, length, log_probs=True, logprobs_mode=mode, **settings)
     return partial(
         trainer,
         model,
