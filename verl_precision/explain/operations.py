@@ -52,8 +52,8 @@ class Operations:
     """What was found in one record.
 
     Attributes:
-        operations: Each kind that was matched, the largest share first; none if the model's family is not known, or vLLM ran
-            compiled.
+        operations: Each kind that was matched, the largest share first; none if the model's family is not known, or if
+            vLLM ran compiled.
         first: The first operation, in the order of the forward, whose error is above `bound`; None if none is.
         bound: Largest relative error that rounding makes in one operation.
         nats: Mean |gap| between vLLM's forward and transformers' in FP32, on the tokens of the record.
