@@ -75,9 +75,9 @@ class VllmEngine:
                 "type": "token",
                 "prompt_token_ids": list(request.prompt_token_ids + request.response_token_ids),
             }
-            self._engine.add_request(key, prompt, self._parameters(request))
+            self._engine.add_request(key, prompt, self._sampling_params(request))
 
-    def _parameters(self, request: Request) -> Any:
+    def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
