@@ -80,9 +80,6 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
 def engine_steps(folder: Path, dtype: str, tokens: int, repeats: int) -> Iterator[Record]:
     """Compare our engine, without a shadow and with one, with verl's."""
 
-    def mean_log_prob(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
-        return -model_output["log_probs"].values().float().mean(), {}
-
     def step(one: Any, tokens: int = tokens) -> None:
         update(one, batch(tokens), mean_log_prob)
 
@@ -141,9 +138,6 @@ def estimators(folder: Path, checkpointing: bool, dtype: str, tokens: int, repea
 
 def router_replay(folder: Path, dtype: str, tokens: int, repeats: int) -> Record:
     """Compare a step with given experts, which the routers chose before, with one in which they choose."""
-
-    def mean_log_prob(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
-        return -model_output["log_probs"].values().float().mean(), {}
 
     def step(one: Any, with_choices: bool) -> None:
         data = batch(tokens, packed=True)
@@ -229,6 +223,11 @@ def batch(tokens: int, calculate_entropy: bool = False, packed: bool = False) ->
 def update(one: Any, data: Any, loss: Callable) -> None:
     with one.train_mode():
         one.train_batch(data, loss)
+
+
+def mean_log_prob(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
+    """Return a loss that asks for nothing but log-probs."""
+    return -model_output["log_probs"].values().float().mean(), {}
 
 
 def least_time(step: Callable[[], None], dtype: str) -> float:

@@ -235,13 +235,13 @@ def _log_probs(store: Store, station: Station) -> np.ndarray:
     """Return a station's log-probs of all tokens; NaN from where it has drawn other tokens than the rollout."""
     values = []
     for key in store.keys:
-        drawn = store.journal.read(store.positions["rollout", None][key])
         if not station.draws:
             found = store.journal.read(store.positions["rollout", station.name][key])["log_probs"]
         else:
+            drawn = store.journal.read(store.positions["rollout", None][key])["token_ids"]
             again = store.journal.read(store.positions[station.name, None][key])
-            equal = zip(drawn["token_ids"], again["token_ids"])  # noqa: B905 - they may end elsewhere
+            equal = zip(drawn, again["token_ids"])  # noqa: B905 - they may end elsewhere
             same = np.cumprod([a == b for a, b in equal]).sum(dtype=int)
-            found = again["log_probs"][:same] + [np.nan] * (len(drawn["token_ids"]) - same)
+            found = again["log_probs"][:same] + [np.nan] * (len(drawn) - same)
         values.append(np.array(found, np.float32))
     return np.concatenate(values).astype(np.float64)
