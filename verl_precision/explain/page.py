@@ -5,12 +5,10 @@ import shlex
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
@@ -22,6 +20,7 @@ from verl_precision.explain.session import Result
 from verl_precision.explain.settings import Explanation
 from verl_precision.explain.verdict import Finding
 from verl_precision.files import write_file
+from verl_precision.runs.figures import svg_of
 from verl_precision.versions import installed_versions
 
 FILES = ("explanation.json", "explanation.html")
@@ -157,7 +156,7 @@ def _waterfall(stations: Sequence[Station], result: Result) -> bytes:
     axis.margins(x=0.12)
     axis.set_xlabel("k3 (nats a token)")
     axis.spines[["top", "right"]].set_visible(False)
-    return _svg(figure)
+    return svg_of(figure, "waterfall")
 
 
 def _by_layer(found: Operations) -> bytes:
@@ -178,11 +177,4 @@ def _by_layer(found: Operations) -> bytes:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     axis.spines[["top", "right"]].set_visible(False)
-    return _svg(figure)
-
-
-def _svg(figure: Figure) -> bytes:
-    buffer = BytesIO()
-    with rc_context({"svg.hashsalt": "verl-precision", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+    return svg_of(figure, "operations")

@@ -125,9 +125,14 @@ def _align(axes: Sequence[Axes]) -> None:
 
 def svg(panel: Panel, runs: list[Run], alarms: Mapping[str, Sequence[Alarm]], expected: Sequence[Run] = ()) -> bytes:
     """Return a panel as an SVG document; the same runs give the same bytes."""
+    return svg_of(draw([panel], runs, alarms, expected), panel.name)
+
+
+def svg_of(figure: Figure, name: str) -> bytes:
+    """Return a figure as SVG: its text is text, and the same figure gives the same bytes."""
     out = BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.name}):
-        draw([panel], runs, alarms, expected).savefig(out, format="svg", metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
 
 
