@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from typer import Argument, BadParameter, Exit, Option, Typer
+from typer import Argument, BadParameter, Context, Exit, Option, Typer
 
 from verl_precision import __version__
 from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, PatchError, VerlPrecisionError
@@ -371,6 +371,17 @@ def mismatch(
 
 @verb("explain")
 def explain(
+    context: Context,
+    overrides: Annotated[
+        list[str] | None, Argument(help="With --recipe: Hydra overrides, e.g. precision=bf16.")
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        Option(help="A recipe's YAML, which has model, dtypes, sampling and prompts. Options go before it."),
+    ] = None,
+    run: Annotated[
+        Path | None, Option(help="Folder or metrics file of a run: say what it has recorded. Nothing is computed.")
+    ] = None,
     model: Annotated[str, Option(help="Model of the trainer: a folder, a hub name, or tiny:qwen3.")] = "tiny:qwen3",
     rollout_model: Annotated[
         str | None, Option(help="Model of the rollout, if it has other weights, e.g. an older export.")
@@ -380,15 +391,29 @@ def explain(
     temperature: Annotated[float, Option(help="Temperature of both.")] = 1.0,
     top_p: Annotated[float, Option(help="Share of the probability that the rollout draws from.")] = 1.0,
     top_k: Annotated[int, Option(help="Most probable tokens that the rollout draws from; 0 for all.")] = 0,
+    raw_log_probs: Annotated[
+        bool, Option("--raw-log-probs", help="The rollout's log-probs are raw (logprobs_mode=raw_logprobs).")
+    ] = False,
+    prefix_caching: Annotated[
+        bool, Option("--prefix-caching", help="The rollout has a prefix cache and cuts prompts into chunks.")
+    ] = False,
+    cuda_graphs: Annotated[
+        bool, Option("--cuda-graphs", help="The rollout compiles, and runs CUDA graphs; on GPUs only.")
+    ] = False,
     attention: Annotated[str, Option(help="Attention of the trainer, by its name in transformers.")] = "sdpa",
     packed: Annotated[bool, Option("--packed", help="The trainer packs (use_remove_padding); else it pads.")] = False,
     fp32_log_probs: Annotated[
         bool, Option("--fp32-log-probs/--16-bit-log-probs", help="How the trainer takes log-probs.")
     ] = True,
+    fp32_output_head: Annotated[
+        bool, Option("--fp32-output-head", help="The trainer computes its logits in FP32.")
+    ] = False,
     micro_batch_tokens: Annotated[int, Option(help="Tokens of one forward of the trainer.")] = 16384,
     prompts: Annotated[Path | None, Option(help="A .parquet or .jsonl file. Default: 16 built-in questions.")] = None,
     prompt_field: Annotated[str, Option(help="Column of the prompts: chats in verl's format, or text.")] = "prompt",
-    max_prompts: Annotated[int | None, Option(min=1, help="Use only this many prompts, from the first on.")] = None,
+    max_prompts: Annotated[
+        int | None, Option(min=1, help="Use only this many prompts, from the first on. Default: 16 with --recipe.")
+    ] = None,
     responses: Annotated[int, Option(help="Responses to each prompt.")] = 1,
     max_response_tokens: Annotated[int, Option(help="Largest number of tokens of a response.")] = 64,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,
@@ -399,27 +424,49 @@ def explain(
     """Say which cause makes the gap between rollout and trainer, and what to do about it.
 
     vLLM draws responses, and their log-probs are computed again and again on the way to the trainer, with one thing
-    changed each time: decode, batch, dtype, engine, weights, attention, packing. What two neighbours differ by is the
-    part of one cause, and the parts add up to the whole gap. "Nothing is wrong" is an answer too.
+    changed each time: decode, batch, dtype, engine, weights, attention, packing, experts. What two neighbours differ by
+    is the part of one cause, and the parts add up to the whole gap. "Nothing is wrong" is an answer too.
+
+    With --recipe, settings are the recipe's. With --run, a run that was made says what it has recorded, and which
+    command tells the rest.
 
     Writes explanation.html and explanation.json. A job that was interrupted continues when the command is repeated. One
     model is in memory at a time.
     """
     values = dict(locals())  # the options, most of them called as the settings are
-    from verl_precision.explain.page import show, write
-    from verl_precision.explain.path import path
+    from verl_precision.explain.from_config import explained_by
+    from verl_precision.explain.page import show, show_recorded, write
     from verl_precision.explain.session import explain as explain_gap
     from verl_precision.explain.settings import Explanation
+    from verl_precision.quiet import only_errors_of_others
     from verl_precision.sampling.prompts import BUILT_IN_NAME, read_prompts
 
-    for name in ("prompts", "prompt_field", "max_prompts", "in_flight", "output", "ray_address"):
+    given = {name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"}
+    if (recipe and run) or (overrides and not recipe):
+        raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
+    if run is not None:
+        if others := sorted(given - {"run"}):
+            raise BadParameter(f"--run tells what is recorded. Leave out --{others[0].replace('_', '-')}.")
+        with only_errors_of_others():
+            show_recorded(run, console)
+        return
+    if recipe is not None:
+        from verl_precision.integration.recipe_config import compose_recipe
+
+        with only_errors_of_others():
+            of_recipe = explained_by(compose_recipe(recipe, overrides or [])) | {"max_prompts": 16}
+        values |= {name: value for name, value in of_recipe.items() if name not in given}
+    chosen = None if values["prompts"] is None else Path(values["prompts"])
+    field, limit = values["prompt_field"], values["max_prompts"]
+    for name in ("context", "overrides", "recipe", "run", "prompt_field", "max_prompts", "in_flight", "output"):
         del values[name]
-    job = Explanation(**values, prompts=BUILT_IN_NAME if prompts is None else str(prompts))
-    folder = output or _folder_of("explain", model)
+    del values["ray_address"]
+    job = Explanation(**values | {"prompts": BUILT_IN_NAME if chosen is None else str(chosen)})
+    folder = output or _folder_of("explain", job.model if recipe is None else recipe.stem)
     with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
-        chosen = read_prompts(prompts, prompt_field, max_prompts)
-        result = explain_gap(job, chosen, folder, console, ray_address, in_flight)
-    write(folder, job, path(job), result, sys.argv)
+        prompts_read = read_prompts(chosen, field, limit)
+        result = explain_gap(job, prompts_read, folder, console, ray_address, in_flight)
+    write(folder, job, result, sys.argv)
     show(job, result, console)
     console.print(f"wrote explanation.html and explanation.json to {folder}", highlight=False, soft_wrap=True)
 

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from verl_precision.cli import app
 from verl_precision.explain import session
 from verl_precision.explain.page import FILES, show, write
-from verl_precision.explain.path import path
 from verl_precision.explain.settings import Explanation
 from verl_precision.sampling.engine import Response
 from verl_precision.sampling.prompts import read_prompts
@@ -89,7 +88,7 @@ def explain(tmp_path, monkeypatch):
         job, shown = Explanation(**{"model": "tiny:qwen3", "prompts": "built-in", **changes}), io.StringIO()
         console = Console(file=shown, width=160)
         result = session.explain(job, read_prompts(None, "prompt", 3), tmp_path / folder, console)
-        write(tmp_path / folder, job, path(job), result, ["verl-precision", "explain"])
+        write(tmp_path / folder, job, result, ["verl-precision", "explain"])
         show(job, result, console)
         return result, shown.getvalue()
 

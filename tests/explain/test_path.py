@@ -4,14 +4,17 @@ from dataclasses import fields
 
 import pytest
 
-from verl_precision.explain.path import path, reference
+from verl_precision.explain.path import path, reference, replayed
 from verl_precision.explain.settings import Explanation
 from verl_precision.explain.verdict import CAUSES
 
 WHOLE = {
     "rollout_model": "tiny:llama", "rollout_dtype": "fp16", "train_dtype": "bf16", "top_p": 0.8, "packed": True,
-    "attention": "flash_attention_2", "fp32_log_probs": False,
+    "attention": "flash_attention_2", "fp32_log_probs": False, "fp32_output_head": True, "prefix_caching": True,
+    "cuda_graphs": True,
 }  # fmt: skip
+RAW = {"raw_log_probs": True, "temperature": 0.8, "top_p": 0.8}
+NOT_ON_THE_PATH = {"staleness", "routing"}  # of a run, and of a mixture of experts
 
 
 def job(**changes):
@@ -20,7 +23,7 @@ def job(**changes):
 
 def test_whole_path():
     stations = path(job(**WHOLE))
-    assert [one.cause for one in stations[1:]] == list(CAUSES)
+    assert [one.cause for one in stations[1:]] == [c for c in CAUSES if c not in {*NOT_ON_THE_PATH, "temperature"}]
     assert len({one.name for one in stations}) == len(stations)
     assert stations[0].draws and stations[-1].attention == "flash_attention_2" and stations[-1].packed
 
@@ -32,19 +35,40 @@ def test_plain_pairs():
     assert causes["bf16"] == ["decode", "batch", "rollout_precision", "engine", "trainer_precision", "layout"]
 
 
-@pytest.mark.parametrize("changes", [{}, WHOLE, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}])
+def test_raw_log_probs_know_neither_temperature_nor_truncation():
+    stations = path(job(**RAW))
+    assert [one.cause for one in stations[1:]][:2] == ["temperature", "decode"]
+    assert [(one.tempered, one.processed) for one in stations[:3]] == [(False, False), (True, False), (True, True)]
+    assert "temperature" not in {one.cause for one in path(job(raw_log_probs=True))}, "at 1 there is nothing to divide"
+
+
+def test_choices_of_experts_are_recorded_where_the_engine_tells_them():
+    padded = path(job(), routed=True)
+    assert {one.name for one in padded if one.routing != "recorded"} == {"trainer"}, "verl tells none of padded tokens"
+    packed = path(job(packed=True), routed=True)
+    assert {one.routing for one in packed} == {"recorded"}
+    one = replayed(packed)
+    assert (one.routing, one.dtype, one.engine) == ("replayed", "fp32", "trainer")
+    assert not any(one.routing for one in path(job()))
+
+
+@pytest.mark.parametrize("changes", [{}, WHOLE, RAW, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}])
 def test_neighbours_differ_in_what_the_cause_says(changes):
     stations = path(job(**changes))
     may_change = {
+        "temperature": {"tempered"},
         "sampling": {"processed"},
+        "cache": {"cached"},
         "decode": {"draws", "processed"},
         "batch": {"alone"},
+        "cuda_graphs": {"compiled"},
         "rollout_precision": {"dtype", "rounded_to"},  # the weights are those that the dtype held
         "engine": {"engine", "rounded_to"},
         "weights": {"model"},
         "weight_rounding": {"rounded_to"},
         "trainer_precision": {"dtype", "rounded_to", "model"},
         "attention": {"attention"},
+        "output_head": {"fp32_output_head"},
         "log_probs": {"fp32_log_probs"},
         "layout": {"alone", "packed"},
     }

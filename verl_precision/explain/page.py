@@ -14,11 +14,14 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from verl_precision.explain.from_config import as_options, explained_by, replays_sampling
 from verl_precision.explain.operations import FAMILIES, Operations
-from verl_precision.explain.path import Station
+from verl_precision.explain.path import path
+from verl_precision.explain.recorded import gap_of, recorded
+from verl_precision.explain.run_folder import read_run
 from verl_precision.explain.session import Result
 from verl_precision.explain.settings import Explanation
-from verl_precision.explain.verdict import Finding
+from verl_precision.explain.verdict import CAUSES, Finding
 from verl_precision.files import write_file
 from verl_precision.runs.figures import svg_of
 from verl_precision.versions import installed_versions
@@ -81,14 +84,44 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     for station, found in result.operations.items():
         console.print(operations_text(station, found), soft_wrap=True, highlight=False)
     for each in advice(result):
-        what = f"{each.station.cause}: {each.cause.remedy}. Effect: {each.cause.effect}."
+        seen = f" Seen: {each.evidence}." if each.evidence else ""
+        what = f"{each.station.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}"
         console.print(what, soft_wrap=True, highlight=False)
     if result.allotment.left_out:
         left_out = f"{result.allotment.left_out} tokens have no finite log-prob at some station, and are left out."
         console.print(left_out, style="red", soft_wrap=True)
 
 
-def write(folder: Path, job: Explanation, stations: Sequence[Station], result: Result, command: Sequence[str]) -> None:
+def show_recorded(source: Path, console: Console) -> None:
+    """Print what a run has recorded of the causes, and what a rerun would add."""
+    run, config = read_run(source)
+    settings = None if config is None else explained_by(config)
+    found = recorded(settings, config is not None and replays_sampling(config), run.rows)
+    console.print(gap_of(run.rows), highlight=False, soft_wrap=True)
+    faults = [one for one in found if one.fault]
+    named = "; ".join(f"{one.cause}: {CAUSES[one.cause].title}" for one in faults)
+    console.print(f"Something is wrong. {named}." if faults else "Nothing that is recorded is wrong.", soft_wrap=True)
+    table = Table("cause", "recorded", "", box=None, header_style="bold")
+    for one in found:
+        words = {True: "FAULT", False: "right", None: "a cost"}[one.fault]
+        table.add_row(one.cause, one.seen, words, style="red" if one.fault else None)
+    if found:
+        console.print(table)
+    for one in faults:
+        console.print(f"{one.cause}: {one.remedy}.", highlight=False, soft_wrap=True)
+    if settings is None:
+        console.print("It has left no config. A rerun tells the share of each cause, and more of them:")
+        console.print("verl-precision explain --recipe RECIPE.yaml", highlight=False)
+        return
+    job = Explanation(**{name: value for name, value in settings.items() if name != "prompt_field"})
+    known = {one.cause for one in found if one.fault is not None}
+    causes = ", ".join(one.cause for one in path(job)[1:] if one.cause not in known)
+    console.print(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:", soft_wrap=True)
+    options = shlex.join([*as_options(settings), "--max-prompts", "16"])
+    console.print(f"verl-precision explain {options}", highlight=False, soft_wrap=True)
+
+
+def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]) -> None:
     """Write `FILES`."""
     content = {
         "verdict": verdict(job, result),
@@ -99,7 +132,7 @@ def write(folder: Path, job: Explanation, stations: Sequence[Station], result: R
         "bf16_cost": result.bf16_cost,
         "steps": [_as_dict(each, result) for each in result.findings],
         "operations": {name: asdict(found) for name, found in result.operations.items()},
-        "path": [one.name for one in stations],
+        "path": [one.name for one in result.stations],
         "settings": asdict(job),
         "versions": installed_versions(),
         "command": shlex.join(command),
@@ -119,7 +152,7 @@ def write(folder: Path, job: Explanation, stations: Sequence[Station], result: R
             for name, found in result.operations.items()
             if found.operations
         ],
-        waterfall=b64encode(_waterfall(stations, result)).decode(),
+        waterfall=b64encode(_waterfall(result)).decode(),
     )
     write_file(folder / "explanation.html", page, replace=True)
 
@@ -135,23 +168,24 @@ def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
         "nats": finding.part.nats,
         "k3": finding.part.k3,
         "share": result.allotment.share(finding.part),
+        "evidence": finding.evidence,
         "remedy": finding.cause.remedy,
         "effect": finding.cause.effect,
     }
 
 
-def _waterfall(stations: Sequence[Station], result: Result) -> bytes:
+def _waterfall(result: Result) -> bytes:
     """Draw the parts of the k3 from the rollout to the trainer, as SVG: each bar begins where the one before ends."""
     faults = {each.station.name for each in result.findings if each.fault}
     parts, start = result.allotment.parts, 0.0
     figure = Figure(figsize=(9, 0.42 * len(parts) + 1.6), layout="constrained")
     axis = figure.subplots()
-    for row, (station, part) in enumerate(zip(stations[1:], parts, strict=True)):
+    for row, (station, part) in enumerate(zip(result.stations[1:], parts, strict=True)):
         axis.barh(row, part.k3, left=start, color=_FAULT if station.name in faults else _COST)
         axis.text(max(start, start + part.k3), row, f" {result.allotment.share(part):.0%}", va="center")
         start += part.k3
     axis.barh(len(parts), result.allotment.k3, color="#6b7079")
-    axis.set_yticks(range(len(parts) + 1), [station.cause for station in stations[1:]] + ["the whole gap"])
+    axis.set_yticks(range(len(parts) + 1), [station.cause for station in result.stations[1:]] + ["the whole gap"])
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.set_xlabel("k3 (nats a token)")

@@ -23,8 +23,12 @@ class Explanation:
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    raw_log_probs: bool = False  # of the rollout: before temperature, top-p and top-k
+    prefix_caching: bool = False  # and chunked prefill
+    cuda_graphs: bool = False
     attention: str = "sdpa"
     packed: bool = False
+    fp32_output_head: bool = False
     fp32_log_probs: bool = True
     micro_batch_tokens: int = Field(default=16384, ge=1)
     responses: int = Field(default=1, ge=1)
@@ -44,8 +48,13 @@ class Explanation:
 
     @property
     def truncated(self) -> bool:
-        """Whether sampling leaves tokens out."""
-        return self.top_p < 1 or self.top_k > 0
+        """Whether the rollout's log-probs are of fewer tokens than the vocabulary has."""
+        return not self.raw_log_probs and (self.top_p < 1 or self.top_k > 0)
+
+    @property
+    def untempered(self) -> bool:
+        """Whether the rollout's log-probs are of another temperature than it draws at."""
+        return self.raw_log_probs and self.temperature != 1
 
 
 def check_model(job: Explanation, model: Model, longest_prompt: int) -> None:

@@ -32,6 +32,13 @@ class Cause:
 
 
 CAUSES: Mapping[str, Cause] = {
+    "temperature": Cause(
+        "the rollout's log-probs are not divided by the temperature it draws at",
+        (),
+        0,
+        "rollout.logprobs_mode=processed_logprobs",
+        "no cost",
+    ),
     "sampling": Cause(
         "top-p or top-k leaves tokens out, and the trainer does not know it",
         (),
@@ -39,11 +46,18 @@ CAUSES: Mapping[str, Cause] = {
         "+sampling_masks=replay, or rollout.top_p=1 rollout.top_k=-1",
         "ratio 1 up to rounding; the kept token ids travel with each response (docs/sampling_masks.md)",
     ),
+    "cache": Cause(
+        "vLLM's prefix cache or chunked prefill changes its log-probs",
+        ("rollout",),
+        2,
+        "rollout.enable_prefix_caching=False, then rollout.enable_chunked_prefill=False",
+        "prompts are computed once a response; report it to vLLM with journal.jsonl",
+    ),
     "decode": Cause(
         "vLLM's decode is not its prefill",
         ("rollout",),
         2,
-        "try another rollout.attention backend; on GPUs rollout.enforce_eager=True, then without prefix cache",
+        "try another attention backend of vLLM",
         "slower sampling while you look for it; report it to vLLM with journal.jsonl",
     ),
     "batch": Cause(
@@ -52,6 +66,13 @@ CAUSES: Mapping[str, Cause] = {
         2,
         "VLLM_BATCH_INVARIANT=1",
         "slower kernels in the rollout",
+    ),
+    "cuda_graphs": Cause(
+        "vLLM compiled is not vLLM as it is written",
+        ("rollout",),
+        2,
+        "rollout.enforce_eager=True",
+        "slower decoding; report it to vLLM with journal.jsonl",
     ),
     "rollout_precision": Cause(
         "rounding in the rollout",
@@ -74,6 +95,13 @@ CAUSES: Mapping[str, Cause] = {
         "sync them before each rollout (docs/weight_sync.md); with an asynchronous trainer, fewer versions behind",
         "the gap of a right sync",
     ),
+    "staleness": Cause(
+        "the responses are older than the trainer's weights",
+        (),
+        0,
+        "fewer versions behind, or a loss that weighs them: estimator=grpo_seq_mis",
+        "fewer responses in flight",
+    ),
     "weight_rounding": Cause(
         "the two sides round the weights to different dtypes",
         ("rollout", "trainer"),
@@ -95,6 +123,13 @@ CAUSES: Mapping[str, Cause] = {
         "actor_rollout_ref.model.override_config.attn_implementation=sdpa, to compare",
         "slower and more memory with long sequences",
     ),
+    "output_head": Cause(
+        "the trainer's output head is in FP32, and vLLM's is not",
+        ("trainer",),
+        2,
+        "fsdp_config.fp32_output_head=False",
+        "half the memory of the logits",
+    ),
     "log_probs": Cause(
         "the trainer takes log-probs in 16 bits",
         ("trainer",),
@@ -109,6 +144,13 @@ CAUSES: Mapping[str, Cause] = {
         "model.use_remove_padding, ppo_max_token_len_per_gpu: compare both settings; is attention told the boundaries?",
         "a right kernel differs by rounding alone",
     ),
+    "routing": Cause(
+        "the two sides choose other experts",
+        ("rollout", "trainer"),
+        2,
+        "+router_replay=rollout",
+        "the trainer computes with the rollout's experts, at the same speed (docs/router_replay.md)",
+    ),
 }
 
 
@@ -121,9 +163,16 @@ class Finding:
     part: Part
     expected: float  # nats: the size that rounding alone would have
     fault: bool  # whether it is more than that
+    evidence: str = ""  # what else was seen
 
 
-def findings(job: Explanation, stations: Sequence[Station], allotment: Allotment, bf16_cost: float) -> list[Finding]:
+def findings(
+    job: Explanation,
+    stations: Sequence[Station],
+    allotment: Allotment,
+    bf16_cost: float,
+    evidence: Mapping[str, str],
+) -> list[Finding]:
     """Judge each step; faults come first, the largest part of the k3 before.
 
     Args:
@@ -132,6 +181,7 @@ def findings(job: Explanation, stations: Sequence[Station], allotment: Allotment
         allotment: Its parts.
         bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats. A dtype with n more bits is expected to make
             2⁻ⁿ of it.
+        evidence: Cause -> what else was seen, in words.
     """
     dtypes = {"rollout": job.rollout_dtype, "trainer": job.train_dtype, "neither": "fp32"}
     found = []
@@ -140,5 +190,5 @@ def findings(job: Explanation, stations: Sequence[Station], allotment: Allotment
         bits = [_BITS[dtypes[side]] for side in cause.rounding_of]
         expected = bf16_cost * 2.0 ** (_BITS["bf16"] - min(bits)) if bits else 0.0
         fault = part.size > max(cause.most * expected, _FLOOR)
-        found.append(Finding(station, cause, part, expected, fault))
+        found.append(Finding(station, cause, part, expected, fault, evidence.get(station.cause, "")))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

@@ -14,10 +14,6 @@ def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
         sequences: Token ids, int64 [T] each.
         settings: What the engine asks of a batch beside its tensors, such as `use_remove_padding`.
     """
-
-    def nested(tensors: list[Tensor]) -> Tensor:
-        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
     return tu.get_tensordict(
         {
             "input_ids": nested(sequences),
@@ -27,3 +23,8 @@ def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
         },
         non_tensor_dict={"use_dynamic_bsz": True, "use_fused_kernels": False, **settings},
     )
+
+
+def nested(tensors: list[Tensor]) -> Tensor:
+    """Return tensors of different lengths as verl's engine takes them."""
+    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)

@@ -4,6 +4,7 @@ One rank, FP32 master weights, the engine and the settings of `precision=<dtype>
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from verl_precision.engine.settings import DTYPES
 from verl_precision.sampling.engine import Request, Response, prepare_process
@@ -22,6 +23,8 @@ class TrainerEngine:
         packed: bool | None = None,
         fp32_log_probs: bool = True,
         temperature: float = 1.0,
+        fp32_output_head: bool = False,
+        router_replay: str = "disabled",
     ) -> None:
         """Load the model.
 
@@ -33,10 +36,13 @@ class TrainerEngine:
             packed: Whether sequences are packed without padding; None: with flash_attention_2 they are.
             fp32_log_probs: Whether log-probs are taken in FP32, as our engine does it.
             temperature: Divides the logits.
+            fp32_output_head: Whether the logits themselves are computed in FP32.
+            router_replay: verl's mode of a mixture of experts: with R2 a response tells the experts that its routers
+                choose, with R3 they take those of the request.
         """
         on_gpu = prepare_process()
         from verl.trainer.config import CheckpointConfig
-        from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+        from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine import EngineRegistry
 
         from verl_precision.engine.process_group import make_group_of_one
@@ -44,7 +50,7 @@ class TrainerEngine:
 
         make_group_of_one("cuda" if on_gpu else "cpu")
         self._packed = attention == "flash_attention_2" if packed is None else packed
-        self._temperature = temperature
+        self._temperature, self._router_replay = temperature, router_replay
         self._micro_batch_tokens = micro_batch_tokens
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(
@@ -59,6 +65,8 @@ class TrainerEngine:
                 dtype=DTYPES[dtype],
                 mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
                 fp32_log_probs=fp32_log_probs,
+                fp32_output_head=fp32_output_head,
+                router_replay=EngineRouterReplayConfig(mode=router_replay),
             ),
             # The optimizer's state is made at the first step, which never comes.
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
@@ -76,17 +84,14 @@ class TrainerEngine:
         requests, self._waiting = self._waiting, []
         empty = [Response(r.problem, r.response, 0, log_probs=()) for r in requests if not r.response_token_ids]
         filled = [request for request in requests if request.response_token_ids]
-        scores = self._log_probs(filled) if filled else []
-        return empty + [
-            Response(request.problem, request.response, len(log_probs), log_probs=log_probs)
-            for request, log_probs in zip(filled, scores, strict=True)
-        ]
+        return empty + (self._scored(filled) if filled else [])
 
-    def _log_probs(self, requests: list[Request]) -> list[tuple[float, ...]]:
-        """Return log π of each response's tokens, FP32."""
+    def _scored(self, requests: list[Request]) -> list[Response]:
+        """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""
         import torch
 
-        from verl_precision.integration.engine_batch import engine_batch
+        from verl_precision.integration.engine_batch import engine_batch, nested
+        from verl_precision.integration.router_replay import CHOICES
 
         sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
         data = engine_batch(
@@ -96,10 +101,28 @@ class TrainerEngine:
             calculate_entropy=False,
         )
         data["temperature"] = torch.full((len(sequences),), self._temperature)
+        if self._router_replay == "R3":
+            data[CHOICES] = nested([_with_last(request.routed_experts) for request in requests])
         with self._engine.eval_mode():
-            outputs = self._engine.infer_batch(data)["model_output"]["log_probs"]
+            outputs = self._engine.infer_batch(data)["model_output"]
+        recorded = self._router_replay == "R2"
+        choices: Any = outputs[CHOICES].unbind() if recorded else [None] * len(requests)
         # At position t the engine gives the log-prob of token t + 1.
         return [
-            tuple(log_probs.float().cpu()[len(request.prompt_token_ids) - 1 : -1].tolist())
-            for request, log_probs in zip(requests, outputs.unbind(), strict=True)
+            Response(
+                request.problem,
+                request.response,
+                len(request.response_token_ids),
+                log_probs=tuple(log_probs.float().cpu()[len(request.prompt_token_ids) - 1 : -1].tolist()),
+                routed_experts=None if experts is None else experts[:-1].cpu().numpy(),
+            )
+            for request, log_probs, experts in zip(requests, outputs["log_probs"].unbind(), choices, strict=True)
         ]
+
+
+def _with_last(experts: Any) -> Any:
+    """Return choices with a row of zeros, which is no choice, for the last token."""
+    import torch
+
+    found = torch.from_numpy(experts)
+    return torch.cat([found, torch.zeros_like(found[:1])])

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.integration.machine import look
+from verl_precision.integration.run_identity import FILE, settings_in
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtypes import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.rules.rule import Fault
@@ -109,3 +110,18 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     except HydraException as error:
         raise ConfigurationError(f"{path} with {overrides[1:]}: does not compose. {error}") from error
     return config
+
+
+def recorded_config(folder: Path) -> DictConfig | None:
+    """Return the config that a run has left in its folder: Hydra's own copy, or the settings beside its checkpoints."""
+    import verl  # noqa: F401 - loads the plugin, and with it the resolvers
+
+    for copy in (folder / "hydra" / ".hydra" / "config.yaml", folder / ".hydra" / "config.yaml"):
+        if copy.is_file():
+            return OmegaConf.load(copy)
+    if (folder / FILE).is_file():
+        config = OmegaConf.create()
+        for name, value in settings_in(folder).items():
+            OmegaConf.update(config, name, value, force_add=True)
+        return config
+    return None

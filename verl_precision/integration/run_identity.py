@@ -66,7 +66,7 @@ def claim_folder(config: DictConfig) -> None:
         ConfigurationError: If the folder has the checkpoints of a run with other settings.
     """
     folder = Path(config.trainer.default_local_dir)
-    settings, known = settings_of_run(config), _read(folder)
+    settings, known = settings_of_run(config), settings_in(folder)
     if known is not None and known != settings:
         name = f"{config.trainer.experiment_name}-2"
         raise ConfigurationError(
@@ -128,7 +128,7 @@ def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{path}.{name}" if path else str(name))
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def settings_in(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the run that a folder belongs to, or None where it says nothing."""
     path = folder / FILE
     if not path.exists():

@@ -9,7 +9,7 @@ from verl_precision.engine.settings import DTYPES
 from verl_precision.sampling.engine import Request, Response, prepare_process
 from verl_precision.sampling.model import model_location
 
-# On a CPU compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
+# On a CPU, compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
 # 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
 _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
 
@@ -51,7 +51,7 @@ class VllmEngine:
             dtype=DTYPES[dtype],
             max_model_len=max_model_len,
             disable_log_stats=True,
-            **{"logprobs_mode": "processed_logprobs", **cpu_settings, **engine},  # that mode is verl's
+            **{"logprobs_mode": "processed_logprobs", **engine, **cpu_settings},  # that mode is verl's
         )
         if divide_logits_by != 1:
             llm.apply_model(partial(_divide_logits, by=divide_logits_by))
@@ -112,7 +112,17 @@ class VllmEngine:
         ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
         if self._log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
-        return Response(request.problem, request.response, len(ids), text, None, ids, log_probs, drawn.finish_reason)
+        return Response(
+            request.problem,
+            request.response,
+            len(ids),
+            text,
+            None,
+            ids,
+            log_probs,
+            drawn.finish_reason,
+            _experts(drawn, len(request.prompt_token_ids + ids)),
+        )
 
     def _scored(self, request: Request, output: Any) -> Response:
         ids = request.response_token_ids
@@ -120,7 +130,14 @@ class VllmEngine:
         log_probs = tuple(at[token].logprob for at, token in zip(places, ids, strict=True))
         if request.record_to:
             self._recorder.write(Path(request.record_to), request.prompt_token_ids + ids)
-        return Response(request.problem, request.response, len(ids), log_probs=log_probs)
+        experts = _experts(output.outputs[0], len(request.prompt_token_ids + ids))
+        return Response(request.problem, request.response, len(ids), log_probs=log_probs, routed_experts=experts)
+
+
+def _experts(output: Any, length: int) -> Any:
+    """Return the experts of all tokens of a sequence but the last, whose choice decides nothing; None if not kept."""
+    experts = output.routed_experts
+    return None if experts is None else experts[: length - 1].astype("int16")
 
 
 def _divide_logits(model: Any, by: float) -> None:

@@ -11,7 +11,9 @@ WIDEN_CLIP = "widen the clip range (actor.clip_ratio_low, actor.clip_ratio_high)
 DECOUPLE = "take the ratio against the trainer's own log-probs: algorithm.rollout_correction.bypass_mode=False"
 WEIGH_SEQUENCES = "weigh whole responses by π/μ: estimator=pg_seq_mis or grpo_seq_mis"
 MORE_RESPONSES = "take more responses an update (actor.ppo_mini_batch_size, rollout.n), or shorter ones"
-EXPLAIN = "find the cause: verl-precision explain --model PATH, with the run's dtypes and sampling (docs/explain.md)"
+EXPLAIN = (
+    "find the cause: verl-precision explain --run FOLDER, then --recipe with the run's overrides (docs/explain.md)"
+)
 LOWER_RATE = "lower the learning rate"
 TRAIN_BF16 = (
     "train this model with precision=bf16 if its activations exceed FP16's 65504 "

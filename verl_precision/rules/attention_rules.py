@@ -18,7 +18,7 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
         return
     full = list(_in_fp32(config))
     if shared := " and ".join(role for role in full if role != "critic"):
-        if _is_flash(attention := _attention(config)):
+        if _is_flash(attention := attention_of(config)):
             yield Fault(
                 setting=ATTENTION,
                 value=attention,
@@ -41,7 +41,7 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
 @rule("attention-not-installed", of_machine=True)
 def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
     """transformers refuses a model with flash attention where flash-attn is missing, in a worker, after Ray's start."""
-    attention = _attention(config)
+    attention = attention_of(config)
     if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
         return
     if attention == VERLS_ATTENTION and not machine.flash_attention:
@@ -57,7 +57,7 @@ def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
 @rule("ulysses-needs-flash")
 def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
     """Ulysses exchanges parts of a sequence for heads, which verl does in flash attention only."""
-    attention = _attention(config)
+    attention = attention_of(config)
     if _is_flash(attention):
         return
     full = list(_in_fp32(config))
@@ -76,7 +76,7 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
             )
 
 
-def _attention(config: DictConfig) -> str:
+def attention_of(config: DictConfig) -> str:
     """Return the attention of actor and reference. verl hands null on, and transformers then takes sdpa."""
     overrides = config.actor_rollout_ref.model.get("override_config") or {}
     return str(overrides.get("attn_implementation", VERLS_ATTENTION) or "sdpa")

@@ -112,6 +112,8 @@ def _show(results: Results, console: Console) -> None:
     folder = "<precision>" if all(run.arm.name == run.arm.precision for run in results.runs) else "<arm>"
     folder += "/seed_<n>" if any(run.seed is not None for run in results.runs) else ""
     console.print(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
+    cause = f"verl-precision explain --run {results.folder}/{folder}"
+    console.print(f"which cause makes a run's gap: {cause}", highlight=False, soft_wrap=True)
 
 
 def check_arguments(

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 Dtype = Literal["fp16", "bf16", "fp32"]
 
@@ -20,6 +20,7 @@ class Request:
     seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
     record_to: str = ""  # a file for what every operation of the forward gets and gives
+    routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Response:
     token_ids: tuple[int, ...] | None = None
     log_probs: tuple[float, ...] | None = None  # one for each token, in nats
     finish_reason: str | None = None  # why the response ended, in vLLM's words
+    routed_experts: Any = None  # which experts computed each token of prompt and response, as in `Request`
 
 
 class Engine(Protocol):

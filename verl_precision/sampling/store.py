@@ -2,12 +2,14 @@
 
 A sample is a line {rollout, problem, response, token_ids, log_probs, finish_reason}, a score a line {rollout, train,
 problem, response, log_probs}. `rollout` names who sampled and `train` who scored; `problem` is the number of the
-prompt. Log-probs have the nine digits that tell every FP32 number from its neighbours.
+prompt. Log-probs have the nine digits that tell every FP32 number from its neighbours. Where experts are recorded, a
+line has `routed_experts`, too: {shape, data}, int16 in base64.
 """
 
+from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,16 +85,32 @@ class Store:
         lengths = np.array([len(values) for values in mu])
         return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
 
+    def routed_experts(self, rollout: str, train: str | None, key: Key) -> np.ndarray | None:
+        """Return which experts computed a response, int16 [tokens - 1, layers, top_k]; None if not recorded."""
+        found = self.journal.read(self.positions[rollout, train][key]).get("routed_experts")
+        return None if found is None else np.frombuffer(b64decode(found["data"]), "<i2").reshape(found["shape"])
+
+
+def _encoded(experts: np.ndarray) -> dict[str, Any]:
+    return {"shape": experts.shape, "data": b64encode(experts.astype("<i2").tobytes()).decode()}
+
 
 class Series(FixedWork):
     """The samples of a rollout, or with a trainer their scores."""
 
-    def __init__(self, store: Store, rollout: str, train: str | None = None, what: str = "") -> None:
-        """Find what is missing; `what` says what the series is, where the names do not."""
+    def __init__(
+        self,
+        store: Store,
+        rollout: str,
+        train: str | None = None,
+        what: str = "",
+        keys: Sequence[Key] | None = None,
+    ) -> None:
+        """Find what is missing; `what` says what the series is, where the names do not; `keys` are all by default."""
         self._store, self._rollout, self._train = store, rollout, train
         self._what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
         self._positions = store.positions[rollout, train]
-        super().__init__(store.keys, self._positions)
+        super().__init__(store.keys if keys is None else keys, self._positions)
 
     def progress(self) -> str:
         """Say what is done."""
@@ -117,4 +135,6 @@ class Series(FixedWork):
             "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
             "finish_reason": response.finish_reason,
         }
+        if response.routed_experts is not None:
+            record["routed_experts"] = _encoded(response.routed_experts)
         self._positions[response.problem, response.response] = self._store.journal.append(record)

@@ -1,7 +1,9 @@
-"""A copy of a checkpoint whose weights a 16-bit dtype holds exactly, so that an FP32 engine computes with those."""
+"""Weights: those of two checkpoints compared, and a copy that 16 bits hold exactly, for an FP32 engine."""
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from verl_precision.engine.settings import DTYPES
 from verl_precision.errors import ConfigurationError
@@ -9,6 +11,7 @@ from verl_precision.files import new_folder
 from verl_precision.sampling.model import model_location
 
 _WEIGHTS = "*.safetensors"
+_NAMED = 3  # tensors that a sentence names
 _NAMES = {"bf16": "BF16", "fp16": "F16"}  # of safetensors
 
 
@@ -24,21 +27,13 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
         ConfigurationError: If the model has no safetensors.
     """
     import torch
-    from huggingface_hub import snapshot_download
     from safetensors import safe_open
     from safetensors.torch import save_file
 
     if target.exists():
         return str(target)
-    location = Path(model_location(model))
-    source = location if location.is_dir() else Path(snapshot_download(model))
-    files = sorted(source.glob(_WEIGHTS))
-    if not files:
-        raise ConfigurationError(
-            f"{model}: it has no {_WEIGHTS}, whose weights can be rounded",
-            allowed="a model saved by transformers' save_pretrained",
-            remedy="Load it with transformers, and save it again.",
-        )
+    files = _files(model)
+    source = files[0].parent
     if all(found == _NAMES[dtype] for file in files for found in _dtypes(file)):
         return str(source)
     to = getattr(torch, DTYPES[dtype])
@@ -52,6 +47,43 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
             if other.is_file() and other.suffix not in (".safetensors", ".bin"):
                 shutil.copyfile(other, folder / other.name)
     return str(target)
+
+
+def different_weights(one: str, other: str) -> str:
+    """Say which tensors of two checkpoints differ, in words: all after a training step, a few after a wrong sync."""
+    from safetensors import safe_open
+
+    def places(model: str) -> dict[str, Any]:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in _files(model)]
+        return {name: file for file in opened for name in file.keys()}
+
+    with ExitStack() as stack:
+        ones, others = places(one), places(other)
+        names = sorted(ones.keys() | others.keys())
+        differing = [
+            name
+            for name in names
+            if name not in ones
+            or name not in others
+            or not ones[name].get_tensor(name).equal(others[name].get_tensor(name))
+        ]
+    named = ": " + ", ".join(differing[:_NAMED]) + (", ..." if len(differing) > _NAMED else "")
+    return f"{len(differing)} of {len(names)} tensors differ" + (named if differing else "")
+
+
+def _files(model: str) -> list[Path]:
+    from huggingface_hub import snapshot_download
+
+    location = Path(model_location(model))
+    source = location if location.is_dir() else Path(snapshot_download(model))
+    files = sorted(source.glob(_WEIGHTS))
+    if not files:
+        raise ConfigurationError(
+            f"{model}: it has no {_WEIGHTS}, whose weights can be rounded and compared",
+            allowed="a model saved by transformers' save_pretrained",
+            remedy="Load it with transformers, and save it again.",
+        )
+    return files
 
 
 def _dtypes(file: Path) -> set[str]:

@@ -1,0 +1,119 @@
+"""What it does that engines choose other experts: in a mixture of experts a cause of its own.
+
+Where two experts are nearly tied, the smallest rounding chooses another one, and other weights compute the token. So a
+step of the path is two things: rounding, and other choices. Let H(R) be the log-probs that the trainer's engine gives
+in FP32 when it computes with choices R. A step that changes the choices from R to R' has H(R') - H(R) of them, and the
+rest of it is rounding. Over the whole path these parts add up to H(R of the trainer) - H(R of the rollout), which is
+the one step `routing`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from verl_precision.explain.path import REFERENCE, REPLAYED, ROLLOUT, Station
+from verl_precision.sampling.engine import Request
+from verl_precision.sampling.store import Series, Store
+from verl_precision.sampling.work import Key
+
+
+def series_of(station: Station) -> tuple[str, str | None]:
+    """Return a station's series in the store."""
+    return (station.name, None) if station.draws else (ROLLOUT, station.name)
+
+
+class Replay(Series):
+    """Scores of the responses for which a station chose other experts than the trainer's engine in FP32."""
+
+    def __init__(self, store: Store, station: Station, engine: Station) -> None:
+        """Find what is missing; both stations are complete."""
+        self._station = station
+        keys = [key for key in store.keys if _differ(store, station, engine, key)]
+        what = f"responses scored: with the experts of {station.name}"
+        super().__init__(store, ROLLOUT, f"{REPLAYED} {station.name}", what, keys)
+
+    def _request(self, problem: str, response: int) -> Request:
+        experts = _experts(self._store, self._station, (problem, response))
+        return replace(super()._request(problem, response), routed_experts=experts)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What other choices do.
+
+    Attributes:
+        log_probs: Station -> H of its choices, all tokens, nats; a station that does not tell them has those of the
+            station before.
+        changed: Share of the choices that differ between rollout and trainer, over all layers and tokens.
+    """
+
+    log_probs: Mapping[str, np.ndarray]
+    changed: float
+
+
+def read_routing(store: Store, stations: Sequence[Station], engine: Station) -> Routing:
+    """Return what was scored.
+
+    Args:
+        store: Complete, with the series of `Replay`.
+        stations: The path, and then what is off it.
+        engine: The trainer's engine in FP32.
+    """
+    found: dict[str, np.ndarray] = {}
+    for one in stations:
+        found[one.name] = (
+            np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
+            if one.routing
+            else found[stations[stations.index(one) - 1].name]
+        )
+    trainer = next(one for one in reversed(stations) if one.routing and one.name != REFERENCE)
+    counts = [_changed(_experts(store, stations[0], key), _experts(store, trainer, key)) for key in store.keys]
+    changed, total = map(sum, zip(*counts, strict=True))
+    return Routing(found, changed / max(total, 1))
+
+
+def with_routing(
+    stations: Sequence[Station], log_probs: Mapping[str, np.ndarray], routing: Routing
+) -> tuple[list[Station], dict[str, np.ndarray]]:
+    """Take what other choices do out of every step, and return path and log-probs with one step more, which has it."""
+    at_first = routing.log_probs[stations[0].name]
+    rounded = {name: values - (routing.log_probs[name] - at_first) for name, values in log_probs.items()}
+    last = stations[-1]
+    step = replace(last, name="routed", cause="routing", words="with the experts that it chooses itself")
+    return [*stations, step], {**rounded, step.name: log_probs[last.name]}
+
+
+def _replayed(store: Store, station: Station, engine: Station, key: Key) -> np.ndarray:
+    """Return H of a station's choices for one response."""
+    scored = store.positions[ROLLOUT, f"{REPLAYED} {station.name}"]
+    position = scored[key] if key in scored else store.positions[ROLLOUT, engine.name][key]
+    return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
+
+
+def _differ(store: Store, station: Station, engine: Station, key: Key) -> bool:
+    one, other = (_sorted(_experts(store, each, key)) for each in (station, engine))
+    return not np.array_equal(one, other)
+
+
+def _sorted(experts: np.ndarray) -> np.ndarray:
+    return np.sort(experts, axis=-1)  # a token's experts are a set
+
+
+def _changed(one: np.ndarray, other: np.ndarray) -> tuple[int, int]:
+    """Return how many choices are not the other's, and how many there are."""
+    equal = (one[..., None] == other[..., None, :]).any(axis=-1)
+    return int((~equal).sum()), equal.size
+
+
+def _experts(store: Store, station: Station, key: Key) -> Any:
+    """Return a station's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
+    found = store.routed_experts(*series_of(station), key)
+    if found is None:
+        raise RuntimeError(f"station {station.name} did not say which experts it chose")
+    drawn = store.journal.read(store.positions[ROLLOUT, None][key])["token_ids"]
+    length = len(store.prompt_ids[int(key[0])]) + len(drawn) - 1
+    fitted = np.zeros((length, *found.shape[1:]), found.dtype)
+    fitted[: len(found)] = found[:length]
+    return fitted
