@@ -434,8 +434,7 @@ def explain(
     model is in memory at a time.
     """
     values = dict(locals())  # the options, most of them called as the settings are
-    from verl_precision.explain.from_config import explained_by
-    from verl_precision.explain.page import show, show_recorded, write
+    from verl_precision.explain.page import show, write
     from verl_precision.explain.session import explain as explain_gap
     from verl_precision.explain.settings import Explanation
     from verl_precision.quiet import only_errors_of_others
@@ -448,12 +447,15 @@ def explain(
         if others := sorted(given - {"run"}):
             raise BadParameter(f"--run tells what is recorded. Leave out --{others[0].replace('_', '-')}.")
         with only_errors_of_others():
+            from verl_precision.explain.run_folder import show_recorded
+
             show_recorded(run, console)
         return
     if recipe is not None:
-        from verl_precision.integration.recipe_config import compose_recipe
-
         with only_errors_of_others():
+            from verl_precision.explain.from_config import explained_by
+            from verl_precision.integration.recipe_config import compose_recipe
+
             of_recipe = explained_by(compose_recipe(recipe, overrides or [])) | {"max_prompts": 16}
         values |= {name: value for name, value in of_recipe.items() if name not in given}
     chosen = None if values["prompts"] is None else Path(values["prompts"])

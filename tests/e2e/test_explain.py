@@ -1,7 +1,11 @@
-"""`explain` on real engines: a wrong epsilon in vLLM is found, to the operation, and nothing else is called a fault."""
+"""`explain` on real engines: what is planted is found, and nothing else is called a fault.
+
+`tests/explain/plantings.py` plants fifty (docs/plantings.md).
+"""
 
 import io
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,8 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(planted.__file__).parent))  # a process of an engine imports the fault
     job = Explanation(model="tiny:qwen3", prompts="built-in", max_response_tokens=32)
     prompts, console = read_prompts(None, "prompt", 6), Console(file=io.StringIO())
-    result = explain(job, prompts, tmp_path, console, vllm=planted.vllm_with_another_epsilon)
+    vllm = partial(planted.faulty_vllm, plants={"epsilon": 100})
+    result = explain(job, prompts, tmp_path, console, vllm=vllm)
     by_cause = {finding.station.cause: finding for finding in result.findings}
     assert [finding.station.cause for finding in result.findings if finding.fault] == ["engine"]
     assert result.findings[0] is by_cause["engine"] and result.allotment.share(by_cause["engine"].part) > 0.8
@@ -38,3 +43,18 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
     assert sum(one.share for one in in_fp32.operations if one.kind in norms) > 0.99
     for found in result.operations.values():
         assert found.remainder < 1e-3 * found.nats, "the errors of all operations are the whole difference"
+
+
+def test_ties_in_the_router_are_found(tmp_path):
+    """FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
+    model = planted.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)
+    job = Explanation(model=model, prompts="built-in", train_dtype="fp16", rollout_dtype="fp16", max_response_tokens=32)
+    prompts, console = read_prompts(None, "prompt", 6), Console(file=io.StringIO())
+    result = explain(job, prompts, tmp_path / "job", console)
+    assert [finding.station.cause for finding in result.findings if finding.fault] == ["routing"]
+    routing = result.findings[0]
+    assert result.allotment.share(routing.part) > 0.8 and routing.part.without < 0.2 * result.allotment.k3
+    assert float(routing.evidence.partition("%")[0]) > 1, "per cent of the choices"
+    # With the choices taken out, what is left is FP16's rounding: an eighth of BF16's.
+    of_trainer = next(each for each in result.findings if each.station.cause == "trainer_precision")
+    assert of_trainer.part.size == pytest.approx(result.bf16_cost / 8, rel=0.3)

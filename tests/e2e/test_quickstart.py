@@ -3,7 +3,9 @@
 import json
 
 import torch
+from typer.testing import CliRunner
 
+from verl_precision.cli import app
 from verl_precision.runs.read import read_metrics
 
 
@@ -48,6 +50,15 @@ def test_what_the_user_gets(comparison):
     assert "k3 KL" in (folder / "report.html").read_text(encoding="utf-8")
     for precision in ("bf16", "fp16"):
         assert {path.name for path in (folder / precision).iterdir()} >= {"train.log", "metrics.jsonl"}
+
+
+def test_a_run_says_what_it_has_recorded(comparison):
+    folder, _, _ = comparison
+    result = CliRunner().invoke(app, ["explain", "--run", str(folder / "fp16")])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0 and "Nothing that is recorded is wrong." in said, said
+    assert "canary within its bound after all" in said and "0.0% of the responses are behind" in said
+    assert "--rollout-dtype fp16 --train-dtype fp16" in said and "--prompts recipes/quickstart/prompts.jsonl" in said
 
 
 def test_nothing_is_left_running(comparison, own_processes):

@@ -6,7 +6,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_precision.engine.router_replay import FAMILIES, Choice, ReplayedRouters, known_tokens, routing_agreement
+from verl_precision.engine.router_replay import (
+    FAMILIES,
+    Choice,
+    ReplayedRouters,
+    known_tokens,
+    routing_agreement,
+    without_padding,
+)
 from verl_precision.errors import ConfigurationError
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 8, 2, 3, 32
@@ -165,6 +172,21 @@ def test_known_are_the_tokens_that_went_through_the_rollout():
     assert known_tokens(experts, torch.tensor([0, 3, 7])).tolist() == [True, True, False, True, True, False, False]
     one_expert = torch.zeros(3, LAYERS, 1, dtype=torch.int16)  # expert 0 may be everyone's choice
     assert known_tokens(one_expert, torch.tensor([0, 3])).tolist() == [True, True, False]
+
+
+def test_choices_of_padding_are_left_out():
+    family = FAMILIES[0]
+    model = build(family)
+    routers = ReplayedRouters(model)
+    padded = torch.tensor([[3, 1, 4, 0], [5, 9, 2, 6]])
+    with torch.no_grad(), routers.watched() as seen:
+        model(padded, attention_mask=torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]))
+    found = without_padding(routers.stacked(seen), torch.tensor([0, 3, 7]))
+    for row, places in ((padded[:1, :3], slice(0, 3)), (padded[1:], slice(3, 7))):
+        with torch.no_grad(), routers.watched() as alone:
+            model(row)
+        assert found[places].equal(routers.stacked(alone))
+    assert without_padding(found, torch.tensor([0, 3, 7])) is found, "packed sequences have no padding"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])

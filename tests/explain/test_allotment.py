@@ -32,6 +32,9 @@ def test_by_hand():
     k3 = [np.expm1(g) - g for g in (0.3, -0.1)]
     assert first.k3 == pytest.approx((0.2 / 0.3 * k3[0] + 0.1 / -0.1 * k3[1]) / 2)
     assert found.share(first) + found.share(second) == pytest.approx(1)
+    # Without a step, the other one is the gap.
+    without = [np.mean([np.expm1(g) - g for g in other]) for other in ((0.1, -0.2), (0.2, 0.1))]
+    assert (first.without, second.without) == pytest.approx(tuple(without))
 
 
 def test_independent_steps_have_shares_of_the_variance():

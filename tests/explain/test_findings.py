@@ -5,9 +5,8 @@ import pytest
 from verl_precision.explain.allotment import Allotment, Part
 from verl_precision.explain.page import advice, rows, verdict
 from verl_precision.explain.path import path
-from verl_precision.explain.session import Result
 from verl_precision.explain.settings import Explanation
-from verl_precision.explain.verdict import findings
+from verl_precision.explain.verdict import Result, findings
 
 JOB = Explanation(model="m", prompts="p")
 COST = 1e-2  # of BF16
@@ -16,8 +15,8 @@ COST = 1e-2  # of BF16
 def judged(job=JOB, bf16_cost=COST, **sizes):
     """Return the result for steps of given sizes; k3 is the square of a size."""
     stations = path(job)
-    parts = tuple(Part(sizes.get(s.cause, 0.0), sizes.get(s.cause, 0.0) ** 2, sizes.get(s.cause, 0.0))
-                  for s in stations[1:])  # fmt: skip
+    of = [sizes.get(one.cause, 0.0) for one in stations[1:]]
+    parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0) for size in of)
     allotment = Allotment(parts, sum(p.nats for p in parts), sum(p.k3 for p in parts), 100, 0)
     found = findings(job, stations, allotment, bf16_cost, {"weights": "1 of 3 tensors differs"})
     return Result(stations, found, allotment, bf16_cost, {})

@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 
+from verl_precision.explain.causes import CAUSES
 from verl_precision.explain.path import path, reference, replayed
 from verl_precision.explain.settings import Explanation
-from verl_precision.explain.verdict import CAUSES
 
 WHOLE = {
     "rollout_model": "tiny:llama", "rollout_dtype": "fp16", "train_dtype": "bf16", "top_p": 0.8, "packed": True,
@@ -42,12 +42,9 @@ def test_raw_log_probs_know_neither_temperature_nor_truncation():
     assert "temperature" not in {one.cause for one in path(job(raw_log_probs=True))}, "at 1 there is nothing to divide"
 
 
-def test_choices_of_experts_are_recorded_where_the_engine_tells_them():
-    padded = path(job(), routed=True)
-    assert {one.name for one in padded if one.routing != "recorded"} == {"trainer"}, "verl tells none of padded tokens"
-    packed = path(job(packed=True), routed=True)
-    assert {one.routing for one in packed} == {"recorded"}
-    one = replayed(packed)
+def test_choices_of_experts_are_recorded_everywhere():
+    assert {one.routing for one in path(job(), routed=True)} == {"recorded"}
+    one = replayed(path(job(), routed=True))
     assert (one.routing, one.dtype, one.engine) == ("replayed", "fp32", "trainer")
     assert not any(one.routing for one in path(job()))
 

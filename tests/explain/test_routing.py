@@ -10,6 +10,7 @@ from verl_precision.explain import session
 from verl_precision.explain.path import REPLAYED, path
 from verl_precision.explain.routing import Routing, with_routing
 from verl_precision.explain.settings import Explanation
+from verl_precision.explain.verdict import judge
 from verl_precision.sampling.engine import Response
 from verl_precision.sampling.prompts import read_prompts
 
@@ -21,11 +22,31 @@ def test_parts_are_rounding_and_routing():
     rounding, routing = [0.0, 0.01, 0.03], [0.0, 0.2, 0.5]  # of each station, from the rollout on
     log_probs = {one.name: np.array([-1 + a + b]) for one, a, b in zip(stations, rounding, routing, strict=True)}
     choices = {one.name: np.array([-7 + b]) for one, b in zip(stations, routing, strict=True)}
-    longer, found = with_routing(stations, log_probs, Routing(choices, 0.1))
+    longer, found = with_routing(stations, log_probs, Routing(choices, 0.1), kept=())
     assert [one.cause for one in longer] == [*(one.cause for one in stations), "routing"]
-    values = np.concatenate([found[one.name] for one in longer])
-    assert np.diff(values) == pytest.approx([0.01, 0.02, 0.5])
-    assert values[-1] == log_probs[stations[-1].name][0], "the whole is what it was"
+    assert np.diff(np.concatenate(found)) == pytest.approx([0.01, 0.02, 0.5])
+    assert found[-1] == log_probs[stations[-1].name], "the whole is what it was"
+    _, found = with_routing(stations, log_probs, Routing(choices, 0.1), kept={stations[1].cause})
+    assert np.diff(np.concatenate(found)) == pytest.approx([0.21, 0.02, 0.3]), "its choices are its own"
+
+
+def test_a_fault_keeps_what_it_does_to_the_choices():
+    """Other weights choose other experts, and so does a wrong kernel: neither is a fault of the routers."""
+    job = Explanation(model="m", prompts="p", rollout_model="older")
+    stations = path(job, routed=True)
+    rounding = {"weights": 0.2, "decode": 0.1, "rollout_precision": 0.01, "trainer_precision": 0.01}
+    routing = {"weights": 0.4, "decode": 0.3, "rollout_precision": 0.002}
+    signs = np.array([1.0, -1.0])
+
+    def along(*steps):
+        sizes = [sum(step.get(one.cause, 0.0) for step in steps) for one in stations]
+        return dict(zip((one.name for one in stations), np.cumsum(sizes)[:, None] * signs, strict=True))
+
+    found = judge(job, stations, along(rounding, routing), Routing(along(routing), 0.1), {}, {})
+    assert {each.station.cause: round(each.part.size, 6) for each in found.findings if each.part.size} == {
+        "weights": 0.6, "decode": 0.4, "rollout_precision": 0.01, "trainer_precision": 0.01, "routing": 0.002,
+    }  # fmt: skip
+    assert {each.station.cause for each in found.findings if each.fault} == {"weights", "decode"}
 
 
 class MadeUp:

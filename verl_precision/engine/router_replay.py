@@ -181,6 +181,22 @@ def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
     return known_N
 
 
+def without_padding(choices_NLk: Tensor, offsets: Tensor) -> Tensor:
+    """Return the choices of tokens alone, sequence after sequence.
+
+    Args:
+        choices_NLk: Of every place that the model has seen: packed sequences, or sequences padded on the right to one
+            length.
+        offsets: [B + 1], where each sequence begins in packed sequences.
+    """
+    if len(choices_NLk) == int(offsets[-1]):
+        return choices_NLk
+    lengths_B = offsets.diff().to(choices_NLk.device)
+    padded_BTLk = choices_NLk.unflatten(0, (len(lengths_B), -1))
+    places_T = torch.arange(padded_BTLk.shape[1], device=choices_NLk.device)
+    return padded_BTLk[places_T < lengths_B[:, None]]
+
+
 def _chooser(module: Any) -> tuple[nn.Module, str, int, int] | None:
     """Return what chooses experts in a module, if it does: owner, method, number of experts, how many are chosen."""
     if hasattr(module, "route_tokens_to_experts") and hasattr(module, "gate"):

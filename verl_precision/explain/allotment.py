@@ -16,11 +16,13 @@ class Part:
         nats: Its part of the mean |g|, nats. Negative where it undoes what others do.
         k3: Its part of the k3.
         size: Mean |δ| of its own, nats: its size, whatever the others do.
+        without: The k3 that would be left without it.
     """
 
     nats: float
     k3: float
     size: float
+    without: float
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,23 @@ def allot(stations: Sequence[np.ndarray]) -> Allotment:
     steps_KN = np.diff(log_probs_KN, axis=0)
     gap_N = log_probs_KN[-1] - log_probs_KN[0]
     small_N = np.abs(gap_N) < _SMALL
-    whole_N = np.expm1(gap_N) - gap_N
+    whole_N = _k3(gap_N)
     slope_N = np.where(small_N, gap_N / 2, whole_N / np.where(small_N, 1, gap_N))
     mean = 1 / max(tokens, 1)
     parts = tuple(
-        Part(float(nats), float(k3), float(size))
-        for nats, k3, size in zip(
+        Part(float(nats), float(k3), float(size), float(without))
+        for nats, k3, size, without in zip(
             steps_KN @ np.sign(gap_N) * mean,
             steps_KN @ slope_N * mean,
             np.abs(steps_KN).sum(axis=1) * mean,
+            _k3(gap_N - steps_KN).sum(axis=1) * mean,
             strict=True,
         )
     )
     return Allotment(parts, float(np.abs(gap_N).sum() * mean), float((gap_N * slope_N).sum() * mean), tokens,
                      int((~finite_N).sum()))  # fmt: skip
+
+
+def _k3(gap: np.ndarray) -> np.ndarray:
+    """Return e^g - 1 - g, to nine digits also of small ones, where the terms cancel."""
+    return np.where(np.abs(gap) < _SMALL, gap * gap / 2, np.expm1(gap) - gap)

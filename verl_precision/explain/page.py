@@ -14,20 +14,15 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from verl_precision.explain.from_config import as_options, explained_by, replays_sampling
 from verl_precision.explain.operations import FAMILIES, Operations
-from verl_precision.explain.path import path
-from verl_precision.explain.recorded import gap_of, recorded
-from verl_precision.explain.run_folder import read_run
-from verl_precision.explain.session import Result
 from verl_precision.explain.settings import Explanation
-from verl_precision.explain.verdict import CAUSES, Finding
+from verl_precision.explain.verdict import Finding, Result
 from verl_precision.files import write_file
 from verl_precision.runs.figures import svg_of
 from verl_precision.versions import installed_versions
 
 FILES = ("explanation.json", "explanation.html")
-_COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "")
+_COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
 _FAULT, _COST = "#d9622b", "#2563c9"
 
 
@@ -52,6 +47,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
             f"{each.expected:.1e}",
             f"{each.part.nats:.1e}",
             f"{result.allotment.share(each.part):.1%}",
+            f"{each.part.without:.1e}",
             "FAULT" if each.fault else "",
         )
         for each in result.findings
@@ -90,35 +86,6 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     if result.allotment.left_out:
         left_out = f"{result.allotment.left_out} tokens have no finite log-prob at some station, and are left out."
         console.print(left_out, style="red", soft_wrap=True)
-
-
-def show_recorded(source: Path, console: Console) -> None:
-    """Print what a run has recorded of the causes, and what a rerun would add."""
-    run, config = read_run(source)
-    settings = None if config is None else explained_by(config)
-    found = recorded(settings, config is not None and replays_sampling(config), run.rows)
-    console.print(gap_of(run.rows), highlight=False, soft_wrap=True)
-    faults = [one for one in found if one.fault]
-    named = "; ".join(f"{one.cause}: {CAUSES[one.cause].title}" for one in faults)
-    console.print(f"Something is wrong. {named}." if faults else "Nothing that is recorded is wrong.", soft_wrap=True)
-    table = Table("cause", "recorded", "", box=None, header_style="bold")
-    for one in found:
-        words = {True: "FAULT", False: "right", None: "a cost"}[one.fault]
-        table.add_row(one.cause, one.seen, words, style="red" if one.fault else None)
-    if found:
-        console.print(table)
-    for one in faults:
-        console.print(f"{one.cause}: {one.remedy}.", highlight=False, soft_wrap=True)
-    if settings is None:
-        console.print("It has left no config. A rerun tells the share of each cause, and more of them:")
-        console.print("verl-precision explain --recipe RECIPE.yaml", highlight=False)
-        return
-    job = Explanation(**{name: value for name, value in settings.items() if name != "prompt_field"})
-    known = {one.cause for one in found if one.fault is not None}
-    causes = ", ".join(one.cause for one in path(job)[1:] if one.cause not in known)
-    console.print(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:", soft_wrap=True)
-    options = shlex.join([*as_options(settings), "--max-prompts", "16"])
-    console.print(f"verl-precision explain {options}", highlight=False, soft_wrap=True)
 
 
 def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]) -> None:
@@ -167,6 +134,7 @@ def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
         "expected_nats": finding.expected,
         "nats": finding.part.nats,
         "k3": finding.part.k3,
+        "k3_without": finding.part.without,
         "share": result.allotment.share(finding.part),
         "evidence": finding.evidence,
         "remedy": finding.cause.remedy,

@@ -95,13 +95,7 @@ def path(job: Explanation, routed: bool = False) -> list[Station]:
         job: What is explained.
         routed: Whether the model is a mixture of experts, whose choices are recorded.
     """
-    stations = list(_stations(job))
-    # verl's engine tells them of sequences without padding alone: one by one, or packed.
-    return [replace(one, routing="recorded") if routed and _unpadded(one) else one for one in stations]
-
-
-def _unpadded(station: Station) -> bool:
-    return station.engine == "vllm" or station.alone or station.packed
+    return [replace(one, routing="recorded" if routed else "") for one in _stations(job)]
 
 
 class _Step(NamedTuple):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from verl_precision.explain.verdict import CAUSES
+from verl_precision.explain.causes import CAUSES
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.metric_names import value_of
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP

@@ -3,17 +3,18 @@
 Where two experts are nearly tied, the smallest rounding chooses another one, and other weights compute the token. So a
 step of the path is two things: rounding, and other choices. Let H(R) be the log-probs that the trainer's engine gives
 in FP32 when it computes with choices R. A step that changes the choices from R to R' has H(R') - H(R) of them, and the
-rest of it is rounding. Over the whole path these parts add up to H(R of the trainer) - H(R of the rollout), which is
-the one step `routing`.
+rest of it is rounding. What the steps have of them is one step more, `routing`. A step that is a fault keeps its own:
+there the other choices are what the fault does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from verl_precision.explain.path import REFERENCE, REPLAYED, ROLLOUT, Station
+from verl_precision.explain.path import REPLAYED, ROLLOUT, Station
 from verl_precision.sampling.engine import Request
 from verl_precision.sampling.store import Series, Store
 from verl_precision.sampling.work import Key
@@ -44,8 +45,7 @@ class Routing:
     """What other choices do.
 
     Attributes:
-        log_probs: Station -> H of its choices, all tokens, nats; a station that does not tell them has those of the
-            station before.
+        log_probs: Station -> H of its choices, all tokens, nats.
         changed: Share of the choices that differ between rollout and trainer, over all layers and tokens.
     """
 
@@ -53,36 +53,45 @@ class Routing:
     changed: float
 
 
-def read_routing(store: Store, stations: Sequence[Station], engine: Station) -> Routing:
+def read_routing(store: Store, stations: Sequence[Station], others: Sequence[Station], engine: Station) -> Routing:
     """Return what was scored.
 
     Args:
         store: Complete, with the series of `Replay`.
-        stations: The path, and then what is off it.
+        stations: The path.
+        others: Stations that are not on it.
         engine: The trainer's engine in FP32.
     """
-    found: dict[str, np.ndarray] = {}
-    for one in stations:
-        found[one.name] = (
-            np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
-            if one.routing
-            else found[stations[stations.index(one) - 1].name]
-        )
-    trainer = next(one for one in reversed(stations) if one.routing and one.name != REFERENCE)
-    counts = [_changed(_experts(store, stations[0], key), _experts(store, trainer, key)) for key in store.keys]
+    found = {
+        one.name: np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
+        for one in (*stations, *others)
+    }
+    first, last = stations[0], stations[-1]
+    counts = [_changed(_experts(store, first, key), _experts(store, last, key)) for key in store.keys]
     changed, total = map(sum, zip(*counts, strict=True))
     return Routing(found, changed / max(total, 1))
 
 
 def with_routing(
-    stations: Sequence[Station], log_probs: Mapping[str, np.ndarray], routing: Routing
-) -> tuple[list[Station], dict[str, np.ndarray]]:
-    """Take what other choices do out of every step, and return path and log-probs with one step more, which has it."""
-    at_first = routing.log_probs[stations[0].name]
-    rounded = {name: values - (routing.log_probs[name] - at_first) for name, values in log_probs.items()}
-    last = stations[-1]
-    step = replace(last, name="routed", cause="routing", words="with the experts that it chooses itself")
-    return [*stations, step], {**rounded, step.name: log_probs[last.name]}
+    stations: Sequence[Station], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
+) -> tuple[list[Station], list[np.ndarray]]:
+    """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
+
+    Args:
+        stations: The path.
+        log_probs: Of each station.
+        routing: What the choices of each do.
+        kept: Causes whose steps keep what they do to the choices: other weights choose other experts, and that is not
+            rounding.
+    """
+    moved = np.zeros_like(log_probs[stations[0].name])
+    found = [log_probs[stations[0].name]]
+    for before, after in pairwise(stations):
+        if after.cause not in kept:
+            moved = moved + routing.log_probs[after.name] - routing.log_probs[before.name]
+        found.append(log_probs[after.name] - moved)
+    step = replace(stations[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
+    return [*stations, step], [*found, log_probs[stations[-1].name]]
 
 
 def _replayed(store: Store, station: Station, engine: Station, key: Key) -> np.ndarray:

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ import numpy as np
 from rich.console import Console
 
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
-from verl_precision.explain.allotment import Allotment, allot
-from verl_precision.explain.operations import OperationComparer, Operations, read_operations
+from verl_precision.explain.operations import OperationComparer, read_operations
 from verl_precision.explain.path import REPLAYED, ROLLOUT, Station, path, reference, replayed
 from verl_precision.explain.records import Comparison, Record
-from verl_precision.explain.routing import Replay, read_routing, series_of, with_routing
+from verl_precision.explain.routing import Replay, read_routing, series_of
 from verl_precision.explain.settings import Explanation, check_model
-from verl_precision.explain.verdict import Finding, findings
+from verl_precision.explain.verdict import Result, judge
 from verl_precision.explain.weights import different_weights, rounded_copy
 from verl_precision.integration.fsdp_scorer import TrainerEngine
 from verl_precision.integration.vllm_sampler import VllmEngine
@@ -29,25 +28,6 @@ from verl_precision.sampling.work import Work, start_engine, work_through
 from verl_precision.versions import installed_versions
 
 Maker = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was found.
-
-    Attributes:
-        stations: The path, and with a mixture of experts the step `routing` at its end.
-        findings: Of each step, faults first.
-        allotment: The gap and its parts, in the order of the path.
-        bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats.
-        operations: Station of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
-    """
-
-    stations: list[Station]
-    findings: list[Finding]
-    allotment: Allotment
-    bf16_cost: float
-    operations: dict[str, Operations]
 
 
 def explain(
@@ -90,8 +70,7 @@ def explain(
     }
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
     stations = path(job, routed)
-    before, after = reference(job, stations)
-    wanted = list(dict.fromkeys([*stations, after]))
+    wanted = list(dict.fromkeys([*stations, *reference(job, stations)]))
     of_record = [one.name for one in stations if one.engine == "vllm" and one.alone and not one.compiled]
     recorded_at = of_record if ray_address is None else []
     with closing(open_journal(folder, recorded)) as journal:
@@ -116,12 +95,11 @@ def explain(
         fill("operations", compared, lambda: partial(OperationComparer, _weights(engine_fp32, models, folder)))
         operations = {name: read_operations(Comparison(folder, name).path) for name in recorded_at}
         found = {one.name: _log_probs(store, one) for one in wanted}
-        evidence = {}
+        routing, evidence = None, {}
         if routed:
-            replays: list[tuple[Work, int]] = [(Replay(store, one, engine_fp32), 1) for one in wanted if one.routing]
+            replays: list[tuple[Work, int]] = [(Replay(store, one, engine_fp32), 1) for one in wanted]
             fill(REPLAYED, replays, partial(build, replayed(stations)))
-            routing = read_routing(store, wanted, engine_fp32)
-            stations, found = with_routing(stations, found, routing)
+            routing = read_routing(store, stations, wanted[len(stations) :], engine_fp32)
             evidence["routing"] = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
         if job.rollout_model is not None:
             evidence["weights"] = different_weights(models["rollout"].name, models["trainer"].name)
@@ -129,9 +107,7 @@ def explain(
         record.unlink()
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
-    allotment = allot([found[one.name] for one in stations])
-    bf16_cost = float(np.nanmean(np.abs(found[after.name] - found[before.name])))
-    return Result(stations, findings(job, stations, allotment, bf16_cost, evidence), allotment, bf16_cost, operations)
+    return judge(job, stations, found, routing, operations, evidence)
 
 
 def _by_process(stations: Sequence[Station]) -> list[list[Station]]:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.errors import ConfigurationError
 from verl_precision.integration.machine import look
-from verl_precision.integration.run_identity import FILE, settings_in
+from verl_precision.integration.run_identity import settings_in
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtypes import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.rules.rule import Fault
@@ -119,9 +119,9 @@ def recorded_config(folder: Path) -> DictConfig | None:
     for copy in (folder / "hydra" / ".hydra" / "config.yaml", folder / ".hydra" / "config.yaml"):
         if copy.is_file():
             return OmegaConf.load(copy)
-    if (folder / FILE).is_file():
+    if settings := settings_in(folder):
         config = OmegaConf.create()
-        for name, value in settings_in(folder).items():
+        for name, value in settings.items():
             OmegaConf.update(config, name, value, force_add=True)
         return config
     return None

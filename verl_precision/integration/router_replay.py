@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from verl.utils import tensordict_utils as tu
 
-from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement
+from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement, without_padding
 from verl_precision.errors import ConfigurationError
 from verl_precision.integration.merged_metrics import metrics_of_loss
 
@@ -68,7 +68,7 @@ class RouterReplay:
         with watched as seen:
             loss, output = step(micro_batch, loss_function and loss_and_agreement, forward_only)
         if self._records(micro_batch, forward_only):
-            recorded = self._routers.stacked(seen).to(torch.int16)
+            recorded = without_padding(self._routers.stacked(seen).to(torch.int16), offsets)
             output["model_output"][CHOICES] = torch.nested.nested_tensor_from_jagged(recorded, offsets)
         return loss, output
 

@@ -126,7 +126,7 @@ class Series(FixedWork):
 
     def record(self, response: Response) -> None:
         """Write a sample or a score, then count it."""
-        record = {
+        record: dict[str, Any] = {
             "rollout": self._rollout,
             "train": self._train,
             "problem": response.problem,
