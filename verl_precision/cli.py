@@ -386,6 +386,9 @@ def explain(
     rollout_model: Annotated[
         str | None, Option(help="Model of the rollout, if it has other weights, e.g. an older export.")
     ] = None,
+    adapter: Annotated[
+        str | None, Option(help="Folder of a LoRA adapter that the trainer has; the rollout has it merged.")
+    ] = None,
     rollout_dtype: Annotated[str, Option(help="Dtype of vLLM: bf16, fp16 or fp32.")] = "bf16",
     train_dtype: Annotated[str, Option(help="Dtype of the trainer.")] = "bf16",
     temperature: Annotated[float, Option(help="Temperature of both.")] = 1.0,

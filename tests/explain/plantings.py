@@ -221,8 +221,8 @@ def table(founds: list[dict[str, Any]]) -> str:
         named = ", ".join(f"`{cause}`" for cause in one["named"]) or "nothing"
         missed = [cause for cause in one["planted"] if cause not in one["named"]]
         false = [cause for cause in one["named"] if cause not in one["planted"]]
-        named += "".join([" (missed: " + ", ".join(f"`{cause}`" for cause in missed) + ")" if missed else "",
-                          " (not planted: " + ", ".join(f"`{cause}`" for cause in false) + ")" if false else ""])  # fmt: skip
+        for what, causes in (("missed", missed), ("not planted", false)):
+            named += f" ({what}: {', '.join(f'`{cause}`' for cause in causes)})" if causes else ""
         shares = ", ".join(f"{one['shares'][cause]:.0%}" for cause in one["planted"])
         undone = ", ".join(f"{one['undone'][cause]:.0%}" for cause in one["planted"])
         made = "" if one["made"] is None else f"{one['made']:.0%}"

@@ -39,6 +39,8 @@ OPERATIONS = json.dumps(
         (["--model", "nowhere/at-all", "--rollout-model", "tiny:none"], "nowhere/at-all"),
         (["--attention", "flash_attention_2", "--train-dtype", "fp32"], "flash-attn computes in 16 bits only"),
         (["--16-bit-log-probs", "--train-dtype", "fp32"], "a trainer in fp32 has no 16-bit logits"),
+        (["--adapter", "recipes"], "--adapter recipes: there is no adapter in it"),
+        (["--adapter", "a", "--rollout-model", "b"], "the rollout has the trainer's weights, merged"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_written(arguments, words, monkeypatch, root, tmp_path):

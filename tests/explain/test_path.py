@@ -14,7 +14,8 @@ WHOLE = {
     "cuda_graphs": True,
 }  # fmt: skip
 RAW = {"raw_log_probs": True, "temperature": 0.8, "top_p": 0.8}
-NOT_ON_THE_PATH = {"staleness", "routing"}  # of a run, and of a mixture of experts
+LORA = {"adapter": "folder", "rollout_dtype": "bf16", "train_dtype": "fp16"}
+ELSEWHERE = {"staleness", "routing", "temperature", "merged_lora"}  # causes that the whole path has not
 
 
 def job(**changes):
@@ -23,7 +24,7 @@ def job(**changes):
 
 def test_whole_path():
     stations = path(job(**WHOLE))
-    assert [one.cause for one in stations[1:]] == [c for c in CAUSES if c not in {*NOT_ON_THE_PATH, "temperature"}]
+    assert [one.cause for one in stations[1:]] == [cause for cause in CAUSES if cause not in ELSEWHERE]
     assert len({one.name for one in stations}) == len(stations)
     assert stations[0].draws and stations[-1].attention == "flash_attention_2" and stations[-1].packed
 
@@ -49,7 +50,15 @@ def test_choices_of_experts_are_recorded_everywhere():
     assert not any(one.routing for one in path(job()))
 
 
-@pytest.mark.parametrize("changes", [{}, WHOLE, RAW, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}])
+def test_an_adapter_is_merged_on_the_rollouts_side_alone():
+    stations = path(job(**LORA))
+    assert [one.adapter for one in stations] == [False] * 5 + [True] * 3
+    assert [one.cause for one in stations[4:]] == ["engine", "merged_lora", "trainer_precision", "layout"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, WHOLE, RAW, LORA, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}]
+)
 def test_neighbours_differ_in_what_the_cause_says(changes):
     stations = path(job(**changes))
     may_change = {
@@ -62,6 +71,7 @@ def test_neighbours_differ_in_what_the_cause_says(changes):
         "rollout_precision": {"dtype", "rounded_to"},  # the weights are those that the dtype held
         "engine": {"engine", "rounded_to"},
         "weights": {"model"},
+        "merged_lora": {"adapter", "rounded_to"},
         "weight_rounding": {"rounded_to"},
         "trainer_precision": {"dtype", "rounded_to", "model"},
         "attention": {"attention"},

@@ -91,6 +91,13 @@ CAUSES: Mapping[str, Cause] = {
         "sync them before each rollout (docs/weight_sync.md); with an asynchronous trainer, fewer versions behind",
         "the gap of a right sync",
     ),
+    "merged_lora": Cause(
+        "merging rounds what the adapter has learned to the rollout's dtype",
+        ("rollout",),
+        MOST,
+        "precision=fp16",
+        "FP16 keeps changes an eighth as large; no memory",
+    ),
     "staleness": Cause(
         "the responses are older than the trainer's weights",
         (),

@@ -10,6 +10,7 @@
      │ rollout_precision           in FP32, with the weights that 16 bits hold
      │ engine                      in verl's FSDP engine, FP32
      │ weights                     with the trainer's weights
+     │ merged_lora                 with base and adapter apart, not rounded
      │ weight_rounding             rounded as the trainer rounds them
      │ trainer_precision           in the trainer's dtype
      │ attention                   with the trainer's attention
@@ -48,6 +49,7 @@ class Station:
         words: What it is, in words.
         engine: Which engine computes.
         model: Whose weights it has: those of the rollout, or the trainer's.
+        adapter: Whether base and LoRA adapter are apart; else the adapter is merged.
         rounded_to: Dtype to which they are rounded before they are loaded; None for no rounding.
         dtype: Dtype of the computation.
         alone: Whether sequences are computed one by one.
@@ -70,6 +72,7 @@ class Station:
     model: Literal["rollout", "trainer"]
     rounded_to: Dtype | None
     dtype: Dtype
+    adapter: bool = False
     alone: bool = False
     draws: bool = False
     tempered: bool = True
@@ -147,11 +150,18 @@ def _stations(job: Explanation) -> Iterator[Station]:
         ),
         _Step("weights", "weights", "with the trainer's weights", {"model": "trainer"}, job.rollout_model is not None),
         _Step(
+            "merged_lora",
+            "merged_lora",
+            "base and adapter apart, not rounded",
+            {"adapter": True, "rounded_to": None},
+            job.adapter is not None,
+        ),
+        _Step(
             "weight_rounding",
             "weight_rounding",
             changed_weights,
             {"rounded_to": None if train == "fp32" else train},
-            train != rollout,
+            train != rollout and job.adapter is None,
         ),
         _Step(
             "trainer_alone",

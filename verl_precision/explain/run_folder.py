@@ -15,6 +15,7 @@ from verl_precision.explain.recorded import gap_of, recorded
 from verl_precision.explain.settings import Explanation
 from verl_precision.integration.recipe_config import recorded_config
 from verl_precision.mismatch.alarm import first_alarms
+from verl_precision.rules.dtypes import lora_rank
 from verl_precision.runs.read import Run, read_runs
 
 
@@ -60,7 +61,7 @@ def show_recorded(source: Path, console: Console) -> None:
         console.print(f"Alarms: {rung}. What they mean: verl-precision report {run.path}", soft_wrap=True)
     for one in faults:
         console.print(f"{one.cause}: {one.remedy}.", highlight=False, soft_wrap=True)
-    if settings is None:
+    if config is None or settings is None:
         console.print("It has left no config. A rerun tells the share of each cause, and more of them:")
         console.print("verl-precision explain --recipe RECIPE.yaml", highlight=False)
         return
@@ -70,3 +71,7 @@ def show_recorded(source: Path, console: Console) -> None:
     console.print(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:", soft_wrap=True)
     options = shlex.join([*as_options(settings), "--max-prompts", "16"])
     console.print(f"verl-precision explain {options}", highlight=False, soft_wrap=True)
+    if lora_rank(config):
+        console.print(
+            "It trains an adapter: add --adapter and the folder lora_adapter of a checkpoint.", soft_wrap=True
+        )

@@ -18,7 +18,7 @@ from verl_precision.explain.records import Comparison, Record
 from verl_precision.explain.routing import Replay, read_routing, series_of
 from verl_precision.explain.settings import Explanation, check_model
 from verl_precision.explain.verdict import Result, judge
-from verl_precision.explain.weights import different_weights, rounded_copy
+from verl_precision.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
 from verl_precision.integration.fsdp_scorer import TrainerEngine
 from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.sampling.journal import open_journal
@@ -65,6 +65,7 @@ def explain(
         **asdict(job),
         "model_fingerprint": models["trainer"].fingerprint,
         "rollout_model_fingerprint": models["rollout"].fingerprint,
+        "adapter_fingerprint": None if job.adapter is None else adapter_fingerprint(job.adapter),
         **{f"version of {name}": version for name, version in installed_versions().items()},
         "prompt_token_ids": prompt_ids,
     }
@@ -92,7 +93,7 @@ def explain(
             fill(stops[0].name, [*works, *((record, 1) for record in records)], partial(build, stops[0]))
         engine_fp32 = next(one for one in stations if one.cause == "engine")
         compared: list[tuple[Work, int]] = [(Comparison(folder, name), 1) for name in recorded_at]
-        fill("operations", compared, lambda: partial(OperationComparer, _weights(engine_fp32, models, folder)))
+        fill("operations", compared, lambda: partial(OperationComparer, _weights(job, engine_fp32, models, folder)))
         operations = {name: read_operations(Comparison(folder, name).path) for name in recorded_at}
         found = {one.name: _log_probs(store, one) for one in wanted}
         routing, evidence = None, {}
@@ -132,7 +133,7 @@ def _engine(
     vllm: Maker,
     trainer: Maker,
 ) -> partial:
-    model = _weights(station, models, folder)
+    model = _weights(job, station, models, folder)
     if station.engine == "vllm":
         mode = "processed_logprobs" if station.processed else "raw_logprobs"
         settings: dict[str, Any] = {
@@ -156,14 +157,17 @@ def _engine(
         packed=station.packed,
         fp32_log_probs=station.fp32_log_probs,
         temperature=job.temperature,
+        adapter=job.adapter if station.adapter else None,
         fp32_output_head=station.fp32_output_head,
         router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[station.routing],
     )
 
 
-def _weights(station: Station, models: dict[str, Model], folder: Path) -> str:
+def _weights(job: Explanation, station: Station, models: dict[str, Model], folder: Path) -> str:
     """Return the model that a station loads."""
     name, dtype = models[station.model].name, station.rounded_to
+    if job.adapter is not None and not station.adapter:
+        name = merged_copy(name, job.adapter, folder / "weights-merged")
     return name if dtype is None else rounded_copy(name, dtype, folder / f"weights-{station.model}-{dtype}")
 
 

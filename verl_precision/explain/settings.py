@@ -18,6 +18,7 @@ class Explanation:
     model: str  # what the trainer has
     prompts: str  # name of the file that they came from; the journal has their tokens
     rollout_model: str | None = None  # what the rollout has; None: the same
+    adapter: str | None = None  # LoRA adapter of the trainer, which the rollout has merged
     rollout_dtype: Dtype = "bf16"
     train_dtype: Dtype = "bf16"
     temperature: float = Field(default=1.0, gt=0)
@@ -36,7 +37,10 @@ class Explanation:
     seed: int = Field(default=0, ge=0)
 
     def __post_init__(self) -> None:
-        """Refuse what a trainer in FP32 does not have."""
+        """Refuse what a trainer in FP32 does not have, and two answers to what the rollout has."""
+        if self.adapter is not None and self.rollout_model is not None:
+            problem = f"--adapter {self.adapter} with --rollout-model: the rollout has the trainer's weights, merged"
+            raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")
         if self.train_dtype != "fp32":
             return
         if self.attention == "flash_attention_2":

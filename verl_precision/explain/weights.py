@@ -1,14 +1,15 @@
-"""Weights: those of two checkpoints compared, and a copy that 16 bits hold exactly, for an FP32 engine."""
+"""Weights: a copy that 16 bits hold exactly, one with an adapter merged, and in what two checkpoints differ."""
 
 import shutil
 from contextlib import ExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from verl_precision.engine.settings import DTYPES
 from verl_precision.errors import ConfigurationError
 from verl_precision.files import new_folder
-from verl_precision.sampling.model import model_location
+from verl_precision.sampling.model import load_tokenizer, model_location
 
 _WEIGHTS = "*.safetensors"
 _NAMED = 3  # tensors that a sentence names
@@ -46,6 +47,39 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
         for other in source.iterdir():
             if other.is_file() and other.suffix not in (".safetensors", ".bin"):
                 shutil.copyfile(other, folder / other.name)
+    return str(target)
+
+
+def adapter_fingerprint(adapter: str) -> str:
+    """Return a digest of a LoRA adapter's weights.
+
+    Raises:
+        ConfigurationError: If it is no folder of peft's `save_pretrained`.
+    """
+    weights = Path(adapter) / "adapter_model.safetensors"
+    if not (weights.is_file() and weights.with_name("adapter_config.json").is_file()):
+        raise ConfigurationError(
+            "there is no adapter in it",
+            setting="--adapter",
+            value=adapter,
+            allowed="a folder with adapter_config.json and adapter_model.safetensors",
+            remedy="Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter.",
+        )
+    return sha256(weights.read_bytes()).hexdigest()[:16]
+
+
+def merged_copy(model: str, adapter: str, target: Path) -> str:
+    """Return where a model lies into which an adapter is merged in FP32; one that exists is used again."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    if not target.exists():
+        base = AutoModelForCausalLM.from_pretrained(model_location(model), dtype=torch.float32)
+        merged: Any = PeftModel.from_pretrained(base, adapter)
+        with new_folder(target) as folder:
+            merged.merge_and_unload().save_pretrained(folder)
+            load_tokenizer(model).save_pretrained(folder)
     return str(target)
 
 

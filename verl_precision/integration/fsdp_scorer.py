@@ -3,7 +3,9 @@
 One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from verl_precision.engine.settings import DTYPES
@@ -23,6 +25,7 @@ class TrainerEngine:
         packed: bool | None = None,
         fp32_log_probs: bool = True,
         temperature: float = 1.0,
+        adapter: str | None = None,
         fp32_output_head: bool = False,
         router_replay: str = "disabled",
     ) -> None:
@@ -36,6 +39,7 @@ class TrainerEngine:
             packed: Whether sequences are packed without padding; None: with flash_attention_2 they are.
             fp32_log_probs: Whether log-probs are taken in FP32, as our engine does it.
             temperature: Divides the logits.
+            adapter: Folder of a LoRA adapter that the model has; None for none.
             fp32_output_head: Whether the logits themselves are computed in FP32.
             router_replay: verl's mode of a mixture of experts: with R2 a response tells the experts that its routers
                 choose, with R3 they take those of the request.
@@ -57,6 +61,8 @@ class TrainerEngine:
                 path=model_location(model),
                 use_remove_padding=self._packed,
                 enable_gradient_checkpointing=False,
+                lora_adapter_path=adapter,
+                lora_rank=0 if adapter is None else _rank(adapter),  # without it verl loads no adapter
                 override_config={"attn_implementation": attention},
             ),
             engine_config=PrecisionFSDPConfig(
@@ -118,6 +124,10 @@ class TrainerEngine:
             )
             for request, log_probs, experts in zip(requests, outputs["log_probs"].unbind(), choices, strict=True)
         ]
+
+
+def _rank(adapter: str) -> int:
+    return int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
 
 
 def _with_last(experts: Any) -> Any:
