@@ -16,7 +16,7 @@ from rich.table import Table
 
 from verl_precision.explain.operations import FAMILIES, Operations
 from verl_precision.explain.settings import Explanation
-from verl_precision.explain.verdict import Finding, Result
+from verl_precision.explain.verdict import FLOOR, Finding, Result
 from verl_precision.files import write_file
 from verl_precision.runs.figures import svg_of
 from verl_precision.versions import installed_versions
@@ -65,9 +65,11 @@ def operations_text(station: str, found: Operations) -> str:
     if not found.operations:
         families = ", ".join(FAMILIES)
         return f"Operations at {station}: not compared. It takes a model of type {families}, and a vLLM not compiled."
-    first = found.first or "none: every operation differs by rounding alone"
+    first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
     most = ", ".join(f"{one.kind} {one.share:.0%}" for one in found.operations[:4] if one.share > 0)
-    return f"Operations at {station}: the first that differs is {first}. They add most: {most or 'nothing'}."
+    if found.first is None and found.nats < FLOOR:  # shares of nothing
+        return f"Operations at {station}: {first}."
+    return f"Operations at {station}: {first}. They add most: {most or 'nothing'}."
 
 
 def show(job: Explanation, result: Result, console: Console) -> None:

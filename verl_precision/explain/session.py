@@ -144,6 +144,7 @@ def _engine(
             "divide_logits_by": job.temperature if station.tempered else 1.0,
             "enforce_eager": not station.compiled,
             "enable_prefix_caching": station.cached,
+            "enable_chunked_prefill": station.cached,
             "enable_return_routed_experts": bool(station.routing),
         }
         length = longest + job.max_response_tokens + 1

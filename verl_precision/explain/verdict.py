@@ -13,7 +13,7 @@ from verl_precision.explain.routing import Routing, with_routing
 from verl_precision.explain.settings import Explanation
 
 _BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of the significand
-_FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
+FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,6 @@ def findings(
         cause = CAUSES[station.cause]
         bits = [_BITS[dtypes[side]] for side in cause.rounding_of]
         expected = bf16_cost * 2.0 ** (_BITS["bf16"] - min(bits)) if bits else 0.0
-        fault = part.size > max(cause.most * expected, _FLOOR)
+        fault = part.size > max(cause.most * expected, FLOOR)
         found.append(Finding(station, cause, part, expected, fault, evidence.get(station.cause, "")))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))
