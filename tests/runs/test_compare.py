@@ -51,6 +51,7 @@ def run(root, tmp_path, monkeypatch):
 def test_two_runs_are_compared(run, tmp_path, terminal):
     seen = run("bf16", "fp16", terminal=terminal)
     assert "ratio bf16/fp16" in seen and "bar -20" in seen and "report.html" in seen
+    assert "verl-precision explain --run" in seen and "<precision>" in seen
     lines = [
         f"[    {second} s] {run}: {text}"
         for run in ("bf16", "fp16")

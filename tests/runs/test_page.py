@@ -100,6 +100,7 @@ def test_alarms_are_found_offline_and_said(run_of):
     html = page([run_of("calm"), run_of("sick", growing)])
     assert re.search(r'sick</b> <b class="bad">k3_growth</b> at step (\d+)', html)
     assert "precision=fp16" in html and html.count("no alarm") == 1
+    assert "verl-precision explain --run" in html
 
 
 def test_alarms_are_marked_in_the_colour_of_their_run(run_of):
