@@ -439,7 +439,7 @@ def explain(
     values = dict(locals())  # the options, most of them called as the settings are
     from verl_precision.explain.page import show, write
     from verl_precision.explain.session import explain as explain_gap
-    from verl_precision.explain.settings import Explanation
+    from verl_precision.explain.settings import explanation_of
     from verl_precision.quiet import only_errors_of_others
     from verl_precision.sampling.prompts import BUILT_IN_NAME, read_prompts
 
@@ -459,17 +459,13 @@ def explain(
             from verl_precision.explain.from_config import explained_by
             from verl_precision.integration.recipe_config import compose_recipe
 
-            of_recipe = explained_by(compose_recipe(recipe, overrides or [])) | {"max_prompts": 16}
+            of_recipe = explained_by(compose_recipe(recipe, overrides or []))
         values |= {name: value for name, value in of_recipe.items() if name not in given}
     chosen = None if values["prompts"] is None else Path(values["prompts"])
-    field, limit = values["prompt_field"], values["max_prompts"]
-    for name in ("context", "overrides", "recipe", "run", "prompt_field", "max_prompts", "in_flight", "output"):
-        del values[name]
-    del values["ray_address"]
-    job = Explanation(**values | {"prompts": BUILT_IN_NAME if chosen is None else str(chosen)})
+    job = explanation_of(values | {"prompts": BUILT_IN_NAME if chosen is None else str(chosen)})
     folder = output or _folder_of("explain", job.model if recipe is None else recipe.stem)
     with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
-        prompts_read = read_prompts(chosen, field, limit)
+        prompts_read = read_prompts(chosen, values["prompt_field"], values["max_prompts"])
         result = explain_gap(job, prompts_read, folder, console, ray_address, in_flight)
     write(folder, job, result, sys.argv)
     show(job, result, console)

@@ -81,7 +81,7 @@ def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root)
 
     monkeypatch.setattr(session, "explain", explain)
     recipe = ["--recipe", "recipes/quickstart/quickstart.yaml", "precision=bf16"]
-    options = [*as_options(explained_by(quickstart)), "--max-prompts", "16"]
+    options = as_options(explained_by(quickstart))
     for arguments in (options, recipe, ["--top-p", "0.8", "--max-prompts", "2", *recipe]):
         result = CliRunner().invoke(cli.app, ["explain", "--output", str(tmp_path / "out"), *arguments])
         assert result.exit_code == 130, result.output

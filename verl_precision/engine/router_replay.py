@@ -149,8 +149,10 @@ def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: 
         `mismatch/routing_agreement` of what was computed with, the same of each layer, and
         `mismatch/routing_changed_fraction`, the share of the trainer's own choices that replay has changed.
     """
-    agreement = {layer: _equal(choice.used, rollout_NLk[:, layer], known_N) for layer, choice in sorted(seen.items())}
-    own = functools.reduce(Mean.merge, (_equal(choice.own, choice.used, known_N) for choice in seen.values()))
+    agreement = {
+        layer: equal_choices(choice.used, rollout_NLk[:, layer], known_N) for layer, choice in sorted(seen.items())
+    }
+    own = functools.reduce(Mean.merge, (equal_choices(choice.own, choice.used, known_N) for choice in seen.values()))
     return {
         AGREEMENT: functools.reduce(Mean.merge, agreement.values()),
         **{f"{AGREEMENT}/layer_{layer:02d}": each for layer, each in agreement.items()},
@@ -158,7 +160,8 @@ def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: 
     }
 
 
-def _equal(one_Nk: Tensor, other_Nk: Tensor, known_N: Tensor) -> Mean:
+def equal_choices(one_Nk: Tensor, other_Nk: Tensor, known_N: Tensor) -> Mean:
+    """Return the share of one's choices that are the other's too; a token's experts are a set."""
     other_Nk, known_N = other_Nk.to(one_Nk.device, one_Nk.dtype), known_N.to(one_Nk.device)
     equal_Nk = (one_Nk.unsqueeze(-1) == other_Nk.unsqueeze(-2)).any(dim=-1) & known_N.unsqueeze(-1)
     return Mean(equal_Nk.sum().double(), (known_N.sum() * one_Nk.shape[-1]).double())

@@ -12,10 +12,11 @@ from verl_precision.rules.dtypes import FSDP, engine_kwargs, engines, rollout_dt
 from verl_precision.settings import command_option
 
 _LONGEST = 512  # tokens of a response: more of them cost time, and show the same
+_PROMPTS = 16  # of the training set
 
 
 def explained_by(config: DictConfig) -> dict[str, Any]:
-    """Return the settings of an `Explanation`, and `prompts`, `prompt_field` as the command line has them.
+    """Return the settings of an `Explanation`, and of its prompts, as the command line has them.
 
     Args:
         config: A composed config.
@@ -55,6 +56,7 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
         "max_response_tokens": min(int(config.data.max_response_length), _LONGEST),
         "prompts": str(files if isinstance(files, str) else files[0]),
         "prompt_field": str(config.data.get("prompt_key", "prompt")),
+        "max_prompts": _PROMPTS,
     }  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def replays_sampling(config: DictConfig) -> bool:
 
 def as_options(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as options of `verl-precision explain`, without those that are its defaults."""
-    defaults = {"prompt_field": "prompt", **vars(Explanation(model="", prompts=""))}
+    defaults = {"prompt_field": "prompt", "max_prompts": None, **vars(Explanation(model="", prompts=""))}
     options: list[str] = []
     for name, value in settings.items():
         if name == "fp32_log_probs" and not value:

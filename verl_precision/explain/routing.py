@@ -9,12 +9,16 @@ there the other choices are what the fault does.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
+from verl_precision.engine.router_replay import equal_choices
 from verl_precision.explain.path import REPLAYED, ROLLOUT, Station
+from verl_precision.mergeable import Mean
 from verl_precision.sampling.engine import Request
 from verl_precision.sampling.store import Series, Store
 from verl_precision.sampling.work import Key
@@ -31,7 +35,7 @@ class Replay(Series):
     def __init__(self, store: Store, station: Station, engine: Station) -> None:
         """Find what is missing; both stations are complete."""
         self._station = station
-        keys = [key for key in store.keys if _differ(store, station, engine, key)]
+        keys = [key for key in store.keys if _equal(store, station, engine, key).value() < 1]
         what = f"responses scored: with the experts of {station.name}"
         super().__init__(store, ROLLOUT, f"{REPLAYED} {station.name}", what, keys)
 
@@ -66,10 +70,8 @@ def read_routing(store: Store, stations: Sequence[Station], others: Sequence[Sta
         one.name: np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
         for one in (*stations, *others)
     }
-    first, last = stations[0], stations[-1]
-    counts = [_changed(_experts(store, first, key), _experts(store, last, key)) for key in store.keys]
-    changed, total = map(sum, zip(*counts, strict=True))
-    return Routing(found, changed / max(total, 1))
+    equal = reduce(Mean.merge, (_equal(store, stations[0], stations[-1], key) for key in store.keys))
+    return Routing(found, 1 - equal.value())
 
 
 def with_routing(
@@ -101,19 +103,10 @@ def _replayed(store: Store, station: Station, engine: Station, key: Key) -> np.n
     return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
 
 
-def _differ(store: Store, station: Station, engine: Station, key: Key) -> bool:
-    one, other = (_sorted(_experts(store, each, key)) for each in (station, engine))
-    return not np.array_equal(one, other)
-
-
-def _sorted(experts: np.ndarray) -> np.ndarray:
-    return np.sort(experts, axis=-1)  # a token's experts are a set
-
-
-def _changed(one: np.ndarray, other: np.ndarray) -> tuple[int, int]:
-    """Return how many choices are not the other's, and how many there are."""
-    equal = (one[..., None] == other[..., None, :]).any(axis=-1)
-    return int((~equal).sum()), equal.size
+def _equal(store: Store, one: Station, other: Station, key: Key) -> Mean:
+    """Return the share of the choices for one response that two stations have in common, over all layers."""
+    ours, theirs = (torch.from_numpy(_experts(store, each, key)).flatten(0, 1) for each in (one, other))
+    return equal_choices(ours, theirs, torch.ones(len(ours), dtype=torch.bool))
 
 
 def _experts(store: Store, station: Station, key: Key) -> Any:

@@ -12,7 +12,7 @@ from verl_precision.explain.causes import CAUSES
 from verl_precision.explain.from_config import as_options, explained_by, replays_sampling
 from verl_precision.explain.path import path
 from verl_precision.explain.recorded import gap_of, recorded
-from verl_precision.explain.settings import Explanation
+from verl_precision.explain.settings import explanation_of
 from verl_precision.integration.recipe_config import recorded_config
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.rules.dtypes import lora_rank
@@ -65,11 +65,11 @@ def show_recorded(source: Path, console: Console) -> None:
         console.print("It has left no config. A rerun tells the share of each cause, and more of them:")
         console.print("verl-precision explain --recipe RECIPE.yaml", highlight=False)
         return
-    job = Explanation(**{name: value for name, value in settings.items() if name != "prompt_field"})
+    job = explanation_of(settings)
     known = {one.cause for one in found if one.fault is not None}
     causes = ", ".join(one.cause for one in path(job)[1:] if one.cause not in known)
     console.print(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:", soft_wrap=True)
-    options = shlex.join([*as_options(settings), "--max-prompts", "16"])
+    options = shlex.join(as_options(settings))
     console.print(f"verl-precision explain {options}", highlight=False, soft_wrap=True)
     if lora_rank(config):
         console.print(

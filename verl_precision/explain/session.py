@@ -84,13 +84,13 @@ def explain(
                     for work, together in unfinished:
                         work_through(engine, work, together, console)
 
-        def build(station: Station) -> partial:
+        def engine_of(station: Station) -> partial:
             return _engine(job, station, models, folder, longest, vllm, trainer)
 
         for stops in _by_process(wanted):
             works: list[tuple[Work, int]] = [(_series(store, one), 1 if one.alone else in_flight) for one in stops]
             records = [Record(store, folder, one.name) for one in stops if one.name in recorded_at]
-            fill(stops[0].name, [*works, *((record, 1) for record in records)], partial(build, stops[0]))
+            fill(stops[0].name, [*works, *((record, 1) for record in records)], partial(engine_of, stops[0]))
         engine_fp32 = next(one for one in stations if one.cause == "engine")
         compared: list[tuple[Work, int]] = [(Comparison(folder, name), 1) for name in recorded_at]
         fill("operations", compared, lambda: partial(OperationComparer, _weights(job, engine_fp32, models, folder)))
@@ -99,7 +99,7 @@ def explain(
         routing, evidence = None, {}
         if routed:
             replays: list[tuple[Work, int]] = [(Replay(store, one, engine_fp32), 1) for one in wanted]
-            fill(REPLAYED, replays, partial(build, replayed(stations)))
+            fill(REPLAYED, replays, partial(engine_of, replayed(stations)))
             routing = read_routing(store, stations, wanted[len(stations) :], engine_fp32)
             evidence["routing"] = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
         if job.rollout_model is not None:

@@ -1,5 +1,9 @@
 """What is explained: a rollout, a trainer, and the tokens on which they are compared."""
 
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
 from pydantic import Field
 
 from verl_precision.errors import ConfigurationError
@@ -59,6 +63,14 @@ class Explanation:
     def untempered(self) -> bool:
         """Whether the rollout's log-probs are of another temperature than it draws at."""
         return self.raw_log_probs and self.temperature != 1
+
+
+_FIELDS = {field.name for field in fields(Explanation)}
+
+
+def explanation_of(values: Mapping[str, Any]) -> Explanation:
+    """Return the explanation among values that have others beside its own."""
+    return Explanation(**{name: value for name, value in values.items() if name in _FIELDS})
 
 
 def check_model(job: Explanation, model: Model, longest_prompt: int) -> None:

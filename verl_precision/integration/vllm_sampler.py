@@ -116,12 +116,11 @@ class VllmEngine:
             request.problem,
             request.response,
             len(ids),
-            text,
-            None,
-            ids,
-            log_probs,
-            drawn.finish_reason,
-            _experts(drawn, len(request.prompt_token_ids + ids)),
+            text=text,
+            token_ids=ids,
+            log_probs=log_probs,
+            finish_reason=drawn.finish_reason,
+            routed_experts=_experts(drawn, len(request.prompt_token_ids + ids)),
         )
 
     def _scored(self, request: Request, output: Any) -> Response:
