@@ -37,7 +37,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
-from verl_precision import tiny_model
+from verl_precision.base import tiny_model
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import DTYPES, ShadowSettings

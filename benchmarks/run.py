@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from measure import Record, bandwidth, matmul_peak
 
+from verl_precision.base.versions import installed_versions
 from verl_precision.engine.settings import DTYPES
 from verl_precision.integration.cpu.kernels import CPUINFO, instruction_sets
-from verl_precision.versions import installed_versions
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"

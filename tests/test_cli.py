@@ -143,5 +143,5 @@ def test_ctrl_c_says_what_the_verb_says_of_it(type_in, monkeypatch, said, shown)
     def interrupted(*args):
         raise KeyboardInterrupt(said)
 
-    monkeypatch.setattr("verl_precision.tiny_model.build_tiny_model", interrupted)
+    monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", interrupted)
     assert type_in("tiny-model", "qwen3", "OUT") == (130, shown)

@@ -37,9 +37,13 @@ def test_cause_comes_first_and_once(name):
 
 
 def test_ours_comes_before_what_was_earlier():
-    lines = ["ValueError: first", "verl_precision.errors.LossScaleError: gradients stay non-finite", "KeyError: 'x'"]
+    lines = [
+        "ValueError: first",
+        "verl_precision.base.errors.LossScaleError: gradients stay non-finite",
+        "KeyError: 'x'",
+    ]
     assert relevant_lines(lines) == [
-        "verl_precision.errors.LossScaleError: gradients stay non-finite",
+        "verl_precision.base.errors.LossScaleError: gradients stay non-finite",
         "then: ValueError: first",
         "then: KeyError: 'x'",
     ]

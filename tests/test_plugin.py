@@ -16,8 +16,8 @@ from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_precision import versions
-from verl_precision.errors import EnvironmentMismatchError, RegistrationError
+from verl_precision.base import versions
+from verl_precision.base.errors import EnvironmentMismatchError, RegistrationError
 from verl_precision.integration import registration
 from verl_precision.integration.fsdp_engine import CPU, register_cpu_engines
 

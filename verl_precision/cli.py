@@ -22,7 +22,7 @@ from rich.console import Console
 from typer import Argument, BadParameter, Context, Exit, Option, Typer
 
 from verl_precision import __version__
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, PatchError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, PatchError, VerlPrecisionError
 
 app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -166,9 +166,9 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
 
 
 def _check_installation(as_json: bool) -> bool:
+    from verl_precision.base.versions import installed_versions
     from verl_precision.check.installation import findings
     from verl_precision.check.show import show_findings
-    from verl_precision.versions import installed_versions
 
     if as_json:
         found = list(findings())
@@ -655,7 +655,7 @@ def tiny_model(
     folder: Annotated[Path, Argument(help="Folder to create.")],
 ) -> None:
     """Write a tiny random model with tokenizer: the model that `scale=cpu` trains."""
-    from verl_precision.tiny_model import build_tiny_model
+    from verl_precision.base.tiny_model import build_tiny_model
 
     try:
         build_tiny_model(architecture, folder)

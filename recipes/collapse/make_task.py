@@ -24,8 +24,8 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_precision.files import new_folder
-from verl_precision.tiny_model import IM_END, finish_tokenizer, save
+from verl_precision.base.files import new_folder
+from verl_precision.base.tiny_model import IM_END, finish_tokenizer, save
 
 END, EQUALS = IM_END, "="
 QUESTIONS = [f"q{number:02d}" for number in range(16)]

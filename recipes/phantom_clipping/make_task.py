@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl_precision.files import new_folder
-from verl_precision.tiny_model import IM_END, finish_tokenizer, save
+from verl_precision.base.files import new_folder
+from verl_precision.base.tiny_model import IM_END, finish_tokenizer, save
 
 END, LETTERS = IM_END, "abcdefghijklmno"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the prompt is the four letters

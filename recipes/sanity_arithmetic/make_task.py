@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from verl_precision.files import new_folder
-from verl_precision.tiny_model import IM_END, PAD, SEED, VOCABULARY, build_tokenizer, save, settings
+from verl_precision.base.files import new_folder
+from verl_precision.base.tiny_model import IM_END, PAD, SEED, VOCABULARY, build_tokenizer, save, settings
 
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
 RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end

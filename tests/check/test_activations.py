@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check.activations import measure_activations
 from verl_precision.cli import app
-from verl_precision.tiny_model import cached_tiny_model
 
 runner = CliRunner()
 

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import checkpoint
 from verl_precision.check.checkpoint import audit_checkpoint
 from verl_precision.cli import app
-from verl_precision.errors import ConfigurationError
-from verl_precision.tiny_model import cached_tiny_model
 
 runner = CliRunner()
 # A 7B model's largest tensor: vocabulary x hidden; here as one shard of its own.

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.base.versions import installed_versions
 from verl_precision.check import installation
-from verl_precision.errors import EnvironmentMismatchError
 from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
-from verl_precision.versions import installed_versions
 
 
 def on_cpu() -> dict[str, installation.Finding]:

@@ -7,10 +7,10 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.cli import app
 from verl_precision.data.catalog import CATALOG, TEMPLATES, last_boxed
 from verl_precision.data.prepare import prepare
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.integration.reward import load_reward
 from verl_precision.sampling.problems import read_data_set
 

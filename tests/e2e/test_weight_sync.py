@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_precision.errors import RunFailedError
+from verl_precision.base.errors import RunFailedError
 
 # FP32: vLLM repacks linear weights for its FP32 kernel on every x86 CPU; for 16-bit kernels it depends on the CPU.
 TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")

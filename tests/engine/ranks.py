@@ -42,17 +42,17 @@ from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDP
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
+from verl_precision.base.errors import LossScaleError, PrecisionContradictionError
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
-from verl_precision.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.export.session import export_checkpoint
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.fsdp_engine import AlwaysManifest, precision_variant
 from verl_precision.integration.weight_export import ExactWeights
-from verl_precision.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.manifest import digest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

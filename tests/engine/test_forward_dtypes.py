@@ -6,8 +6,8 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
-from verl_precision.errors import ConfigurationError, PrecisionContradictionError
 
 
 class Model(nn.Module):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
 from verl_precision.engine.loss_scaling import (
     FILE_NAME,
     LossScaler,
@@ -16,7 +17,6 @@ from verl_precision.engine.loss_scaling import (
     underflow_fraction,
 )
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.errors import CheckpointStateError, EnvironmentMismatchError
 
 
 @pytest.fixture(autouse=True, scope="module")

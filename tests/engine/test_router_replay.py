@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import (
     FAMILIES,
     Choice,
@@ -14,7 +15,6 @@ from verl_precision.engine.router_replay import (
     routing_agreement,
     without_padding,
 )
-from verl_precision.errors import ConfigurationError
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 8, 2, 3, 32
 SMALL = {

@@ -5,8 +5,8 @@ import math
 import pytest
 from verl.workers.config import FSDPEngineConfig
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
-from verl_precision.errors import ConfigurationError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.rule import Environment

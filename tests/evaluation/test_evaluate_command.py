@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.cli import app
-from verl_precision.errors import CheckpointStateError, ConfigurationError
 from verl_precision.evaluation import session
 from verl_precision.evaluation.settings import Evaluation
 from verl_precision.sampling.engine import Response, response_seed

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_precision import cli
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.explain import session
 from verl_precision.explain.from_config import as_options, explained_by, replays_sampling
 from verl_precision.integration.recipe_config import compose_recipe

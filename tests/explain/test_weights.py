@@ -8,10 +8,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.explain.weights import adapter_fingerprint, different_weights, merged_copy
 from verl_precision.sampling.model import load_tokenizer
-from verl_precision.tiny_model import cached_tiny_model
 
 
 @pytest.fixture

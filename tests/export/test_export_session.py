@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.cli import app
-from verl_precision.errors import ConfigurationError
 from verl_precision.export import session
 from verl_precision.export.session import export_checkpoint
-from verl_precision.tiny_model import cached_tiny_model
 
 OVERFLOW = {"model.norm.weight": 65520.0}
 ADAPTER = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"

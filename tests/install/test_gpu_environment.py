@@ -14,7 +14,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_precision.versions import loads_adapters, require_tested
+from verl_precision.base.versions import loads_adapters, require_tested
 
 LINES = [line for line in (ROOT / "requirements" / "gpu.lock").read_text().splitlines() if not line.startswith("#")]
 PINS = dict(line.split("==") for line in LINES)

@@ -3,7 +3,7 @@
 import inspect
 from pathlib import Path
 
-from verl_precision.versions import installed_vllm, loads_adapters
+from verl_precision.base.versions import installed_vllm, loads_adapters
 
 
 def test_verl_loads_adapters_into_this_vllm_or_the_check_refuses_them():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.integration.cpu import kernels as cpu_kernels
 from verl_precision.integration.cpu.kernels import (
     DTYPES,

@@ -12,7 +12,7 @@ from verl.plugin.platform.platform_manager import _detect_platform_name
 from verl.utils import distributed
 from verl.workers.engine.base import EngineRegistry
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.cpu import device as cpu_device
 from verl_precision.integration.cpu import vllm_distribution
 from verl_precision.integration.cpu.platform import PlatformCPU, _with_single_backend

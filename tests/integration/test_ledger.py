@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pytest
 
 import verl_precision
-from verl_precision.errors import RegistrationError
+from verl_precision.base.errors import RegistrationError
 from verl_precision.integration.ledger import LEDGER, LedgerEntry, check_module, require_expected_signature
 from verl_precision.plugin import REGISTRATIONS
 

@@ -8,7 +8,7 @@ import torch
 from composer import actor_config, compose_estimator
 
 import verl_precision.losses
-from verl_precision.errors import ConfigurationError, RegistrationError
+from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
 from verl_precision.losses.aggregation import aggregate
 from verl_precision.rules.book import find_faults

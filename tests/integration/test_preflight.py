@@ -12,10 +12,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.integration import machine
 from verl_precision.integration.preflight import PreflightCallback, find_problems
 from verl_precision.integration.recipe_config import compose_recipe
-from verl_precision.tiny_model import cached_tiny_model
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 

@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from verl_precision.base.verl_config import short
 from verl_precision.cli import app
 from verl_precision.integration.recipe_config import check_recipe, compose_recipe, table
 from verl_precision.presets import preset_names
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.dtypes import short
 from verl_precision.rules.rule import Environment
 
 RECIPE = "recipes/quickstart/quickstart.yaml"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.integration import math_answers
 from verl_precision.integration.reward import load_reward
 from verl_precision.sampling.problems import Problem

@@ -9,7 +9,7 @@ import yaml
 from composer import compose_recipe
 from omegaconf import OmegaConf
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration import run_identity
 from verl_precision.integration.preflight import PreflightCallback
 

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_precision.errors import MismatchAlarmError
+from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.mergeable import Count, Mean
 from verl_precision.integration import run_monitor
 from verl_precision.integration.measurement import (
     FAILED,
@@ -23,7 +24,6 @@ from verl_precision.integration.measurement import (
 )
 from verl_precision.integration.run_monitor import ALARM_FILE, RunMonitor
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.mergeable import Count, Mean
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.statistics import MismatchStatistics

@@ -9,11 +9,11 @@ import torch
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.metric import reduce_metrics
 
-from verl_precision.errors import ConfigurationError, MismatchAlarmError
+from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
+from verl_precision.base.mergeable import Mean
 from verl_precision.integration.merged_metrics import MergedMetric
 from verl_precision.integration.run_monitor import ALARM_FILE
 from verl_precision.integration.trainers import MODES, measured_mode
-from verl_precision.mergeable import Mean
 
 HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from vllm.logprobs import FlatLogprobs
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.agent_loop import MaskedOutput
 from verl_precision.integration.sampling_masks import FIELD, KEPT, kept_tokens
 from verl_precision.integration.vllm_sampling_masks import kept_of

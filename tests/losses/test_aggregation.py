@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.aggregation import MODES, NORM_MODE, Aggregation, aggregate
 
 VALUES = torch.tensor([[1.0, 2.0, 50.0], [3.0, 4.0, 5.0]], dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from composer import actor_config, compose_estimator
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses import (
     POLICY_LOSSES,
     Aggregation,

@@ -7,7 +7,7 @@ import torch
 from conftest import composed, corrected
 from plain_equations import random_case
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 SMALL = -30.0  # log ρ below verl's bound of -20
 ONE = torch.ones(1, 1, dtype=torch.bool)

@@ -3,7 +3,7 @@
     python tests/matrix/run_matrix.py [PAIR ...] [--force] [--list]
 
 A finished pair is not run again unless its lock changed or --force is given. Results: docs/versions_matrix.json and,
-written from it, the table of docs/versions.md. A version that is not in `TESTED` (verl_precision/versions.py)
+written from it, the table of docs/versions.md. A version that is not in `TESTED` (verl_precision/base/versions.py)
 is refused there before it can be run: add it, run this, and take it out again if it fails.
 
 Needs only Python's own library: each pair's tests run in the pair's environment, one environment at a time (4 GB).

@@ -7,8 +7,8 @@ from locks import ROOT, merged, pairs
 from run_matrix import TESTS, counted, entry_state, finished, instruction_sets
 from versions_page import BEGIN, END, PAGE, RESULTS, SHOWN, block, ok, page
 
-from verl_precision.errors import EnvironmentMismatchError
-from verl_precision.versions import TESTED, require_tested
+from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.base.versions import TESTED, require_tested
 
 RECORDED = json.loads(RESULTS.read_text())
 PAIRS = pairs()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_precision.errors import CheckpointStateError, ConfigurationError, MismatchAlarmError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.alarm_settings import AlarmSettings

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_precision.mergeable import Count
+from verl_precision.base.mergeable import Count
 from verl_precision.mismatch import fused, fused_kernel
 from verl_precision.mismatch.statistics import MismatchStatistics
 

@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_module
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.settings import MismatchSettings, settings_of
 from verl_precision.presets import preset_names
 

@@ -10,7 +10,7 @@ from batches import KINDS, assert_close, jagged, measured, padded, random_respon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.histogram import absolute, gap_counts, gap_edges, quantile
 from verl_precision.mismatch.statistics import MismatchStatistics

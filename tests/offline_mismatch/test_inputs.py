@@ -6,7 +6,7 @@ import re
 import pytest
 from pyarrow import Table, parquet
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.offline_mismatch.settings import check_model
 from verl_precision.sampling.model import Model
 from verl_precision.sampling.prompts import read_prompts

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.offline_mismatch.figures import write_figures
 from verl_precision.offline_mismatch.measure import measure
 from verl_precision.offline_mismatch.table import cells, markdown, ranked, summary

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.cli import app
-from verl_precision.errors import ConfigurationError
 from verl_precision.offline_mismatch import session
 from verl_precision.sampling.engine import Response
 from verl_precision.sampling.prompts import read_prompts

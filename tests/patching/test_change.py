@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from small_series import CONFIG, CORE, NEW, PATCHED, TEST
 
-from verl_precision.errors import PatchError
+from verl_precision.base.errors import PatchError
 from verl_precision.patching import change
 from verl_precision.patching.change import FOLDER, change_tree, check_tree, folder_for_copies, make_copies
 from verl_precision.patching.series import State, sha256

@@ -8,7 +8,7 @@ import sys
 import pytest
 from small_series import CONFIG, CORE, LONG, NEW, TEST
 
-from verl_precision.errors import PatchError
+from verl_precision.base.errors import PatchError
 from verl_precision.patching.series import State, available, load_series, patches_folder
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from small_series import CONFIG, CORE, NEW, PATCHED, TEST
 
-from verl_precision.errors import PatchError
+from verl_precision.base.errors import PatchError
 from verl_precision.patching.series import State
 from verl_precision.patching.tree import files_to_change, open_tree, require_permission
 

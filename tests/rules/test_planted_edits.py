@@ -16,14 +16,14 @@ from composer import ROOT, compose_recipe
 from omegaconf import OmegaConf
 from verl_says import objection
 
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.base.verl_config import engines
 from verl_precision.integration.machine import look, model_config
 from verl_precision.integration.verl_refusals import refusals
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.dtypes import engines
 from verl_precision.rules.gpu_memory import GIB, gpu_memory
 from verl_precision.rules.layout_rules import VLLM_DTYPES, VLLM_LORA_RANK
 from verl_precision.rules.rule import Environment
-from verl_precision.tiny_model import cached_tiny_model
 
 # Rule, how serious, recipe, scale, edit, and who shows that it is right:
 #   verl: MESSAGE     `verl_says.objection` raises it

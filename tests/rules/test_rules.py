@@ -12,13 +12,13 @@ import torch
 from composer import compose_verl
 from test_planted_edits import ROWS as EDITED
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.rules.attention_rules import ATTENTION
 from verl_precision.rules.book import find_faults
 from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 from verl_precision.rules.gpu_memory import shape_of
 from verl_precision.rules.rule import RULES, Environment, Machine
-from verl_precision.tiny_model import cached_tiny_model
 
 # Name, severity, end of the setting's path, overrides on verl's own config in the short form that `composed` takes.
 FAULTS = """

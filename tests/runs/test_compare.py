@@ -9,7 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from verl_precision.errors import ConfigurationError, RunFailedError
+from verl_precision.base.errors import ConfigurationError, RunFailedError
 from verl_precision.runs import compare, comparison_files, grid
 from verl_precision.runs.launch import Progress
 from verl_precision.runs.results import PassBar

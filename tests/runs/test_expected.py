@@ -7,8 +7,8 @@ import yaml
 from matplotlib.colors import to_hex
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.cli import app
-from verl_precision.errors import ConfigurationError
 from verl_precision.presets import preset_names
 from verl_precision.runs.expected import expected_of, read_expected
 from verl_precision.runs.figures import EXPECTED, PANELS, draw

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.runs import grid
 from verl_precision.runs.compare import check_arguments
 

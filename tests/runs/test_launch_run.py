@@ -9,7 +9,7 @@ import uuid
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from verl_precision.errors import RunFailedError
+from verl_precision.base.errors import RunFailedError
 from verl_precision.processes import RUN_MARK, end_processes, marked_processes
 from verl_precision.runs.launch import STAGES, TOTAL_STEPS, quoted, run_verl, stage_of, verl_command
 

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import AGREEMENT
-from verl_precision.errors import ConfigurationError
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.remedies import ADVICE

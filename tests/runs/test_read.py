@@ -7,7 +7,7 @@ import math
 import numpy
 import pytest
 
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.runs.read import read_runs
 
 ROWS = [

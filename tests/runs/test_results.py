@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.runs.results import REWARD, PassBar, Summary, ratios, summarise, table, write_summary
 
 

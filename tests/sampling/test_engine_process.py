@@ -10,7 +10,7 @@ from functools import partial
 import psutil
 import pytest
 
-from verl_precision.errors import RunFailedError
+from verl_precision.base.errors import RunFailedError
 from verl_precision.sampling.engine import Request, Response
 from verl_precision.sampling.engine_process import EngineProcess
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_precision.errors import EnvironmentMismatchError, RunFailedError
+from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
 from verl_precision.sampling.engine import Request, response_seed
 from verl_precision.sampling.ray_engines import RayEngines, engines_that_fit, spread
 from verl_precision.sanity_set.recorded import RecordedEngine

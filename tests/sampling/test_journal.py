@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from verl_precision.errors import CheckpointStateError, ConfigurationError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.sampling.journal import JOURNAL, open_journal
 
 SETTINGS = {"model": "m", "seed": 0, "low": "1/5"}

@@ -2,10 +2,10 @@
 
 import pytest
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import IM_START
 from verl_precision.sampling import model as model_module
 from verl_precision.sampling.model import Model, find_model, load_tokenizer, tokenize
-from verl_precision.tiny_model import IM_START
 
 CHAT = [{"role": "user", "content": "2+2="}]
 

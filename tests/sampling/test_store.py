@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from verl_precision.errors import CheckpointStateError
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.sampling.engine import Request, Response, response_seed
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.store import Series, Store

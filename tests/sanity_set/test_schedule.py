@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_precision.errors import CheckpointStateError
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.sanity_set.schedule import Schedule
 from verl_precision.sanity_set.verdict import Verdict, Window
 

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 from rich.console import Console
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.sampling.problems import read_data_set
 from verl_precision.sanity_set import session
 from verl_precision.sanity_set.recorded import RecordedEngine

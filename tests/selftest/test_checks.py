@@ -7,9 +7,9 @@ import forked
 import pytest
 import torch
 
+from verl_precision.base.errors import CheckFailedError
 from verl_precision.check.installation import Finding
 from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.errors import CheckFailedError
 from verl_precision.selftest import engine_checks
 from verl_precision.selftest.checks import CHECKS
 from verl_precision.weight_sync.manifest import digest

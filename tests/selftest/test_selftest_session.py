@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.cli import app
-from verl_precision.errors import ConfigurationError
 from verl_precision.selftest import checks, session
 from verl_precision.selftest.checks import Check
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from verl_precision.errors import require
+from verl_precision.base.errors import require
 
 def passes(device, folder):
     print("device", device, "platform", os.environ.get("VERL_PLATFORM"))

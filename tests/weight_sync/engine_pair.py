@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from verl_precision.tiny_model import cached_tiny_model
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.canary import CanaryJudge, CanaryVerdict, canary_tokens
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.weight_sync.canary import FACTOR, LEARNING_SYNCS, CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from engine_pair import EnginePair, move
 
-from verl_precision.errors import WeightSyncError
-from verl_precision.versions import installed_vllm, loads_adapters
+from verl_precision.base.errors import WeightSyncError
+from verl_precision.base.versions import installed_vllm, loads_adapters
 from verl_precision.weight_sync.canary import LEARNING_SYNCS
 
 pytestmark = pytest.mark.usefixtures("vllm_process")

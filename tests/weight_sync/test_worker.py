@@ -9,7 +9,7 @@ import verl  # noqa: F401 - loads the plugin
 from engine_pair import WorkerPair, full_weights, move
 from packaging.version import Version
 
-from verl_precision.errors import WeightSyncError
+from verl_precision.base.errors import WeightSyncError
 from verl_precision.weight_sync.manifest import ANNOUNCEMENT_NAME, MANIFEST_NAME
 
 pytestmark = pytest.mark.usefixtures("vllm_process")

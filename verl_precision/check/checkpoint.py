@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 FP16_MAX = 65504.0
 FP16_TO_INF = 65520.0  # halfway between 65504 and 2**16: rounds to infinity

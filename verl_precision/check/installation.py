@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 
-from verl_precision.errors import EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.versions import TESTED, installed_version, require_tested
 from verl_precision.integration.ledger import LEDGER, LedgerEntry, require_expected_signature
-from verl_precision.versions import TESTED, installed_version, require_tested
 
 ENTRY_POINT_GROUP = "verl.plugins"
 PLUGIN = "verl_precision.plugin"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verl_precision.errors import describe, subject
+from verl_precision.base.errors import describe, subject
 
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
     from verl_precision.check.activations import ActivationReport

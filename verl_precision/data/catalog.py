@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 Row = Mapping[str, Any]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.files import new_file
 from verl_precision.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row, read_row, stand_in_row
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.files import new_file
 from verl_precision.sampling.problems import read_rows
 
 STAND_INS = 64  # rows

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl_precision.errors import ConfigurationError, PrecisionContradictionError
+from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError
 
 logger = logging.getLogger("verl_precision.engine")
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
+from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
+from verl_precision.base.files import write_file
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.errors import CheckpointStateError, EnvironmentMismatchError
-from verl_precision.files import write_file
 
 FILE_NAME = "loss_scale.json"
 

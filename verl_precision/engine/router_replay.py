@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.mergeable import Mean, Statistic
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.mergeable import Mean, Statistic
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 SETTING = "router_replay.mode"

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.settings import settings
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import settings
 
 # What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

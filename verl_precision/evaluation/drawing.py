@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from verl_precision.errors import CheckpointStateError
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.evaluation.settings import Evaluation
 from verl_precision.integration.reward import Reward
 from verl_precision.sampling.engine import Request, Response, response_seed

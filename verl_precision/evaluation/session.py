@@ -9,18 +9,18 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
 from verl_precision.evaluation.accuracy import Accuracy, accuracies, differences
 from verl_precision.evaluation.drawing import Drawing, Task, read_outcomes
 from verl_precision.evaluation.settings import Evaluation, check_model
 from verl_precision.evaluation.table import markdown, summary
-from verl_precision.files import write_file
 from verl_precision.integration.reward import Reward, load_reward
 from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.sampling.problems import DataSet, read_data_set
 from verl_precision.sampling.work import complete, start_engine
-from verl_precision.versions import installed_versions
 
 OUTPUTS = ("table.md", "summary.json")
 

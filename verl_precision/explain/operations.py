@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_precision.base.files import write_file
 from verl_precision.explain.added_errors import added
 from verl_precision.explain.allotment import allot
 from verl_precision.explain.own_errors import KINDS, own_errors, whole_head
-from verl_precision.files import write_file
 from verl_precision.sampling.engine import Request, Response
 from verl_precision.sampling.model import model_location
 

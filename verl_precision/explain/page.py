@@ -14,12 +14,12 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
 from verl_precision.explain.operations import FAMILIES, Operations
 from verl_precision.explain.settings import Explanation
 from verl_precision.explain.verdict import FLOOR, Finding, Result
-from verl_precision.files import write_file
 from verl_precision.runs.figures import svg_of
-from verl_precision.versions import installed_versions
 
 FILES = ("explanation.json", "explanation.html")
 _COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")

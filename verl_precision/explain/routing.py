@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl_precision.base.mergeable import Mean
 from verl_precision.engine.router_replay import equal_choices
 from verl_precision.explain.path import REPLAYED, ROLLOUT, Station
-from verl_precision.mergeable import Mean
 from verl_precision.sampling.engine import Request
 from verl_precision.sampling.store import Series, Store
 from verl_precision.sampling.work import Key

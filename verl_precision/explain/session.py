@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from verl_precision.base.versions import installed_versions
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
 from verl_precision.explain.operations import OperationComparer, read_operations
 from verl_precision.explain.path import REPLAYED, ROLLOUT, Station, path, reference, replayed
@@ -25,7 +26,6 @@ from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Model, Prompt, find_model, tokenize
 from verl_precision.sampling.store import Series, Store
 from verl_precision.sampling.work import Work, start_engine, work_through
-from verl_precision.versions import installed_versions
 
 Maker = Callable[..., Any]
 

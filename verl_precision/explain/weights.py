@@ -6,9 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_folder
 from verl_precision.engine.settings import DTYPES
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import new_folder
 from verl_precision.sampling.model import load_tokenizer, model_location
 
 _WEIGHTS = "*.safetensors"

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_folder
 from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, CheckpointReport, audit_tensor, worst_first
 from verl_precision.engine.settings import DTYPES
-from verl_precision.errors import ConfigurationError
 from verl_precision.export.shards import SavedModel
-from verl_precision.files import new_folder
 from verl_precision.integration.weight_export import write_export_dtype
 
 # Of one file, which is also what is in memory at a time, beside one tensor in FP32.

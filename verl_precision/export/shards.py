@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 PEFT_PREFIX = "base_model.model."
 # LoRA of a matrix: base + alpha/r B A. Other kinds of adapters have other names.

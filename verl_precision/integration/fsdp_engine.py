@@ -19,13 +19,13 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
+from verl_precision.base.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.rounded_weights import ROUNDED_TO, rounded_weights
 from verl_precision.engine.settings import DTYPES
 from verl_precision.engine.step_report import StepReport
-from verl_precision.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.integration.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.kept_checkpoints import spare_marked
 from verl_precision.integration.ledger import wrap_once

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from verl_precision.files import write_file
+from verl_precision.base.files import write_file
 
 MARK = "KEEP"
 _STEP = re.compile(r"global_step_(\d+)$")

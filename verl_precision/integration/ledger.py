@@ -18,7 +18,7 @@ from typing import Any
 
 import wrapt
 
-from verl_precision.errors import RegistrationError
+from verl_precision.base.errors import RegistrationError
 
 
 @dataclass(frozen=True)

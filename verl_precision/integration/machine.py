@@ -14,7 +14,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision import rules
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.verl_config import short
+from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.integration.cpu.kernels import (
     DTYPES,
     attention_head_sizes,
@@ -23,12 +25,10 @@ from verl_precision.integration.cpu.kernels import (
     kernel_library,
 )
 from verl_precision.integration.verl_refusals import refusals
-from verl_precision.rules.dtypes import short
 from verl_precision.rules.file_rules import logger_packages, written_folders
 from verl_precision.rules.gpu_memory import shape_of
 from verl_precision.rules.rule import Environment, Machine
 from verl_precision.rules.run_rules import named_files
-from verl_precision.versions import installed_version, installed_vllm
 
 
 def look(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:

@@ -18,7 +18,7 @@ import sys
 import threading
 from importlib.util import find_spec
 
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.base.errors import EnvironmentMismatchError
 
 INSTALL = 'pip install "math-verify[antlr4_9_3]"'
 SECONDS = 20.0  # for one pair; math-verify's own limits in the process come first where they can

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from verl.workers.utils.padding import no_padding_2_padding
 
+from verl_precision.base.mergeable import Count
 from verl_precision.integration.merged_metrics import MergedMetric
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.mergeable import Count
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.versions import MismatchByVersion, beta_of_current_version
 

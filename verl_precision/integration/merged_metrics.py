@@ -15,9 +15,9 @@ from typing import Any
 
 from verl.utils.metric import AggregationType, Metric
 
+from verl_precision.base.mergeable import Mergeable, Statistic
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.scope import within
-from verl_precision.mergeable import Mergeable, Statistic
 
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verl_precision.files import write_file
+from verl_precision.base.files import write_file
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.scope import within
 

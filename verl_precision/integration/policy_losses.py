@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from verl_precision.errors import ConfigurationError, RegistrationError
+from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.registry import PolicyLoss, on_registration

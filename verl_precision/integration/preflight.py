@@ -13,7 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_precision.errors import VerlPrecisionError
+from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.integration.machine import look
 from verl_precision.integration.run_identity import claim_folder, name_the_run
 from verl_precision.integration.trainers import measured_mode

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.integration.machine import look
 from verl_precision.integration.run_identity import settings_in
 from verl_precision.rules.book import find_faults
-from verl_precision.rules.dtypes import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.rules.rule import Fault
 
 

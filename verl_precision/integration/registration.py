@@ -16,8 +16,8 @@ from typing import NamedTuple
 import wrapt
 
 from verl_precision import __version__
+from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
-from verl_precision.versions import installed_version, require_tested
 
 __all__ = ["REGISTRATIONS", "Registration", "registered"]
 

@@ -27,7 +27,7 @@ def register_resolvers(omegaconf: ModuleType) -> None:
 
 def tiny_model(architecture: str) -> str:
     """Return the folder of a tiny model, built when first asked for."""
-    from verl_precision.tiny_model import cached_tiny_model
+    from verl_precision.base.tiny_model import cached_tiny_model
 
     return str(cached_tiny_model(architecture))
 
@@ -66,7 +66,7 @@ def stochastic_rounding_to(_root_: DictConfig) -> str | None:
     """Return the dtype that `weight_sync.rounding=stochastic` rounds weights to, the rollout's; else None."""
     from omegaconf import OmegaConf
 
-    from verl_precision.rules.dtypes import rollout_dtype
+    from verl_precision.base.verl_config import rollout_dtype
 
     return rollout_dtype(_root_) if OmegaConf.select(_root_, "weight_sync.rounding") == "stochastic" else None
 
@@ -77,7 +77,7 @@ def run_name(_root_: DictConfig) -> str:
     Runs that differ in them must not resume from each other's checkpoints. (`hydra:runtime.choices` cannot be resolved
     in verl's Ray workers.)
     """
-    from verl_precision.rules.dtypes import engines, rollout_dtype
+    from verl_precision.base.verl_config import engines, rollout_dtype
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)
     precision = train if train == rollout else f"{train}_train_{rollout}_rollout"

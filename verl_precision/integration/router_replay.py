@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from verl.utils import tensordict_utils as tu
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement, without_padding
-from verl_precision.errors import ConfigurationError
 from verl_precision.integration.merged_metrics import metrics_of_loss
 
 CHOICES = "routed_experts"  # verl's field: [tokens, layers, top_k] of each sequence

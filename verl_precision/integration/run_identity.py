@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import write_file
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
 
 FILE = "run.yaml"
 NAME = "${verl_precision.run_name:}"  # as recipes write it

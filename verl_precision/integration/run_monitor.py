@@ -13,8 +13,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
-from verl_precision.errors import MismatchAlarmError
-from verl_precision.files import write_file
+from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.files import write_file
+from verl_precision.base.mergeable import Statistic, merge_by_name
+from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.integration.histogram_loggers import log_histograms
 from verl_precision.integration.measurement import (
     FAILED,
@@ -27,13 +29,11 @@ from verl_precision.integration.measurement import (
 )
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
-from verl_precision.mergeable import Statistic, merge_by_name
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.metric_names import ACTOR, FAILED_MEASUREMENTS
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.versions import MismatchByVersion, beta_of_current_version
-from verl_precision.rules.dtypes import engine_kwargs, engines, rollout_dtype
 
 ALARM_FILE = "mismatch_alarm.json"
 # What the worker reports about an update of the actor loses verl's prefix.

@@ -7,8 +7,8 @@ import torch
 from verl.utils import tensordict_utils as tu
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.shadow import ShadowModel, build_shadow, straight_through
-from verl_precision.errors import ConfigurationError
 from verl_precision.integration.measurement import REQUEST, measure
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.integration.trainers import MODES, PREFIX
-from verl_precision.rules.dtypes import FSDP, engines, lora_rank
 
 
 def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:

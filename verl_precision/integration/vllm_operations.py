@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_precision.files import new_file
+from verl_precision.base.files import new_file
 
 # Last part of the names of modules that are recorded; models of one family have some of them.
 _RECORDED = (

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.ledger import wrap_actor_method_once
 from verl_precision.integration.sampling_masks import ASKED, KEPT
 

@@ -13,8 +13,8 @@ from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 
+from verl_precision.base.files import write_file
 from verl_precision.engine.settings import DTYPES
-from verl_precision.files import write_file
 from verl_precision.weight_sync.bf16_grid import Bf16Grid
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox

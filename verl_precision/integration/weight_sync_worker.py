@@ -19,7 +19,7 @@ from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from verl_precision.errors import WeightSyncError
+from verl_precision.base.errors import WeightSyncError
 from verl_precision.integration.cpu.vllm_reload import layerwise_reload
 from verl_precision.integration.cpu.vllm_routing import bind_again
 from verl_precision.integration.load_recorder import choose_layers, comparable, record_loads

@@ -1,4 +1,4 @@
-"""Metrics that a loss reports, as statistics that merge over micro-batches and ranks (`verl_precision.mergeable`).
+"""Metrics that a loss reports, as statistics that merge over micro-batches and ranks (`verl_precision.base.mergeable`).
 
 `integration/merged_metrics.py` carries them through verl.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl_precision.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same
+from verl_precision.base.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same
 
 QUANTILES = (0.05, 0.5, 0.95)
 # Weights beyond are held there in mean and effective sample size: float64, in which squares are summed, ends at 1e308.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.aggregation import Aggregation, row_scale
 
 # Guard 1. A ratio beyond the largest number of its type over HEADROOM is held there: above e^65.7 in float32 and

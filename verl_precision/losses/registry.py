@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from verl_precision.errors import RegistrationError
+from verl_precision.base.errors import RegistrationError
 from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, Ratio
 from verl_precision.losses.metrics import LossOutput
 

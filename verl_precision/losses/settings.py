@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 ACTOR = "actor_rollout_ref.actor"
 THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_is_threshold"

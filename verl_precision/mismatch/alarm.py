@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_precision.errors import CheckpointStateError, MismatchAlarmError
+from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.drift_detector import Growth, Persistence

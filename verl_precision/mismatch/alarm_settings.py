@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl_precision.settings import settings
+from verl_precision.base.settings import settings
 
 
 @settings("mismatch.alarm.{}".format)

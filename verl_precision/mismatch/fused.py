@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_precision.mergeable import Count, Statistic
+from verl_precision.base.mergeable import Count, Statistic
 from verl_precision.mismatch.histogram import counts_of_bits
 from verl_precision.mismatch.packing import checked, row_slices
 from verl_precision.mismatch.token_bins import totals_of_signed

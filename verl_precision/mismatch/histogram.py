@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_precision.mergeable import Statistic, added, largest, smallest
+from verl_precision.base.mergeable import Statistic, added, largest, smallest
 
 LOWEST, HIGHEST = -30, 12  # octaves, as powers of 2
 PER_OCTAVE = 16

@@ -1,4 +1,4 @@
-"""Kinds of statistics that only the mismatch has; the plain ones are in `verl_precision.mergeable`."""
+"""Kinds of statistics that only the mismatch has; the plain ones are in `verl_precision.base.mergeable`."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.mergeable import Mean, Statistic, added, largest, same
+from verl_precision.base.mergeable import Mean, Statistic, added, largest, same
 
 # Below this variance (a standard deviation of 1e-6) probabilities are constant up to rounding, and a correlation noise.
 SMALLEST_VARIANCE = 1e-12

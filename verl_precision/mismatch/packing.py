@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.mergeable import Count, Statistic
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.mergeable import Count, Statistic
 
 # Tokens (padding included) taken at a time. On a CPU a chunk's float64 temporaries are then a few MiB, about the size
 # of the cache; `benchmarks/mismatch.py --chunk-tokens` shows the effect. A GPU wants few, large kernels.

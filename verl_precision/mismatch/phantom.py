@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from verl_precision.base.mergeable import (
+    Deviation,
+    Maximum,
+    Mean,
+    Minimum,
+    Share,
+    Statistic,
+    StatisticSet,
+    merge_by_name,
+)
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.mergeable import Deviation, Maximum, Mean, Minimum, Share, Statistic, StatisticSet, merge_by_name
 from verl_precision.mismatch.packing import Chunk, packed_chunks
 from verl_precision.mismatch.token_bins import CLASSES, ClassMean, class_totals, token_classes
 

@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
+from verl_precision.base.settings import settings
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.settings import settings
 
 
 @settings("mismatch.{}".format)

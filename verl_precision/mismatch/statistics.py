@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.losses.settings import require_threshold
-from verl_precision.mergeable import (
+from verl_precision.base.mergeable import (
     Count,
     Deviation,
     Maximum,
@@ -28,6 +27,7 @@ from verl_precision.mergeable import (
     StatisticSet,
     merge_by_name,
 )
+from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
 from verl_precision.mismatch.histogram import GapHistogram, gap_edges

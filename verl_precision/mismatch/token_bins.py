@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_precision.mergeable import Mean, Statistic, added, same
+from verl_precision.base.mergeable import Mean, Statistic, added, same
 
 # Decades of μ(yₜ): likely tokens first. A token exactly on an edge is on either side, as float64 rounds its logarithm.
 PROBABILITY_BINS = ("prob_1e-1_1", "prob_1e-2_1e-1", "prob_1e-3_1e-2", "prob_1e-4_1e-3", "prob_0_1e-4")

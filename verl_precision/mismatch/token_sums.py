@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_precision.mergeable import Statistic, added, largest, smallest
+from verl_precision.base.mergeable import Statistic, added, largest, smallest
 from verl_precision.mismatch.histogram import gap_counts
 from verl_precision.mismatch.token_bins import class_totals, token_classes
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from verl_precision.base.mergeable import Count, merge_by_name
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.mergeable import Count, merge_by_name
 from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, behind
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from verl_precision.files import new_file
+from verl_precision.base.files import new_file
 from verl_precision.offline_mismatch.measure import Pair
 from verl_precision.offline_mismatch.table import ranked
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.sampling.store import Store
 

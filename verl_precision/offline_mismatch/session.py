@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from verl_precision.files import write_file
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
 from verl_precision.integration.fsdp_scorer import TrainerEngine
 from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.offline_mismatch.figures import write_figures
@@ -20,7 +21,6 @@ from verl_precision.sampling.journal import open_journal
 from verl_precision.sampling.model import Prompt, find_model, tokenize
 from verl_precision.sampling.store import Series, Store
 from verl_precision.sampling.work import complete, start_engine
-from verl_precision.versions import installed_versions
 
 
 def measure_mismatch(

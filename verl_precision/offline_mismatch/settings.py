@@ -4,10 +4,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import command_option, settings
 from verl_precision.sampling.engine import Dtype
 from verl_precision.sampling.model import Model
-from verl_precision.settings import command_option, settings
 
 
 @settings(command_option)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from verl_precision.errors import PatchError
+from verl_precision.base.errors import PatchError
 from verl_precision.patching.series import State, available, sha256
 from verl_precision.patching.tree import Tree, files_to_change, open_tree, require_permission
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from verl_precision.errors import PatchError
+from verl_precision.base.errors import PatchError
 
 MANIFEST = "hashes.json"
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)

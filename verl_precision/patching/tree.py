@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.errors import PatchError
+from verl_precision.base.errors import PatchError
 from verl_precision.patching.series import Series, State, sha256
 
 _VERSION = Path("verl", "version", "version")

@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.rules.dtypes import (
+from verl_precision.base.verl_config import (
     HALF,
     engine_kwargs,
     engines,

@@ -2,9 +2,9 @@
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import engines, rollout_dtype, short
 from verl_precision.engine.settings import require_engine_settings
-from verl_precision.errors import ConfigurationError
-from verl_precision.rules.dtypes import engines, rollout_dtype, short
 from verl_precision.rules.rule import Environment, Fault, Faults, rule
 
 TARGET = "verl_precision.integration.engine_config.PrecisionFSDPConfig"

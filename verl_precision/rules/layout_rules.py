@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.rules.dtypes import FSDP, Engine, engine_kwargs, engines, lora_is_merged, lora_rank
+from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_is_merged, lora_rank
 from verl_precision.rules.rule import Environment, Fault, Faults, rule
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import BANDED, WEIGHTS
 from verl_precision.losses.settings import (
@@ -18,7 +19,6 @@ from verl_precision.losses.settings import (
     require_plain_weights,
     require_threshold,
 )
-from verl_precision.rules.dtypes import engines, rollout_dtype
 from verl_precision.rules.rule import Environment, Fault, Faults, refused, rule
 
 CORRECTION = "algorithm.rollout_correction"

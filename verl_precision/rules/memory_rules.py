@@ -10,7 +10,7 @@ from functools import cached_property
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.rules.dtypes import FSDP, engines, lora_rank, rollout_dtype
+from verl_precision.base.verl_config import FSDP, engines, lora_rank, rollout_dtype
 from verl_precision.rules.gpu_memory import (
     GIB,
     HALF,

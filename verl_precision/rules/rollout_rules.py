@@ -3,11 +3,11 @@
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import HALF, engine_kwargs, engines, uses_adapter
+from verl_precision.base.versions import loads_adapters
 from verl_precision.losses.registry import POLICY_LOSSES
-from verl_precision.rules.dtypes import HALF, engine_kwargs, engines, uses_adapter
 from verl_precision.rules.rule import Environment, Fault, Faults, rule
-from verl_precision.versions import loads_adapters
 
 ROLLOUT = "actor_rollout_ref.rollout"
 # What leaves the distribution as it is.

@@ -2,8 +2,8 @@
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.verl_config import FSDP, engines
 from verl_precision.engine.router_replay import FAMILIES
-from verl_precision.rules.dtypes import FSDP, engines
 from verl_precision.rules.rule import Environment, Fault, Faults, rule
 
 SENT = "actor_rollout_ref.rollout.enable_rollout_routing_replay"

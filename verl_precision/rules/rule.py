@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.errors import VerlPrecisionError, describe, sentence
+from verl_precision.base.errors import VerlPrecisionError, describe, sentence
 
 Severity = Literal["error", "warning"]
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.base.verl_config import engines
+from verl_precision.base.versions import require_tested
 from verl_precision.mismatch.settings import settings_of
-from verl_precision.rules.dtypes import engines
 from verl_precision.rules.rule import Environment, Fault, Faults, Machine, refused, rule
-from verl_precision.versions import require_tested
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 GIB = 1 << 30

@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.rules.dtypes import FSDP, engine_kwargs, engines
+from verl_precision.base.verl_config import FSDP, engine_kwargs, engines
 from verl_precision.rules.rollout_rules import ROLLOUT, replays_masks
 from verl_precision.rules.rule import Environment, Fault, Faults, rule
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from verl_precision.errors import ConfigurationError, RunFailedError
+from verl_precision.base.errors import ConfigurationError, RunFailedError
 from verl_precision.runs import grid
 from verl_precision.runs.board import Board
 from verl_precision.runs.comparison_files import FIGURE, Results

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from verl_precision.base.versions import installed_versions
 from verl_precision.runs.comparison_folder import SUMMARY, seconds_of_runs
 from verl_precision.runs.expected import expected_of
 from verl_precision.runs.figures import COMPARED, parts_of, write_comparison
@@ -13,7 +14,6 @@ from verl_precision.runs.grid import PlannedRun, preset_of
 from verl_precision.runs.page import page, write_page
 from verl_precision.runs.read import Run, read_runs
 from verl_precision.runs.results import PassBar, Summary, summarise, write_summary
-from verl_precision.versions import installed_versions
 
 FIGURE = "comparison.png"
 

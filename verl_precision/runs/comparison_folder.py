@@ -15,10 +15,10 @@ from typing import IO, Any
 
 from omegaconf import OmegaConf
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import write_file
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
 from verl_precision.runs.grid import arm_names, run_name
-from verl_precision.versions import installed_versions
 
 COMMAND, SUMMARY = "comparison.json", "summary.json"
 

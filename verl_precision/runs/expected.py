@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.runs.read import Run
 from verl_precision.runs.results import REWARD
 

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.runs.panels import PANELS, REWARD, Panel, points_of
 from verl_precision.runs.read import Run

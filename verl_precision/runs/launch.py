@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.errors import RunFailedError
+from verl_precision.base.errors import RunFailedError
 from verl_precision.failure_report import reason
 from verl_precision.processes import RUN_MARK, end_marked, end_processes
 

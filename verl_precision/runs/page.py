@@ -10,8 +10,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from verl_precision import __version__
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import write_file
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.runs.figures import colours_of, svg

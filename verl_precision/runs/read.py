@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 
 READABLE = (
     "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, TensorBoard "

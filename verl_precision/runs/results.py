@@ -9,8 +9,8 @@ from statistics import fmean, median
 
 from rich.table import Table
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import write_file
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
 from verl_precision.runs.read import Rows
 

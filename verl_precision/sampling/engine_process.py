@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from verl_precision.errors import RunFailedError
+from verl_precision.base.errors import RunFailedError
 from verl_precision.failure_report import reason
 from verl_precision.processes import RUN_MARK, end_processes
 from verl_precision.sampling.engine import Request, Response

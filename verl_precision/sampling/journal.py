@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from rich.console import Console
 
-from verl_precision.errors import CheckpointStateError, ConfigurationError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 
 JOURNAL = "journal.jsonl"
 _SHOWN = 120  # characters of a setting in a message

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
@@ -59,7 +59,7 @@ def model_location(model: str) -> str:
         ConfigurationError: If there is no such tiny model.
     """
     if model.startswith(TINY):
-        from verl_precision.tiny_model import cached_tiny_model
+        from verl_precision.base.tiny_model import cached_tiny_model
 
         return str(cached_tiny_model(model.removeprefix(TINY)))
     folder = Path(model).expanduser()

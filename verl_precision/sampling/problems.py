@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import new_file
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_file
 
 REQUIRED = {
     "prompt": "a list of messages {role, content}",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.sampling.model import Prompt
 from verl_precision.sampling.problems import is_chat, read_rows
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_precision.errors import EnvironmentMismatchError, RunFailedError
+from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
 from verl_precision.sampling.engine import Request, Response
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl_precision.errors import CheckpointStateError
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.sampling.engine import Request, Response, response_seed
 from verl_precision.sampling.journal import Journal
 from verl_precision.sampling.work import FixedWork, Key

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.sampling.engine import Request, Response
 from verl_precision.sampling.journal import read_lines, wrong_field
 

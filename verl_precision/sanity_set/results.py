@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from verl_precision.files import new_file, write_file
+from verl_precision.base.files import new_file, write_file
 from verl_precision.sampling.problems import DataSet
 from verl_precision.sanity_set.schedule import Schedule
 from verl_precision.sanity_set.verdict import Verdict

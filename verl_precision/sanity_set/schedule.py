@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from verl_precision.errors import CheckpointStateError
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.sampling.work import Key
 from verl_precision.sanity_set.verdict import Verdict, Window
 

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import Field
 from rich.console import Console
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import command_option, settings
 from verl_precision.integration.reward import Reward, load_reward
 from verl_precision.integration.vllm_sampler import VllmEngine
 from verl_precision.sampling.engine import Dtype, Engine, Request, Response, response_seed
@@ -21,7 +22,6 @@ from verl_precision.sanity_set.recorded import RecordedEngine
 from verl_precision.sanity_set.results import Summary, histogram_text, summarise, table, write_figure, write_summary
 from verl_precision.sanity_set.schedule import Schedule
 from verl_precision.sanity_set.verdict import Window
-from verl_precision.settings import command_option, settings
 
 OUTPUTS = ("kept.parquet", "summary.json", "accuracy.png")
 _FIELDS = {"problem": str, "response": int, "correct": bool, "tokens": int}

@@ -11,8 +11,8 @@ from fractions import Fraction
 
 from pydantic import Field
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.settings import command_option, settings
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import command_option, settings
 
 
 class Verdict(Enum):

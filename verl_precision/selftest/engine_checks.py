@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from verl_precision.base.errors import require
 from verl_precision.check.installation import findings
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.errors import require
 from verl_precision.selftest.checks import Figures
 from verl_precision.weight_sync.manifest import StreamDigest, bit_view, digest
 

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl_precision.errors import ConfigurationError, sentence
+from verl_precision.base.errors import ConfigurationError, sentence
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
 from verl_precision.failure_report import reason
-from verl_precision.files import write_file
 from verl_precision.processes import RUN_MARK, end_processes
 from verl_precision.selftest.checks import CHECKS, Check, Figures
-from verl_precision.versions import installed_versions
 
 REPORT = "selftest.json"
 _GRACE_SECONDS = 60  # a check that is asked to end first ends its run of verl, which has marks of its own

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from verl_precision.errors import CheckFailedError, RunFailedError, require
+from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.runs.fork_server import fork_server_on_cpu
 from verl_precision.runs.launch import Progress, quoted, run_verl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_precision.files import write_file
+from verl_precision.base.files import write_file
 
 _PREFIX = "vp-weight-sync-"  # followed by the process that waits for the report
 

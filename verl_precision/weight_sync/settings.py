@@ -7,7 +7,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from verl_precision.settings import settings
+from verl_precision.base.settings import settings
 
 
 @settings("weight_sync.canary.{}".format)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.base.errors import EnvironmentMismatchError
 
 CPUINFO = Path("/proc/cpuinfo")
 # The instruction sets that vLLM and oneDNN choose their kernels by.

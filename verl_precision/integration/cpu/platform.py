@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from verl_precision.errors import RegistrationError
+from verl_precision.base.errors import RegistrationError
 from verl_precision.integration.cpu import device as cpu_device
 from verl_precision.integration.ledger import wrap_once
 

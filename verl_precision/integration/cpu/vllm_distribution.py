@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from types import ModuleType
 
-from verl_precision.versions import installed_version
+from verl_precision.base.versions import installed_version
 
 
 class _RenamedDistribution(metadata.Distribution):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from verl_precision.errors import WeightSyncError
+from verl_precision.base.errors import WeightSyncError
 from verl_precision.weight_sync.verify import LayerRecord, forget_expert_kernel, pack, shared_parameter_layers
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 
 @contextmanager

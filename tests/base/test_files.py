@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.files import new_file, write_file
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_file, write_file
 
 
 @pytest.mark.parametrize("content", ["täxt\n", b"\x00bytes"])

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
-from verl_precision.errors import ConfigurationError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
 
 T = TypeVar("T")
 

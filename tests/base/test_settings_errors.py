@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 from pydantic import Field
 
-from verl_precision.errors import ConfigurationError
-from verl_precision.settings import command_option, settings
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import command_option, settings
 
 
 @settings(command_option)

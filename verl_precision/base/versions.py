@@ -5,7 +5,7 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from verl_precision.errors import EnvironmentMismatchError
+from verl_precision.base.errors import EnvironmentMismatchError
 
 # verl 0.9.0 lacks a function that the weight-sync guard imports, inside vLLM's worker: a run would die minutes in.
 # On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_reload.py), which changes between releases: only what

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 _CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError
 
 
 def added() -> Any:
