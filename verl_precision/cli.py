@@ -131,9 +131,9 @@ def check(
 
 
 def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
+    from verl_precision.check.probe import gpus_here
+    from verl_precision.check.recipe_config import check_recipe
     from verl_precision.check.show import show_recipe
-    from verl_precision.integration.machine import gpus_here
-    from verl_precision.integration.recipe_config import check_recipe
 
     report = check_recipe(config, overrides, gpus_here() if gpu is None else (gpu,))
     if as_json:
@@ -186,8 +186,8 @@ def _check_installation(as_json: bool) -> bool:
 
 def _check_cluster(address: str, config: Path | None, overrides: list[str], paths: list[Path]) -> bool:
     from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
+    from verl_precision.check.recipe_config import compose_recipe
     from verl_precision.check.show import show_findings
-    from verl_precision.integration.recipe_config import compose_recipe
 
     given = [str(path) for path in paths]
     needs = Needs(paths=tuple(given)) if config is None else needs_of(compose_recipe(config, overrides), given)
@@ -456,8 +456,8 @@ def explain(
         return
     if recipe is not None:
         with only_errors_of_others():
+            from verl_precision.check.recipe_config import compose_recipe
             from verl_precision.explain.from_config import explained_by
-            from verl_precision.integration.recipe_config import compose_recipe
 
             of_recipe = explained_by(compose_recipe(recipe, overrides or []))
         values |= {name: value for name, value in of_recipe.items() if name not in given}

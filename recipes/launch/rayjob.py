@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from verl_precision.integration.recipe_config import compose_recipe
+from verl_precision.check.recipe_config import compose_recipe
 
 MANIFEST = Path(__file__).parent / "rayjob.yaml"
 

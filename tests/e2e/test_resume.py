@@ -22,8 +22,8 @@ from same_run import differing
 from typer.testing import CliRunner
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
-from verl_precision.rules.gpu_memory import shape_of
 from verl_precision.runs.launch import quoted, run_verl
 from verl_precision.runs.read import read_metrics
 

@@ -8,8 +8,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_precision.integration.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.fsdp_engine import precision_variant
+from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.fsdp_engine import precision_variant
 
 LENGTHS, V, PAD = (3, 5), 20, 2
 MIXED = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

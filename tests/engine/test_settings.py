@@ -6,10 +6,10 @@ import pytest
 from verl.workers.config import FSDPEngineConfig
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
-from verl_precision.integration.engine_config import PrecisionFSDPConfig
-from verl_precision.rules.book import find_faults
-from verl_precision.rules.rule import Environment
+from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 
 MIXED = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from verl_precision import cli
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.explain import session
 from verl_precision.explain.from_config import as_options, explained_by, replays_sampling
-from verl_precision.integration.recipe_config import compose_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart" / "quickstart.yaml"
 

@@ -111,7 +111,7 @@ actor_rollout_ref:
     use_kl_loss: false
     ppo_max_token_len_per_gpu: 256
     fsdp_config:
-      _target_: verl_precision.integration.engine_config.PrecisionFSDPConfig
+      _target_: verl_precision.integration.engine.engine_config.PrecisionFSDPConfig
       mixed_precision: {param_dtype: fp16}
 """
     )
@@ -136,7 +136,7 @@ def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path):
     """As recipes/launch/run.sh leaves them: PROJECT/EXPERIMENT.jsonl, and PROJECT/EXPERIMENT/run.yaml."""
     from omegaconf import OmegaConf
 
-    from verl_precision.integration.run_identity import _flat
+    from verl_precision.integration.trainer.run_identity import _flat
 
     config = OmegaConf.to_container(OmegaConf.load(run_folder / "hydra" / ".hydra" / "config.yaml"))
     checkpoints = tmp_path / "project" / "experiment-1.5b"

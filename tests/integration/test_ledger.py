@@ -310,7 +310,7 @@ wrapt.wrap_function_wrapper(trainer_base, "compute_data_metrics", print)
 """
 PLANTED_CLASSES = """\
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
-from verl_precision.integration.fsdp_engine import precision_variant
+from verl_precision.integration.engine.fsdp_engine import precision_variant
 
 class Planted(FSDPEngine):
     def initialize(self): ...

@@ -3,8 +3,8 @@
 import pytest
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.integration import math_answers
 from verl_precision.integration.reward import load_reward
+from verl_precision.integration.rewards import math_answers
 from verl_precision.sampling.problems import Problem
 
 

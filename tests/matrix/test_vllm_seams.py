@@ -52,7 +52,7 @@ def _needed() -> dict[tuple[str, str], str]:
         module = _module_name(path)
         for found in _imports(OURS, module, ast.walk(OURS.module(module))):
             needed |= {found: module} if found[0].partition(".")[0] == "vllm" else {}
-        if module == "verl_precision.integration.weight_sync_worker":
+        if module == "verl_precision.integration.rollout.weight_sync_worker":
             waiting.append((OURS, module))
     while waiting:
         tree, module = waiting.pop()

@@ -7,12 +7,12 @@ from composer import compose_estimator, compose_verl
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.integration.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.search_path import VerlPrecisionSearchPath, register_search_path
 from verl_precision.presets import PRESETS_DIR, preset_names
-from verl_precision.rules.book import find_faults
-from verl_precision.rules.rule import Environment
 
 PROMISED = {
     "precision": "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
@@ -40,7 +40,7 @@ def test_the_promised_presets_are_there(group):
 def test_every_preset_measures_the_mismatch_and_installs_the_preflight(group, name):
     config = compose_verl(f"+{group}={name}", VLLM, return_hydra_config=True)
     preflight = config.hydra.callbacks.verl_precision._target_
-    assert config.mismatch.enabled and preflight == "verl_precision.integration.preflight.PreflightCallback"
+    assert config.mismatch.enabled and preflight == "verl_precision.check.preflight.PreflightCallback"
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from verl_says import objection
 
 from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
-from verl_precision.integration.machine import look
-from verl_precision.integration.run_monitor import RunMonitor
+from verl_precision.check.probe import look
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
+from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.presets import preset_names
-from verl_precision.rules.book import find_faults
-from verl_precision.rules.rule import Environment
 
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
 SANITY = "recipes/sanity/sanity.yaml"

@@ -10,7 +10,7 @@ from composer import ROOT, compose_recipe
 from make_task import PROMPT_LENGTH, RESPONSE_LENGTH, Sum, all_sums
 from omegaconf import OmegaConf
 
-from verl_precision.integration.recipe_config import check_recipe
+from verl_precision.check.recipe_config import check_recipe
 from verl_precision.sampling.problems import read_data_set
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"

@@ -6,10 +6,10 @@ import pytest
 from composer import ROOT, compose_recipe
 from discovered import PAPER
 
-from verl_precision.integration.machine import known_models
-from verl_precision.rules import gpu_memory as memory
-from verl_precision.rules.checkpoint_rules import checkpoint_bytes
-from verl_precision.rules.gpu_memory import GIB, rollout_bytes, training_bytes
+from verl_precision.check.probe import known_models
+from verl_precision.check.rules import gpu_memory as memory
+from verl_precision.check.rules.checkpoints import checkpoint_bytes
+from verl_precision.check.rules.gpu_memory import GIB, rollout_bytes, training_bytes
 
 SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
 PUBLISHED = {  # billions of parameters, from the model cards

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_precision.integration.weight_socket import VARIABLE as WEIGHT_SOCKET
+from verl_precision.integration.rollout.weight_socket import VARIABLE as WEIGHT_SOCKET
 from verl_precision.runs.fork_server import fork_server
 
 # Says what it is, then executes its first argument.

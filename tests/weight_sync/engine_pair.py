@@ -21,7 +21,7 @@ from verl_precision.weight_sync.canary import CanaryJudge, CanaryVerdict, canary
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport
 
-EXTENSION = "verl_precision.integration.weight_sync_worker.VerifiedWeightSyncExtension"
+EXTENSION = "verl_precision.integration.rollout.weight_sync_worker.VerifiedWeightSyncExtension"
 
 
 def full_weights(model) -> list[tuple[str, Tensor]]:
@@ -172,7 +172,7 @@ class WorkerPair:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader import get_model
 
-        from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
+        from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
 
         path = str(cached_tiny_model(architecture))
         self.config = EngineArgs(

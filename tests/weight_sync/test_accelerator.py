@@ -13,7 +13,7 @@ import verl  # noqa: F401 - loads the plugin
 from engine_pair import WorkerPair, move
 
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.integration import load_recorder, weight_sync_worker
+from verl_precision.integration.rollout import load_recorder, weight_sync_worker
 from verl_precision.weight_sync.manifest import StreamDigest
 
 

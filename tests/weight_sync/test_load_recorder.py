@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl_precision.integration.load_recorder import choose_layers, comparable, record_loads
+from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
 from verl_precision.weight_sync.verify import find_damage
 
 

@@ -187,7 +187,7 @@ def test_damage_on_the_way_is_named(damage, message):
 
 def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
     """It stores other tensors than it is sent (scales among them): no false alarm, and one warning."""
-    from verl_precision.integration import weight_sync_worker as module
+    from verl_precision.integration.rollout import weight_sync_worker as module
 
     pair = WorkerPair()
     monkeypatch.setattr(module, "is_quantized_model", lambda vllm_config: True)
@@ -261,7 +261,7 @@ def test_verl_may_reload_layer_by_layer_itself(monkeypatch, architecture, models
     """As verl#7987: verl begins before the first bucket and ends after the last. Each layer is reloaded once."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from verl_precision.integration.weight_sync_worker import vLLMColocateWorkerExtension as upstream
+    from verl_precision.integration.rollout.weight_sync_worker import vLLMColocateWorkerExtension as upstream
 
     pair = WorkerPair(architecture)
     receive = upstream.update_weights_from_ipc

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # some import torch, and the first findings are shown before 
     from verl_precision.check.activations import ActivationReport
     from verl_precision.check.checkpoint import CheckpointReport
     from verl_precision.check.installation import Finding
-    from verl_precision.integration.recipe_config import RecipeReport
-    from verl_precision.rules.rule import Fault
+    from verl_precision.check.recipe_config import RecipeReport
+    from verl_precision.check.rules.rule import Fault
 
 WORST = 12
 

@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, rollout_dtype
+from verl_precision.check.rules.attention import attention_of
 from verl_precision.explain.settings import Explanation
-from verl_precision.rules.attention_rules import attention_of
 
 _LONGEST = 512  # tokens of a response: more of them cost time, and show the same
 _PROMPTS = 16  # of the training set

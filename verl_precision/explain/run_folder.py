@@ -9,12 +9,12 @@ from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import lora_rank
+from verl_precision.check.recipe_config import recorded_config
 from verl_precision.explain.causes import CAUSES
 from verl_precision.explain.from_config import as_options, explained_by, replays_sampling
 from verl_precision.explain.path import path
 from verl_precision.explain.recorded import gap_of, recorded
 from verl_precision.explain.settings import explanation_of
-from verl_precision.integration.recipe_config import recorded_config
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.runs.read import Run, read_runs
 

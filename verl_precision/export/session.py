@@ -18,7 +18,7 @@ from verl_precision.base.files import new_folder
 from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, CheckpointReport, audit_tensor, worst_first
 from verl_precision.engine.settings import DTYPES
 from verl_precision.export.shards import SavedModel
-from verl_precision.integration.weight_export import write_export_dtype
+from verl_precision.integration.engine.weight_export import write_export_dtype
 
 # Of one file, which is also what is in memory at a time, beside one tensor in FP32.
 FILE_BYTES = 2 * 10**9

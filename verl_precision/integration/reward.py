@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration import boxed_answer
-from verl_precision.integration.math_answers import require_math_verify
+from verl_precision.integration.rewards import boxed_answer
+from verl_precision.integration.rewards.math_answers import require_math_verify
 from verl_precision.sampling.problems import Problem
 
 PACKAGE = "pkg://"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _round_what_is_sent(transformer_impl: ModuleType) -> None:
-    from verl_precision.integration import weight_export
+    from verl_precision.integration.engine import weight_export
 
     send = weight_export.send_with_manifest
 

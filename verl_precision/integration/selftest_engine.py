@@ -16,8 +16,8 @@ from verl_precision.base.errors import require
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
-from verl_precision.integration.engine_batch import engine_batch
-from verl_precision.integration.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.engine_batch import engine_batch
+from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 
 _UPDATES, _SAVED_AFTER = 50, 25
 _GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0

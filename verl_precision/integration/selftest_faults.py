@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from verl_precision.integration.weight_sync_worker import VerifiedWeightSyncExtension
+from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
 from verl_precision.weight_sync.manifest import MANIFEST_NAME, bit_view
 
 

@@ -10,7 +10,7 @@
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks
-    settings          bounds of C, the clip range and the constant; the rules of a config ask here (rules/loss_rules.py)
+    settings          bounds of C, the clip range and the constant; the rules of a config ask here (check/rules/loss.py)
     registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one
 
 A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.

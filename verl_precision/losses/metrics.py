@@ -1,6 +1,6 @@
 """Metrics that a loss reports, as statistics that merge over micro-batches and ranks (`verl_precision.base.mergeable`).
 
-`integration/merged_metrics.py` carries them through verl.
+`integration/trainer/merged_metrics.py` carries them through verl.
 """
 
 import math

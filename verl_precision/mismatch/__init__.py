@@ -11,5 +11,5 @@ drift_detector  sustained growth, and persistence, of one number a step
 metric_names    names of the metrics that alarm and report read
 settings        the block `mismatch` of a config
 
-integration/run_monitor.py measures, judges and remembers for one run.
+integration/trainer/run_monitor.py measures, judges and remembers for one run.
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.rules.dtype_rules import VLLM_REFUSES_FP16
+from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
 Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}

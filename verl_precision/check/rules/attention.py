@@ -1,0 +1,100 @@
+"""Rules of the trainer's attention: which kinds have no FP32, are not installed, or have no Ulysses."""
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.verl_config import FSDP, engines, short
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, rule
+
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+VERLS_ATTENTION = "flash_attention_2"  # verl's default
+
+
+@rule("attention-refuses-fp32")
+def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faults:
+    """flash-attn computes in 16 bits only: the first forward in FP32 raises, minutes in."""
+    if config.trainer.device != "cuda":
+        return
+    full = list(_in_fp32(config))
+    if shared := " and ".join(role for role in full if role != "critic"):
+        if _is_flash(attention := attention_of(config)):
+            yield Fault(
+                setting=ATTENTION,
+                value=attention,
+                problem=f"FP32 of the {shared}: flash attention computes in 16 bits only, and the first forward would "
+                "raise",
+                allowed="sdpa, which takes packed sequences too",
+                remedy=f"Set ++{ATTENTION}=sdpa.",
+            )
+    if "critic" in full:
+        yield Fault(
+            setting="critic.fsdp.mixed_precision.param_dtype",
+            problem=f"verl loads every critic with {VERLS_ATTENTION}, whatever critic.model.override_config says "
+            "(load_valuehead_model), and that computes in 16 bits only",
+            allowed="bf16 or fp16",
+            remedy="Choose an estimator without a critic, as all presets are, or set critic.fsdp.dtype=bfloat16 "
+            "critic.fsdp.mixed_precision.param_dtype=bf16.",
+        )
+
+
+@rule("attention-not-installed", of_machine=True)
+def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
+    """transformers refuses a model with flash attention where flash-attn is missing, in a worker, after Ray's start."""
+    attention = attention_of(config)
+    if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
+        return
+    if attention == VERLS_ATTENTION and not machine.flash_attention:
+        yield Fault(
+            setting=ATTENTION,
+            value=attention,
+            problem="flash-attn is not installed on this machine, and the trainer would refuse to load the model",
+            allowed="sdpa, which takes packed sequences too",
+            remedy=f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md).",
+        )
+
+
+@rule("ulysses-needs-flash")
+def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
+    """Ulysses exchanges parts of a sequence for heads, which verl does in flash attention only."""
+    attention = attention_of(config)
+    if _is_flash(attention):
+        return
+    full = list(_in_fp32(config))
+    for engine in engines(config):
+        setting, size = engine.ulysses
+        if size > 1 and engine.strategy in FSDP and engine.role != "critic":  # verl loads it with flash attention
+            remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
+            if engine.role in full:
+                remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
+            yield Fault(
+                setting=setting,
+                problem="verl exchanges sequences for heads in flash attention only; with attn_implementation="
+                f"{attention} each rank attends to its own part of a sequence, without an error",
+                allowed=f"1, or {VERLS_ATTENTION} in 16 bits",
+                remedy=remedy,
+            )
+
+
+def attention_of(config: DictConfig) -> str:
+    """Return the attention of actor and reference. verl hands null on, and transformers then takes sdpa."""
+    overrides = config.actor_rollout_ref.model.get("override_config") or {}
+    return str(overrides.get("attn_implementation", VERLS_ATTENTION) or "sdpa")
+
+
+def _is_flash(attention: str) -> bool:
+    """Return whether it is flash attention, which transformers tells by the name too."""
+    return "flash" in attention
+
+
+def _in_fp32(config: DictConfig) -> Iterator[str]:
+    """Yield each forward of verl's FSDP that computes in FP32: actor, actor's shadow, ref, critic."""
+    for engine in engines(config):
+        if engine.strategy not in FSDP:
+            continue
+        if engine.compute == "fp32":
+            yield engine.role
+        shadow = OmegaConf.select(engine.node, "shadow") or {}
+        on = shadow.get("ratio_source") == "shadow" or shadow.get("every_n_steps", 0)
+        if engine.role == "actor" and on and short(shadow.get("dtype")) == "fp32":
+            yield "actor's shadow"

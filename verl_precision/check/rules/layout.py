@@ -1,0 +1,243 @@
+"""Rules of the layout: what is divided over GPUs, and does not divide, or does not fit into a micro-batch.
+
+verl asserts most of this too: in its workers, once the models are loaded, or in the first update. The places are those
+of verl 0.9.1 and vLLM 0.28.0.
+"""
+
+import math
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_is_merged, lora_rank
+from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+
+ROLLOUT = "actor_rollout_ref.rollout"
+PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+
+
+def _gpus(config: DictConfig) -> int:
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+@rule("gpus-do-not-divide")
+def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
+    """A replica of vLLM, a group of Ulysses and a shard group of FSDP each have a share of the GPUs without rest."""
+    rollout, gpus, per_node = config.actor_rollout_ref.rollout, _gpus(config), config.trainer.n_gpus_per_node
+    if gpus < 1 or per_node < 1:
+        return  # value-out-of-range
+    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    # ActorRolloutRefWorker.init_model, RolloutReplica.__init__
+    if replica < 1 or gpus % replica or replica % min(per_node, replica):
+        yield Fault(
+            setting=PARALLEL,
+            problem=f"a replica takes {replica} GPUs, and {config.trainer.nnodes} x {per_node} GPUs are not divided by "
+            "that: verl asserts so once the trainer's model is loaded",
+            allowed=f"a divisor of {gpus}: {_divisors(gpus)}",
+            remedy=f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node.",
+        )
+    for engine in engines(config):
+        if engine.strategy not in FSDP:
+            continue
+        size = int(engine.node.get("fsdp_size", -1))
+        for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
+            # FSDPEngine._init_device_mesh, create_device_mesh
+            if 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
+                yield Fault(
+                    setting=setting,
+                    problem=f"{gpus} GPUs are not divided by it, and the ranks left over are in no group: they fail "
+                    "when they ask for theirs, and the others wait",
+                    allowed=f"a divisor of {gpus}: {_divisors(gpus)}",
+                    remedy=f"Set {setting}={math.gcd(over, gpus)}.",
+                )
+
+
+@rule("heads-do-not-divide")
+def heads_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
+    """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
+    heads, kv_heads = environment.model.get("num_attention_heads"), environment.model.get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return
+    sizes = {} if config.actor_rollout_ref.rollout.name != "vllm" else {PARALLEL: OmegaConf.select(config, PARALLEL)}
+    for engine in engines(config):
+        if engine.strategy in FSDP and engine.role != "critic":  # a critic is another model
+            sizes[engine.ulysses[0]] = engine.ulysses[1]
+    for setting, over in sizes.items():
+        # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
+        kv = kv_heads or heads
+        if over >= 1 and (heads % over or kv % over and over % kv):
+            fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+            yield Fault(
+                setting=setting,
+                problem=f"the model has {heads} attention heads and {kv} of keys and values, which {over} ranks cannot "
+                "share evenly: " + ("vLLM" if setting == PARALLEL else "the trainer") + " refuses to load it",
+                allowed=", ".join(map(str, fitting)),
+                remedy=f"Set {setting}={max(n for n in fitting if n <= over)}.",
+            )
+
+
+@rule("batch-does-not-divide")
+def batch_does_not_divide(config: DictConfig, environment: Environment) -> Faults:
+    """Each rank gets as many sequences of a mini-batch, and cuts them into micro-batches of one size."""
+    model, n, gpus = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n, _gpus(config)
+    for path, owner, engine in _trained(config):
+        ranks = max(gpus // engine.ulysses[1], 1)
+        sequences, setting = owner.ppo_mini_batch_size * n, f"{path}.ppo_mini_batch_size"
+        micro_batch = owner.get("ppo_micro_batch_size_per_gpu")
+        if sequences % ranks:  # TrainingWorker.train_mini_batch
+            step = ranks // math.gcd(ranks, n)
+            yield Fault(
+                setting=setting,
+                problem=f"{sequences} sequences (x rollout.n={n}) are not divided by {ranks} ranks: verl asserts so in "
+                "the first update, after the first rollout",
+                allowed=f"a multiple of {step}",
+                remedy=f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}.",
+            )
+        elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:  # prepare_micro_batches
+            yield Fault(
+                setting=f"{path}.ppo_micro_batch_size_per_gpu",
+                problem=f"a rank has {sequences // ranks} sequences of a mini-batch, which are not divided by it: verl "
+                "asserts so in the first update, after the first rollout",
+                allowed=f"a divisor of {sequences // ranks}",
+                remedy=f"Set {path}.ppo_micro_batch_size_per_gpu={math.gcd(sequences // ranks, micro_batch)}.",
+            )
+    dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
+    if model.actor.use_dynamic_bsz != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
+        yield Fault(
+            setting=dynamic,
+            problem=f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same",
+            allowed=str(model.actor.use_dynamic_bsz),
+        )
+    bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
+    micro_batch = model.rollout.get("log_prob_micro_batch_size_per_gpu")
+    ranks = max(gpus // engines(config)[0].ulysses[1], 1)
+    if model.rollout.log_prob_use_dynamic_bsz or bypass or not micro_batch:
+        return
+    sequences = _padded_batch(config) // ranks
+    if sequences % micro_batch and model.actor.ppo_mini_batch_size * n % ranks == 0:  # prepare_micro_batches
+        setting = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+        yield Fault(
+            setting=setting,
+            problem=f"a rank has {sequences} sequences of a batch, which are not divided by it: verl asserts so after "
+            "the first rollout",
+            allowed=f"a divisor of {sequences}",
+            remedy=f"Set {setting}={math.gcd(sequences, micro_batch)}.",
+        )
+
+
+def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
+    for engine in engines(config):
+        if engine.trains and engine.strategy in FSDP:
+            path = engine.setting.rpartition(".")[0]
+            yield path, OmegaConf.select(config, path), engine
+
+
+def _padded_batch(config: DictConfig) -> int:
+    """Return the sequences of a batch, filled up as verl does (PPOTrainer._get_required_batch_multiple)."""
+    n, multiple = config.actor_rollout_ref.rollout.n, max(_gpus(config) // engines(config)[0].ulysses[1], 1)
+    for _, owner, _ in _trained(config):
+        multiple = math.lcm(multiple, max(owner.ppo_mini_batch_size * n, 1))
+    return -(-config.data.train_batch_size * n // multiple) * multiple
+
+
+@rule("batch-is-padded", "warning")
+def batch_is_padded(config: DictConfig, environment: Environment) -> Faults:
+    """verl fills a batch up with synthetic sequences, which train nothing and count in the mini-batch they are in."""
+    n, size = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    if not config.trainer.get("use_v1", True) or min(n, size) < 1 or (missing := _padded_batch(config) - size * n) == 0:
+        return
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    up = -(-size // mini_batch) * mini_batch
+    yield Fault(
+        setting="data.train_batch_size",
+        problem=f"{size} x rollout.n={n} sequences do not fill mini-batches of {mini_batch} "
+        f"prompts: verl adds {missing} synthetic sequences to each batch, and one update has fewer prompts",
+        allowed=f"a multiple of {mini_batch}",
+        remedy=f"Set data.train_batch_size={up}, or actor_rollout_ref.actor.ppo_mini_batch_size="
+        f"{math.gcd(size, mini_batch)}.",
+    )
+
+
+@rule("token-budget-too-small")
+def token_budget(config: DictConfig, environment: Environment) -> Faults:
+    """With dynamic batch sizes verl asserts that every sequence fits into a micro-batch, after the first rollout."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    model, found = config.actor_rollout_ref, {engine.role: engine for engine in engines(config)}
+    budgets = [
+        ("actor", "actor_rollout_ref.actor", model.actor.use_dynamic_bsz, "ppo_max_token_len_per_gpu"),
+        ("actor", ROLLOUT, model.rollout.log_prob_use_dynamic_bsz, "log_prob_max_token_len_per_gpu"),
+        ("ref", "actor_rollout_ref.ref", model.ref.log_prob_use_dynamic_bsz, "log_prob_max_token_len_per_gpu"),
+        ("critic", "critic", config.critic.use_dynamic_bsz, "ppo_max_token_len_per_gpu"),
+        ("critic", "critic", config.critic.use_dynamic_bsz, "ppo_infer_max_token_len_per_gpu"),
+    ]
+    for role, path, dynamic, budget in budgets:
+        setting = f"{path}.{budget}"
+        if role not in found or not dynamic or (tokens := OmegaConf.select(config, setting)) is None:
+            continue
+        _, parallel = found[role].ulysses
+        if tokens * parallel < longest:
+            yield Fault(
+                setting=setting,
+                problem=f"the longest sequence, data.max_prompt_length + data.max_response_length, has {longest} tokens"
+                " and fits into no micro-batch: verl stops at the first one that is longer",
+                allowed=f"at least {-(-longest // parallel)}",
+                remedy="Raise it, or shorten the responses.",
+            )
+
+
+@rule("vllm-refuses-setting")
+def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults:
+    """What vLLM's own configuration classes refuse, minutes after Ray has started."""
+    rollout, own = config.actor_rollout_ref.rollout, engine_kwargs(config)
+    if rollout.name != "vllm":
+        return
+
+    def asked(key: str) -> tuple[str, object]:
+        path = f"{ROLLOUT}.engine_kwargs.vllm.{key}" if key in own else f"{ROLLOUT}.{key}"
+        return path, own.get(key, rollout.get(key))
+
+    setting, dtype = asked("dtype")
+    if dtype not in VLLM_DTYPES:
+        yield Fault(
+            setting=setting,
+            problem="vLLM does not know this name of a dtype, though verl's trainer may",
+            allowed=", ".join(VLLM_DTYPES),
+            remedy=f"Choose a precision preset, or set {setting}=float16.",
+        )
+    setting, share = asked("gpu_memory_utilization")
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        allowed = "a number above 0, and at most 1"
+        yield Fault(setting=setting, problem="it is a share of the GPU", allowed=allowed, remedy=f"Set {setting}=0.6.")
+    setting, batched = asked("max_num_batched_tokens")
+    other, sequences = asked("max_num_seqs")
+    if isinstance(batched, int) and isinstance(sequences, int) and batched < sequences:
+        yield Fault(
+            setting=setting,
+            problem=f"vLLM wants room for a token of each of {other}={sequences} sequences",
+            allowed=f"at least {sequences}",
+            remedy=f"Set {setting}={max(sequences, 8192)}, or lower {other}.",
+        )
+    if lora_rank(config) > VLLM_LORA_RANK and not lora_is_merged(config):
+        setting = "actor_rollout_ref.model.lora_rank"
+        problem = "vLLM serves adapters of a lower rank only, and verl refuses to start"
+        yield Fault(setting=setting, value=lora_rank(config), problem=problem, allowed=f"at most {VLLM_LORA_RANK}")
+    positions, (setting, context) = environment.model.get("max_position_embeddings"), asked("max_model_len")
+    if isinstance(positions, int) and isinstance(context, int) and context > positions:
+        yield Fault(
+            setting=setting,
+            problem="the model has fewer positions (max_position_embeddings of its config.json): verl's server "
+            "refuses to start",
+            allowed=f"at most {positions}",
+            remedy="Lower it, and data.max_prompt_length + data.max_response_length with it, or take a model with a "
+            "longer context.",
+        )
+
+
+# The largest of `MaxLoRARanks` of vllm/config/lora.py.
+VLLM_LORA_RANK = 512
+# `ModelDType` of vllm/config/model.py (compared by tests/check/rules/test_planted_edits.py).
+VLLM_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")

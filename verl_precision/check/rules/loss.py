@@ -1,0 +1,297 @@
+"""Rules of the loss: aggregation, bypass mode, thresholds, weights."""
+
+import math
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.verl_config import engines, rollout_dtype
+from verl_precision.check.rules.rule import Environment, Fault, Faults, refused, rule
+from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
+from verl_precision.losses.rollout_weights import BANDED, WEIGHTS
+from verl_precision.losses.settings import (
+    NORM_MODE,
+    THRESHOLD,
+    WEIGHT_THRESHOLD,
+    require_band,
+    require_bypass,
+    require_clip_range,
+    require_normalizer,
+    require_plain_weights,
+    require_threshold,
+)
+
+CORRECTION = "algorithm.rollout_correction"
+LOSS_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+RATIO_SOURCE = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
+# Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
+MAX_USUAL_THRESHOLD = 10
+# log(lower x upper) of a band that is the same both ways round
+SYMMETRY = 0.01
+VERLS_CLIP_RATIO_C = 3.0
+MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
+TYPICAL_WEIGHT = 0.02  # in size, of a language model
+
+
+@rule("normalizer-missing")
+def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
+    """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch."""
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_agg_mode == NORM_MODE:
+        yield from refused(require_normalizer, actor.get("loss_scale_factor"))
+
+
+@rule("bypass-loss-unconfigured")
+def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Faults:
+    """verl's own loss for bypass mode needs a block of settings."""
+    if _loss(config) == "bypass_mode" and OmegaConf.select(config, LOSS_CORRECTION) is None:
+        yield Fault(
+            setting=LOSS_CORRECTION,
+            problem="loss_mode=bypass_mode reads its settings there and raises in the first update without them",
+            allowed="a RolloutCorrectionConfig",
+            remedy=f"Choose estimator=pg_seq_tis or pg_seq_mis, or set +{LOSS_CORRECTION}.*.",
+        )
+
+
+@rule("bypass-without-loss")
+def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
+    """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
+    if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
+        yield Fault(
+            setting=f"{CORRECTION}.bypass_mode",
+            problem=f"verl's V1 trainer ignores {' and '.join(ignored)} here: loss_mode={_loss(config)} runs with the "
+            "rollout's log-probs as the old ones, so the clip acts on the mismatch",
+            allowed="False, or a loss that knows bypass mode",
+            remedy="Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis.",
+        )
+
+
+@rule("bypass-clips-mismatch", "warning")
+def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
+    """Bypass mode alone makes the clip act on the mismatch."""
+    if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
+        yield Fault(
+            setting=f"{CORRECTION}.bypass_mode",
+            problem=f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "
+            "mismatch: tokens are clipped for their rounding. verl logs no mismatch metric in this mode",
+            allowed="False, or a loss that knows bypass mode",
+            remedy="Set it to False, or choose estimator=pg_seq_is.",
+        )
+
+
+@rule("updates-below-grid", "warning")
+def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
+    """The trainer's weights move at once, the rollout's rounded ones do not, and the clip cuts what has been learnt."""
+    actor, rollout = engines(config)[0], rollout_dtype(config)
+    bits, learning_rate = MANTISSA_BITS.get(rollout, 0), (actor.optim or {}).get("lr", 0)
+    if not bits or MANTISSA_BITS.get(actor.compute, 0) <= bits or not learning_rate:
+        return
+    if _has_mismatch_in_clip(config):
+        step = TYPICAL_WEIGHT * 2 ** -(bits + 1.5)  # half the distance of two neighbours, on average
+        yield Fault(
+            setting="actor_rollout_ref.rollout.dtype",
+            problem=f"the trainer computes with weights in {actor.compute}, the rollout with weights rounded to "
+            f"{rollout}. Where they start on {rollout}'s grid, as a released checkpoint's may, one of "
+            f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
+            f"updates at lr={learning_rate}. Until then the trainer's policy leaves the rollout's, and the clip cuts "
+            "the tokens that were learnt (recipes/phantom_clipping/README.md)",
+            allowed="the actor's dtype",
+            remedy="Choose precision=fp16 or precision=bf16, where both round. Or keep FP32 and set "
+            f"{RATIO_SOURCE}=shadow. precision/bf16_crossings_fraction says what share of the weights a sync changes.",
+        )
+
+
+def _has_mismatch_in_clip(config: DictConfig) -> bool:
+    """Return whether the loss clips a ratio of which the mismatch is a part."""
+    ratio = ratio_of(config.actor_rollout_ref.actor)
+    clips = ratio is None or ratio.clip is not None
+    return _takes_rollout_as_old(config) and clips and OmegaConf.select(config, RATIO_SOURCE) != "shadow"
+
+
+def _takes_rollout_as_old(config: DictConfig) -> bool:
+    knows = _loss(config) == "bypass_mode" or "rollout_log_probs" in _needs(config)
+    return bool(_correction(config).get("bypass_mode") and not knows and config.trainer.get("use_v1", True))
+
+
+def _ignored_in_bypass(config: DictConfig) -> list[str]:
+    correction = _correction(config)
+    kind = correction.get("loss_type", "ppo_clip")
+    asked = [key for key in ("rollout_is", "rollout_rs") if correction.get(key)]
+    return asked if kind == "ppo_clip" else [*asked, f"loss_type={kind}"]
+
+
+@rule("threshold-misread")
+def weight_threshold_misread(config: DictConfig, environment: Environment) -> Faults:
+    """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93."""
+    # this package's losses and weights say it in their own words
+    own = {
+        LOSS_CORRECTION: (THRESHOLD, "threshold" in _needs(config)),
+        CORRECTION: (WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in WEIGHTS),
+    }
+    for path, correction in _corrections(config):
+        value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
+        bounds = require_band if correction.get("rollout_is") in BANDED else require_threshold
+        said = list(refused(bounds, value, setting)) if ours else []
+        yield from said
+        if said or not correction.get("rollout_is") or not isinstance(value, int | float):
+            continue
+        if value < 1 or value > MAX_USUAL_THRESHOLD:
+            effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
+            yield Fault(
+                severity="error" if value < 1 else "warning",
+                setting=f"{path}.rollout_is_threshold",
+                problem=f"it {effect}. YAML reads a band such as 0.5_5 as the number 0.55, 1e-9_3 as 1e-93 and 2_10 "
+                "as 210",
+                allowed=f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band whose parts have a decimal point, as "
+                "0.5_5.0",
+                remedy=f"Set {path}.rollout_is_threshold=2.0, or write the band as 0.5_5.0.",
+            )
+
+
+@rule("threshold-misread")
+def rejection_threshold_misread(config: DictConfig, environment: Environment) -> Faults:
+    """One number below 1 is an empty k1 band."""
+    for path, correction in _corrections(config):
+        value = correction.get("rollout_rs_threshold")
+        if "k1" in (correction.get("rollout_rs") or "") and isinstance(value, int | float) and not value > 1:
+            yield Fault(
+                setting=f"{path}.rollout_rs_threshold",
+                problem="one number is the upper bound of a k1 band whose lower bound is its reciprocal: below 1 the "
+                "band is empty and everything is rejected. YAML reads 0.5_5 as the number 0.55",
+                allowed="a number > 1, or a band whose parts have a decimal point, as 0.5_2.0",
+                remedy=f"Set {path}.rollout_rs_threshold=2.0.",
+            )
+
+
+@rule("k1-bounds-inverted")
+def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Faults:
+    """k1 is -log r, compared with [log lower, log upper]: a band keeps r in [1/upper, 1/lower]."""
+    for path, correction in _corrections(config):
+        modes, value = correction.get("rollout_rs"), correction.get("rollout_rs_threshold")
+        if not modes or not isinstance(value, str):
+            continue
+        names, bands = ([part.strip() for part in str(text).split(",") if part.strip()] for text in (modes, value))
+        for name, band in zip(names, bands * len(names) if len(bands) == 1 else bands, strict=False):
+            bounds = _band(band)
+            if not name.endswith("k1") or bounds is None or abs(math.log(bounds[0] * bounds[1])) <= SYMMETRY:
+                continue
+            low, high = bounds
+            setting, kept_low, kept_high = f"{path}.rollout_rs_threshold", f"{1 / high:.4g}", f"{1 / low:.4g}"
+            yield Fault(
+                setting=setting,
+                problem=f"{name} compares -log r with the logarithms of the bounds, so that ratios in "
+                f"[{kept_low}, {kept_high}] are kept, not [{low:g}, {high:g}]",
+                allowed="a band that is the same both ways round, as 0.5_2.0, or the reciprocals of the bounds meant",
+                remedy=f"To keep [{low:g}, {high:g}] set {setting}={kept_low}_{float(kept_high)}.",
+            )
+
+
+def _band(text: str) -> tuple[float, float] | None:
+    try:
+        low, high = map(float, text.split("_"))
+    except ValueError:  # not a band; verl says so itself when it parses it
+        return None
+    return (low, high) if low > 0 and high > 0 else None
+
+
+@rule("clip-ratio-c-ignored", "warning")
+def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults:
+    """The losses of this package have no dual clip; a value set for it does nothing."""
+    value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
+    if _loss(config) in POLICY_LOSSES and value != VERLS_CLIP_RATIO_C:
+        yield Fault(
+            setting="actor_rollout_ref.actor.clip_ratio_c",
+            problem=f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does",
+            allowed=f"{VERLS_CLIP_RATIO_C} (verl's default, not read)",
+            remedy="Remove the setting, or choose estimator=dapo.",
+        )
+
+
+@rule("check_estimator")
+def clip_range(config: DictConfig, environment: Environment) -> Faults:
+    """The clip range of a loss of this package."""
+    if "clip_low" in _needs(config):
+        actor = config.actor_rollout_ref.actor
+        yield from refused(require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
+
+
+@rule("check_estimator")
+def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
+    """A loss that weighs by the rollout's log-probs gets them in bypass mode of verl's V1 trainer only."""
+    if "rollout_log_probs" not in _needs(config):
+        return
+    loss, bypass = _loss(config), _correction(config).get("bypass_mode", False)
+    if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
+        yield from refused(require_bypass, _loss_correction(config).get("bypass_mode"), loss)
+    else:
+        yield Fault(
+            setting=f"{CORRECTION}.bypass_mode",
+            value=bypass,
+            problem=f"loss_mode={loss} weighs by the rollout's log-probs; verl would recompute the old ones with the "
+            "trainer",
+            allowed="True",
+            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy in "
+            "actor.policy_loss.",
+        )
+    if not config.trainer.get("use_v1", True):
+        yield Fault(
+            setting="trainer.use_v1",
+            problem=f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode",
+            allowed="True",
+        )
+
+
+@rule("check_estimator")
+def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
+    """Weights of this package need a loss that applies them, and a verl that leaves them as they are."""
+    correction, weights = _correction(config), _correction(config).get("rollout_is")
+    if weights not in WEIGHTS:
+        return
+    if "rollout_is_weights" not in _needs(config):
+        loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
+        yield Fault(
+            setting=loss_mode,
+            value=_loss(config),
+            problem=f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says",
+            allowed=", ".join(
+                name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters
+            ),
+            remedy=f"Set {loss_mode}=grpo.",
+        )
+    if correction.get("bypass_mode"):
+        yield Fault(
+            setting=f"{CORRECTION}.bypass_mode",
+            problem=f"in bypass mode verl silently makes no weights for rollout_is={weights}",
+            allowed="False",
+            remedy="Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward.",
+        )
+    if correction.get("rollout_rs") is not None:
+        yield Fault(
+            setting=f"{CORRECTION}.rollout_rs",
+            problem=f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator",
+            allowed="null",
+        )
+    yield from refused(require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
+
+
+def _loss(config: DictConfig) -> str:
+    return config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+
+
+def _needs(config: DictConfig) -> frozenset[str]:
+    """Return what the chosen loss is called with, if it is one of this package."""
+    entry = POLICY_LOSSES.get(_loss(config))
+    return frozenset() if entry is None else entry.parameters
+
+
+def _correction(config: DictConfig) -> DictConfig:
+    return config.algorithm.get("rollout_correction") or DictConfig({})
+
+
+def _loss_correction(config: DictConfig) -> DictConfig:
+    return config.actor_rollout_ref.actor.policy_loss.get("rollout_correction") or DictConfig({})
+
+
+def _corrections(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    yield CORRECTION, _correction(config)
+    yield LOSS_CORRECTION, _loss_correction(config)

@@ -1,0 +1,230 @@
+"""Rules of a GPU's memory: the arithmetic of docs/scales.md, on the settings at hand and before they cost an hour.
+
+The arithmetic is good to a few GiB. A peak above nine tenths of a GPU is therefore a warning, and one above eleven
+tenths an error. Nothing is said where the model's shape or the GPU's memory is not known, where there is a critic, or
+of other engines than FSDP.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.verl_config import FSDP, engines, lora_rank, rollout_dtype
+from verl_precision.check.rules.gpu_memory import (
+    GIB,
+    HALF,
+    MASK,
+    MASK_FP32,
+    REST,
+    SINGLE,
+    STATE,
+    ModelShape,
+    activation_bytes,
+    gathered_bytes,
+    gpu_memory,
+    kv_tokens,
+    rollout_bytes,
+    shape_of,
+    state_bytes,
+)
+from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+
+# Shares of a GPU: the arithmetic is good to some GiB either way.
+FILLED, FAR_OVER = 0.9, 1.1
+OF_THE_GPU = ("memory-training", "memory-rollout")  # the rules below
+BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the settings make of a model on one GPU."""
+
+    config: DictConfig
+    model: ModelShape
+    memory: int  # bytes of the GPU
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs over which the state is sharded."""
+        trainer, size = self.config.trainer, self._fsdp.get("fsdp_size", -1)
+        gpus = trainer.nnodes * trainer.n_gpus_per_node
+        return max(size if 0 < size < gpus else gpus, 1)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the largest micro-batch on one GPU."""
+        actor, trainer = self.config.actor_rollout_ref.actor, self.config.trainer
+        _, parallel = engines(self.config)[0].ulysses
+        ranks = max(trainer.nnodes * trainer.n_gpus_per_node // parallel, 1)
+        sequences = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // ranks
+        if actor.use_dynamic_bsz:
+            return min(actor.ppo_max_token_len_per_gpu, -(-sequences * self.longest // parallel))
+        micro_batch = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
+        return (micro_batch or sequences) * self.longest // parallel
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the actor's forward."""
+        return SINGLE if engines(self.config)[0].compute == "fp32" else HALF
+
+    @property
+    def _fsdp(self) -> DictConfig:
+        return self.config.actor_rollout_ref.actor.get("fsdp_config") or DictConfig({})
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the state lives on the host."""
+        return self.config.actor_rollout_ref.actor.strategy == "fsdp2" and bool(self._fsdp.get("offload_policy"))
+
+    @cached_property
+    def training(self) -> dict[str, int]:
+        """Bytes of each part of a GPU while the trainer works."""
+        # of frozen weights there are neither gradients nor moments
+        width = 0 if self.on_host else SINGLE if lora_rank(self.config) else STATE
+        return {
+            "weights, gradients and Adam's moments": state_bytes(self.model, self.gpus, width) + self._reference,
+            "gathered layers": gathered_bytes(self.model, self.width),
+            "activations": self.activations(self.tokens),
+            "CUDA, NCCL and a sleeping vLLM": REST,
+        }
+
+    @property
+    def _reference(self) -> int:
+        """Bytes of a reference of its own."""
+        if len(engines(self.config)) == 1 or lora_rank(self.config):
+            return 0
+        return 0 if self.on_host else state_bytes(self.model, self.gpus, SINGLE)
+
+    def activations(self, tokens: int) -> int:
+        """Return bytes of a micro-batch of some tokens."""
+        model = self.config.actor_rollout_ref.model
+        checkpointing = bool(model.get("enable_gradient_checkpointing", True))
+        used = activation_bytes(self.model, tokens, self.width, checkpointing)
+        if (model.get("override_config") or {}).get("attn_implementation") == "sdpa" and model.use_remove_padding:
+            used += (MASK if self.width == HALF else MASK_FP32) * tokens * tokens
+        return used
+
+    @property
+    def kept(self) -> int:
+        """Bytes a parameter of the trainer's state on a GPU while vLLM works."""
+        if self.on_host:
+            return 0
+        weights = 0 if self._fsdp.get("param_offload") else SINGLE
+        moments = 0 if self._fsdp.get("optimizer_offload") or lora_rank(self.config) else 2 * SINGLE
+        return weights + moments
+
+    def savings(self) -> list[str]:
+        """Return the settings that would save memory of the trainer, and are not on."""
+        model = "actor_rollout_ref.model.enable_gradient_checkpointing=True"
+        checkpointing = OmegaConf.select(self.config, model.partition("=")[0])
+        found = [] if checkpointing else [model]
+        found += [] if self.on_host else ["actor_rollout_ref.actor.fsdp_config.offload_policy=True"]
+        return [*found, "a precision of 16 bits"] if self.width == SINGLE else found
+
+    def largest_budget(self) -> int:
+        """Return the most tokens of a micro-batch that leave a tenth of the GPU free."""
+        fixed = sum(self.training.values()) - self.training["activations"]
+        low, high = 0, self.tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = fixed + self.activations(middle) <= FILLED * self.memory
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+
+def _layout(config: DictConfig, environment: Environment) -> Layout | None:
+    actor, *others = engines(config)
+    model, memory = shape_of(environment.model), gpu_bytes(config, environment)
+    known = model is not None and memory is not None and actor.strategy in FSDP and config.trainer.device == "cuda"
+    if not known or any(other.role == "critic" for other in others):
+        return None
+    return Layout(config, model, memory)  # type: ignore[arg-type]
+
+
+def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
+    """Return the memory of the GPU that a run is meant for: by its name, or by the scale that was chosen."""
+    if environment.gpus:
+        known = [gpu_memory(name) for name in environment.gpus]
+        return None if None in known else min(known)  # type: ignore[type-var]
+    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
+    scale = next((choice for group, choice in choices.items() if group.partition("@")[0] == "scale"), None)
+    return gpu_memory(str(scale).replace("_", " "))
+
+
+def _judged(peak: int, memory: int) -> str:
+    """Return how serious a peak is; empty if it is not."""
+    if peak > FAR_OVER * memory:
+        return "error"
+    return "warning" if peak > FILLED * memory else ""
+
+
+def _sum(parts: dict[str, int], memory: int) -> str:
+    terms = " + ".join(f"{size / GIB:.0f} ({name})" for name, size in parts.items() if size)
+    return f"{terms} = {sum(parts.values()) / GIB:.0f} GiB of the GPU's {memory / GIB:.0f}, by arithmetic"
+
+
+@rule("memory-training")
+def memory_training(config: DictConfig, environment: Environment) -> Faults:
+    """State, gathered layers and activations of the trainer fit into a GPU."""
+    layout = _layout(config, environment)
+    if layout is None or not (severity := _judged(sum(layout.training.values()), layout.memory)):
+        return
+    dynamic, largest = config.actor_rollout_ref.actor.use_dynamic_bsz, layout.largest_budget()
+    _, parallel = engines(config)[0].ulysses
+    smallest = -(-layout.longest // parallel)
+    per_sequence = max(smallest, 1)
+    setting, most = (BUDGET, largest) if dynamic else (MICRO_BATCH, largest // per_sequence)
+    if fits := largest >= smallest:
+        allowed, remedy = f"at most {most}", f"Set {setting}={most}."
+    else:
+        allowed = f"what one sequence of {layout.longest} tokens needs does not fit"
+        remedy = f"Take more GPUs, {', '.join([*layout.savings(), 'or'])} a shorter data.max_response_length."
+    yield Fault(
+        severity=severity,  # type: ignore[arg-type]
+        setting=setting if fits or dynamic else MICRO_BATCH,
+        problem=f"a micro-batch of {layout.tokens} tokens needs {_sum(layout.training, layout.memory)}",
+        allowed=allowed,
+        remedy=remedy,
+    )
+
+
+@rule("memory-rollout")
+def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
+    """vLLM's share fits beside the trainer's state, and a response of full length fits into it."""
+    layout, rollout = _layout(config, environment), config.actor_rollout_ref.rollout
+    if layout is None:
+        return
+    model, memory, share = layout.model, layout.memory, float(rollout.gpu_memory_utilization)
+    beside = rollout_bytes(model, layout.gpus, 0, memory, layout.kept)
+    width = SINGLE if rollout_dtype(config) == "fp32" else HALF
+    longest = rollout.max_model_len or layout.longest
+    parallel = rollout.tensor_model_parallel_size
+    most = int(100 * (FILLED - beside / memory)) / 100
+    if severity := _judged(beside + int(share * memory), memory):
+        parts = {"vLLM's share": int(share * memory), "the trainer's state": beside - REST, "CUDA and NCCL": REST}
+        yield Fault(
+            severity=severity,  # type: ignore[arg-type]
+            setting=SHARE,
+            problem=f"while vLLM works it takes {_sum(parts, memory)}",
+            allowed=f"at most {most:.2f}" if most > 0 else "no share: the trainer's state leaves no room",
+            remedy=(f"Set {SHARE}={most:.2f}, or offload" if most > 0 else "Offload")
+            + " the state: actor_rollout_ref.actor.fsdp_config.offload_policy=True.",
+        )
+    elif kv_tokens(model, parallel, share, memory, width) < longest:
+        weights = width * model.parameters / parallel / GIB
+        yield Fault(
+            setting=SHARE,
+            problem=f"of vLLM's {share * memory / GIB:.0f} GiB the weights take {weights:.0f} (over "
+            f"{parallel} GPUs), and a tenth is for its own work: the rest holds no sequence of {longest} tokens, "
+            "and vLLM would refuse to start",
+            allowed=f"up to {most:.2f}, or more GPUs a replica",
+            remedy=f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel}).",
+        )

