@@ -56,7 +56,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
 plantings: $(STAMP)
-	$(BIN)/python tests/explain/plantings.py outputs/plantings --page docs/plantings.md
+	$(BIN)/python tests/tools/gap/explain/plantings.py outputs/plantings --page docs/plantings.md
 
 bench-check: $(STAMP)
 	$(BIN)/python benchmarks/run.py --check

@@ -14,9 +14,9 @@ from tempfile import TemporaryDirectory
 
 from measure import Record, parser, record, report
 
-from verl_precision.runs.fork_server import fork_server_on_cpu
-from verl_precision.runs.launch import run_verl
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs.fork_server import fork_server_on_cpu
+from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.read import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart" / "quickstart.yaml"
 PARTS = {

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from verl_precision.patching.series import MANIFEST, read_patches, sha256
+from verl_precision.tools.patching.series import MANIFEST, read_patches, sha256
 
 
 def main(folder: Path, tree: Path) -> None:

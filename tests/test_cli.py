@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from verl_precision import __version__
 from verl_precision.cli import app
-from verl_precision.quiet import only_errors_of_others
-from verl_precision.runs.page import MARK
+from verl_precision.tools.runs.page import MARK
+from verl_precision.tools.runs.quiet import only_errors_of_others
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def check(
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
-    from verl_precision.quiet import only_errors_of_others
+    from verl_precision.tools.runs.quiet import only_errors_of_others
 
     ok = True
     with only_errors_of_others():
@@ -218,7 +218,7 @@ def selftest(
     """
     import torch
 
-    from verl_precision.selftest.session import run_selftest, runs_that_fit, show_summary
+    from verl_precision.tools.selftest.session import run_selftest, runs_that_fit, show_summary
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
@@ -272,9 +272,9 @@ def compare(
     Ctrl-C ends every run under way and every process it started. The same command goes on where a comparison was
     interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
     """
-    from verl_precision.runs.compare import check_arguments, compare_runs
-    from verl_precision.runs.comparison_folder import command_of, comparison_folder
-    from verl_precision.runs.results import PassBar
+    from verl_precision.tools.runs.compare.folder import command_of, comparison_folder
+    from verl_precision.tools.runs.compare.run import check_arguments, compare_runs
+    from verl_precision.tools.runs.compare.summary import PassBar
 
     bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
@@ -311,9 +311,9 @@ def report(
         raise EnvironmentMismatchError(needed, remedy="pip install jinja2 'matplotlib>=3.8'")
     if (expected is None) != (estimator is None):
         raise BadParameter("--expected and --estimator belong together: give both, or neither")
-    from verl_precision.runs.expected import read_expected
-    from verl_precision.runs.page import page, write_page
-    from verl_precision.runs.read import read_runs
+    from verl_precision.tools.runs.expected import read_expected
+    from verl_precision.tools.runs.page import page, write_page
+    from verl_precision.tools.runs.read import read_runs
 
     curves = read_expected(expected, estimator) if expected and estimator else []
     write_page(output, page(read_runs(runs), expected=curves), force)
@@ -351,9 +351,9 @@ def mismatch(
     Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
     command is repeated. One model is in memory at a time.
     """
-    from verl_precision.offline_mismatch.session import measure_mismatch
-    from verl_precision.offline_mismatch.settings import MismatchJob
-    from verl_precision.sampling.prompts import BUILT_IN_NAME, read_prompts
+    from verl_precision.tools.gap.pairs.session import measure_mismatch
+    from verl_precision.tools.gap.pairs.settings import MismatchJob
+    from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
 
     if shard_responses is not None:
         errors.print("warning: --shard-responses is now called --in-flight; the old name goes with the next version")
@@ -437,11 +437,11 @@ def explain(
     model is in memory at a time.
     """
     values = dict(locals())  # the options, most of them called as the settings are
-    from verl_precision.explain.page import show, write
-    from verl_precision.explain.session import explain as explain_gap
-    from verl_precision.explain.settings import explanation_of
-    from verl_precision.quiet import only_errors_of_others
-    from verl_precision.sampling.prompts import BUILT_IN_NAME, read_prompts
+    from verl_precision.tools.gap.explain.page import show, write
+    from verl_precision.tools.gap.explain.session import explain as explain_gap
+    from verl_precision.tools.gap.explain.settings import explanation_of
+    from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
+    from verl_precision.tools.runs.quiet import only_errors_of_others
 
     given = {name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"}
     if (recipe and run) or (overrides and not recipe):
@@ -450,14 +450,14 @@ def explain(
         if others := sorted(given - {"run"}):
             raise BadParameter(f"--run tells what is recorded. Leave out --{others[0].replace('_', '-')}.")
         with only_errors_of_others():
-            from verl_precision.explain.run_folder import show_recorded
+            from verl_precision.tools.gap.explain.from_run import show_recorded
 
             show_recorded(run, console)
         return
     if recipe is not None:
         with only_errors_of_others():
             from verl_precision.check.recipe_config import compose_recipe
-            from verl_precision.explain.from_config import explained_by
+            from verl_precision.tools.gap.explain.from_config import explained_by
 
             of_recipe = explained_by(compose_recipe(recipe, overrides or []))
         values |= {name: value for name, value in of_recipe.items() if name not in given}
@@ -503,8 +503,8 @@ def evaluate(
     paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
     it counts: after an interruption, the same command continues.
     """
-    from verl_precision.evaluation.session import evaluate as evaluate_model
-    from verl_precision.evaluation.settings import Evaluation
+    from verl_precision.tools.evaluate.session import evaluate as evaluate_model
+    from verl_precision.tools.evaluate.settings import Evaluation
 
     values: dict[str, Any] = dict(
         model=model, data=tuple(data), contexts=tuple(context), dtypes=tuple(dtype or ["fp16"])
@@ -532,14 +532,14 @@ def export(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-    from verl_precision.quiet import only_errors_of_others
+    from verl_precision.tools.runs.quiet import only_errors_of_others
 
     path = checkpoint.resolve()
     step = path.parent if path.name == "actor" else path
     output = output or Path("outputs") / "export" / f"{step.parent.name}_{step.name}_{dtype}"
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     with only_errors_of_others(), Progress(*columns, console=errors) as progress:
-        from verl_precision.export.session import export_checkpoint
+        from verl_precision.tools.export.session import export_checkpoint
 
         task = progress.add_task("reading", total=None)
         report = export_checkpoint(
@@ -562,7 +562,7 @@ def data(
     any_count: Annotated[bool, Option("--any-count", help="Accept another number of problems than expected.")] = False,
 ) -> None:
     """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size."""
-    from verl_precision.data.prepare import prepare
+    from verl_precision.tools.data.prepare import prepare
 
     print(prepare(name, output / f"{name}.parquet", template, source, stand_in, any_count))
 
@@ -606,8 +606,8 @@ def sanity_set(
     after an interruption, the same command continues. Writes kept.parquet, summary.json and accuracy.png.
     """
     values = dict(locals())  # the options, most of them called as the settings are
-    from verl_precision.sanity_set.session import Options, build_sanity_set
-    from verl_precision.sanity_set.verdict import Window
+    from verl_precision.tools.sanity_set.session import Options, build_sanity_set
+    from verl_precision.tools.sanity_set.window import Window
 
     window = Window(values.pop("responses_per_problem"), values.pop("low"), values.pop("high"))
     options = Options(window=window, early_stopping=not values.pop("all_responses"), **values)
@@ -634,8 +634,8 @@ def patch(
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")
-    from verl_precision.patching.change import change_tree, check_tree
-    from verl_precision.patching.series import State, list_series
+    from verl_precision.tools.patching.change import change_tree, check_tree
+    from verl_precision.tools.patching.series import State, list_series
 
     try:
         if tree is None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from verl_precision.mismatch.alarm import first_alarms
-from verl_precision.runs.read import Run, read_runs
+from verl_precision.tools.runs.read import Run, read_runs
 
 WINDOW = 10  # steps
 REWARD, K3, PEARSON = "critic/score/mean", "mismatch/k3_kl", "mismatch/probs_pearson"

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from verl_precision.mismatch.alarm import first_alarms
-from verl_precision.runs.read import Run, read_runs
+from verl_precision.tools.runs.read import Run, read_runs
 
 REWARD, CLIPPED, GAP = "critic/score/mean", "phantom/final_token_clip_fraction", "mismatch/final_token_gap_mean"
 CROSSINGS, K3 = "precision/bf16_crossings_fraction", "mismatch/k3_kl"

@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from verl_precision.cli import app
-from verl_precision.data.catalog import CATALOG, TEMPLATES
+from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))

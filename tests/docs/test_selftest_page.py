@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from verl_precision.selftest.checks import CHECKS
+from verl_precision.tools.selftest.checks import CHECKS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "selftest.md").read_text()
 

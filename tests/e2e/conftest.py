@@ -13,11 +13,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from verl_precision.processes import marked_processes
-from verl_precision.runs import fork_server as workers
-from verl_precision.runs.compare import check_arguments, compare_runs
-from verl_precision.runs.launch import run_verl
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs import fork_server as workers
+from verl_precision.tools.runs.compare.run import check_arguments, compare_runs
+from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.processes import marked_processes
+from verl_precision.tools.runs.read import read_metrics
 
 QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 # In the environment of whatever a test file starts; the file beside it has runs of its own.

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs.read import read_metrics
 
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
 SECONDS = 600

@@ -1,6 +1,6 @@
 """`explain` on real engines: what is planted is found, and nothing else is called a fault.
 
-`tests/explain/plantings.py` plants fifty (docs/plantings.md).
+`tests/tools/gap/explain/plantings.py` plants fifty (docs/plantings.md).
 """
 
 import io
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "explain"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gap" / "explain"))
 import planted
 
-from verl_precision.explain.session import explain
-from verl_precision.explain.settings import Explanation
-from verl_precision.sampling.prompts import read_prompts
+from verl_precision.tools.gap.explain.session import explain
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.jobs.prompts import read_prompts
 
 
 def test_another_epsilon_is_found(tmp_path, monkeypatch):

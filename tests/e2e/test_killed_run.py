@@ -9,7 +9,7 @@ from pathlib import Path
 
 from same_run import differing
 
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs.read import read_metrics
 
 STEPS = 2
 

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from verl_precision.offline_mismatch.session import measure_mismatch
-from verl_precision.offline_mismatch.settings import MismatchJob
-from verl_precision.sampling.prompts import read_prompts
+from verl_precision.tools.gap.pairs.session import measure_mismatch
+from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.jobs.prompts import read_prompts
 
 MODEL = "tiny:qwen3_rough"
 DTYPES = ("fp16", "bf16")

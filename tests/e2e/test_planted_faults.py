@@ -4,7 +4,7 @@ import json
 
 from rich.console import Console
 
-from verl_precision.selftest.session import REPORT, run_selftest
+from verl_precision.tools.selftest.session import REPORT, run_selftest
 
 
 def test_planted_faults_stop_their_runs_and_name_a_tensor(tmp_path, own_processes):

@@ -6,7 +6,7 @@ import torch
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs.read import read_metrics
 
 
 def test_both_runs_learn(comparison):

@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 from verl_precision.base.errors import RunFailedError
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
-from verl_precision.runs.launch import quoted, run_verl
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs.launch import quoted, run_verl
+from verl_precision.tools.runs.read import read_metrics
 
 RECIPE = Path("recipes/quickstart/quickstart.yaml")
 SCALE = "actor_rollout_ref.actor.fsdp_config.loss_scale"

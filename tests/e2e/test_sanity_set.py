@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_precision.sampling.problems import read_data_set
+from verl_precision.tools.jobs.problems import read_data_set
 
 pytestmark = pytest.mark.e2e
 

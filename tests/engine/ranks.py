@@ -49,10 +49,10 @@ from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
-from verl_precision.export.session import export_checkpoint
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import AlwaysManifest, precision_variant
 from verl_precision.integration.engine.weight_export import ExactWeights
+from verl_precision.tools.export.session import export_checkpoint
 from verl_precision.weight_sync.manifest import digest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -13,8 +13,8 @@ from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.remedies import ADVICE, remedies_in_use
-from verl_precision.runs.read import read_metrics
-from verl_precision.runs.results import REWARD
+from verl_precision.tools.runs.compare.summary import REWARD
+from verl_precision.tools.runs.read import read_metrics
 
 HEALTHY = {
     names.NONFINITE_TRAINER: 0.0,

@@ -28,13 +28,13 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 
+from verl_precision.base.seeds import response_seed
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
-from verl_precision.sampling.engine import response_seed
 
 RESPONSES, TOKENS = 16, 32
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"

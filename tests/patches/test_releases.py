@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.patching.change import change_tree, check_tree
-from verl_precision.patching.series import State, available, sha256
-from verl_precision.patching.tree import open_tree
+from verl_precision.tools.patching.change import change_tree, check_tree
+from verl_precision.tools.patching.series import State, available, sha256
+from verl_precision.tools.patching.tree import open_tree
 
 VERSIONS = sorted(available())
 HERE = Path(__file__).parent

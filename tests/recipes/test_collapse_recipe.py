@@ -7,7 +7,7 @@ import torch
 from composer import ROOT, compose_recipe
 from omegaconf import OmegaConf
 
-from verl_precision.sampling.problems import read_data_set
+from verl_precision.tools.jobs.problems import read_data_set
 
 RECIPE = ROOT / "recipes/collapse/collapse.yaml"
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from verl_precision.runs.read import read_runs
+from verl_precision.tools.runs.read import read_runs
 
 STEPS = 60
 

@@ -11,7 +11,7 @@ from make_task import PROMPT_LENGTH, RESPONSE_LENGTH, Sum, all_sums
 from omegaconf import OmegaConf
 
 from verl_precision.check.recipe_config import check_recipe
-from verl_precision.sampling.problems import read_data_set
+from verl_precision.tools.jobs.problems import read_data_set
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"
 SCRIPT = "recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh"

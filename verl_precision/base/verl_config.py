@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.errors import ConfigurationError
+
 ALIASES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16", "bf16-mixed"),
     "fp16": ("fp16", "float16", "half", "16", "16-mixed", "torch.float16"),
@@ -16,6 +18,11 @@ ALIASES = {
 HALF = ("bf16", "fp16")
 FSDP = ("fsdp", "fsdp2")
 ULYSSES = "ulysses_sequence_parallel_size"
+ROLLOUT = "actor_rollout_ref.rollout"
+# Our agent loop, and what it reads in `rollout.custom`.
+AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
+SEEDED = f"{ROLLOUT}.custom.seeded"
+BUFFER = "trainer.v1.sampler.custom_sampler.name"
 
 
 def short(value: object) -> str:
@@ -140,3 +147,14 @@ def transport_dtype(config: DictConfig) -> tuple[str, str]:
     if actor.ours and OmegaConf.select(config, "weight_sync.rounding") == "stochastic":
         return rollout_dtype(config), "weight_sync.rounding=stochastic (before they leave)"
     return actor.master, "the master weights' own; the rollout casts on arrival"
+
+
+def missing_log_probs(problem: str) -> ConfigurationError:
+    """Return the error for a rollout that keeps its log-probs to itself."""
+    setting = f"{ROLLOUT}.calculate_log_probs"
+    return ConfigurationError(problem, setting=setting, value=False, allowed="True", remedy=f"Set {setting}=True.")
+
+
+def is_repeatable(config: DictConfig) -> bool:
+    """Return whether a run is to repeat bit for bit."""
+    return OmegaConf.select(config, SEEDED) is True

@@ -10,7 +10,7 @@ import verl  # noqa: F401 - loads the plugin
 from verl.utils.tracking import FileLogger, Tracking
 
 from verl_precision.integration.trainer.metrics_file import forget_row, remember_row, series_goes_on
-from verl_precision.runs.read import read_metrics
+from verl_precision.tools.runs.read import read_metrics
 
 Files = namedtuple("Files", "metrics pending superseded")
 

@@ -6,10 +6,10 @@ import pytest
 from composer import compose_verl
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_precision.check.rules.repeatable import is_repeatable
+from verl_precision.base.seeds import response_seed
+from verl_precision.base.verl_config import is_repeatable
 from verl_precision.integration.trainer import repeatable
 from verl_precision.integration.trainer.sorted_replay_buffer import SortedReplayBuffer
-from verl_precision.sampling.engine import response_seed
 
 
 def test_prompts_are_named_by_step_and_place(monkeypatch):

@@ -2,11 +2,9 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.rollout import ROLLOUT
+from verl_precision.base.verl_config import BUFFER, ROLLOUT, SEEDED, is_repeatable
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
-SEEDED = f"{ROLLOUT}.custom.seeded"
-BUFFER = "trainer.v1.sampler.custom_sampler.name"
 # Setting, what it may be, what would differ between two runs.
 _FIXED = {
     f"{ROLLOUT}.max_num_seqs": ((1,), "a batch of other sequences rounds a sequence's logits differently"),
@@ -40,8 +38,3 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     if config.data.shuffle and config.data.seed is None:
         problem = f"{SEEDED}=True asks for a run that repeats bit for bit, but prompts are shuffled at random"
         yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy="Set data.seed=0.")
-
-
-def is_repeatable(config: DictConfig) -> bool:
-    """Return whether a run is to repeat bit for bit."""
-    return OmegaConf.select(config, SEEDED) is True

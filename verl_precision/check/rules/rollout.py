@@ -3,20 +3,25 @@
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import HALF, engine_kwargs, engines, uses_adapter
+from verl_precision.base.verl_config import (
+    AGENT_LOOP,
+    HALF,
+    OF_LOOP,
+    ROLLOUT,
+    engine_kwargs,
+    engines,
+    missing_log_probs,
+    uses_adapter,
+)
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES
 
-ROLLOUT = "actor_rollout_ref.rollout"
 # What leaves the distribution as it is.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
-# Our agent loop, and what it reads in `rollout.custom`.
-AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
 
 
 @rule("raw-logprobs")
@@ -84,12 +89,6 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
     elif mode.startswith("vp_"):
         setting, problem = f"{ROLLOUT}.calculate_log_probs", f"trainer_mode={mode} has no mismatch to report"
         yield Fault(severity="warning", setting=setting, problem=problem, allowed="True")
-
-
-def missing_log_probs(problem: str) -> ConfigurationError:
-    """Return the error for a rollout that keeps its log-probs to itself."""
-    setting = f"{ROLLOUT}.calculate_log_probs"
-    return ConfigurationError(problem, setting=setting, value=False, allowed="True", remedy=f"Set {setting}=True.")
 
 
 @rule("cascade-attention", "warning")

@@ -2,8 +2,8 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, engine_kwargs, engines
-from verl_precision.check.rules.rollout import ROLLOUT, replays_masks
+from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
+from verl_precision.check.rules.rollout import replays_masks
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 SETTING = f"{ROLLOUT}.custom.sampling_masks"

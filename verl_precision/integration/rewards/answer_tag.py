@@ -3,8 +3,7 @@
 In a recipe: `reward.custom_reward_function.path: pkg://verl_precision.integration.rewards.answer_tag`.
 """
 
-from verl_precision.data.catalog import braced_box
-from verl_precision.integration.rewards.math_answers import same_answer
+from verl_precision.integration.rewards.math_answers import braced_box, same_answer
 
 OPEN, CLOSE, FORMAT = "<answer>", "</answer>", "</think> <answer>"
 

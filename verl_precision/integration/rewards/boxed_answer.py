@@ -8,8 +8,7 @@ In a recipe, with 0 for a wrong answer or with DAPO's -1:
         reward_kwargs: {wrong: -1.0}
 """
 
-from verl_precision.data.catalog import braced_box
-from verl_precision.integration.rewards.math_answers import same_answer
+from verl_precision.integration.rewards.math_answers import braced_box, same_answer
 
 
 def compute_score(

@@ -27,6 +27,17 @@ _START_SECONDS = 120.0  # for the process to load SymPy, on a machine that is bu
 logger = logging.getLogger("verl_precision")
 
 
+def braced_box(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} of a text, braces balanced; None if there is none, or a part."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for position in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : position]
+    return None
+
+
 def same_answer(answer: str, truth: str) -> bool:
     """Return whether an answer is the ground truth, in whatever form.
 

@@ -19,10 +19,10 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from verl_precision.check.rules.rollout import AGENT_LOOP
+from verl_precision.base.seeds import response_seed
+from verl_precision.base.verl_config import AGENT_LOOP
 from verl_precision.engine.sampling_masks import pack
 from verl_precision.integration.engine.sampling_masks import ASKED, FIELD, KEPT
-from verl_precision.sampling.engine import response_seed
 
 
 class MaskedOutput(AgentLoopOutput):

@@ -12,8 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.repeatable import is_repeatable
-from verl_precision.check.rules.rollout import missing_log_probs
+from verl_precision.base.verl_config import is_repeatable, missing_log_probs
 from verl_precision.integration.trainer.kept_checkpoints import keep_checkpoint_before
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.metrics_file import forget_row, remember_row, series_goes_on

@@ -1,0 +1,194 @@
+"""From files in each data set's columns to verl's format; what does not fit is refused."""
+
+from contextlib import nullcontext
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.cli import app
+from verl_precision.tools.data.catalog import CATALOG, TEMPLATES, last_boxed
+from verl_precision.tools.data.prepare import prepare
+from verl_precision.tools.jobs.problems import read_data_set
+from verl_precision.tools.jobs.reward import load_reward
+
+MATH = "DigitalLearningGmbH/MATH-lighteval"
+GURU = "P? Please output the final answer within \\boxed{}."
+VERL_ROW = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": TEMPLATES["dapo"]["user"].replace("{question}", "P?")}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}
+MATH_ROWS = [
+    {"problem": f"Problem {n}?", "level": "Level 1", "type": "Algebra", "solution": f"$\\boxed{{{n}}}$"}
+    for n in range(5)
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Prepare a data set from rows in its own columns; return what is said, and the rows written."""
+
+    def run(name, rows, any_count=True):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "source.parquet")
+        said = prepare(name, tmp_path / "out.parquet", source=tmp_path / "source.parquet", any_count=any_count)
+        return said, parquet.read_table(tmp_path / "out.parquet").to_pylist()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("so $\\boxed{3}$.", "3"),
+        ("first $\\boxed{1}$, then $\\boxed{\\frac{1}{\\sqrt{2}}}$", "\\frac{1}{\\sqrt{2}}"),
+        ("it is $\\boxed{\\left\\{1, 2\\right\\}}$.", "\\left\\{1, 2\\right\\}"),
+        ("which is $\\boxed 2$.", "2"),
+        ("which is $\\fbox{7}$.", "7"),
+        *((solution, None) for solution in ("no answer", "", "open \\boxed{\\frac{1}{2}")),
+    ],
+)
+def test_the_last_boxed_answer_with_balanced_braces(solution, answer):
+    with pytest.raises(ConfigurationError, match="no .boxed answer") if answer is None else nullcontext():
+        assert last_boxed(solution) == answer
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_stand_in_of_each_is_what_verl_and_its_reward_read(name, tmp_path):
+    path = tmp_path / f"{name}.parquet"
+    assert "a stand-in, not the data set" in prepare(name, path, stand_in=True)
+    data = read_data_set(path)
+    assert len(data.problems) == 64
+    assert data.problems[0].extra_info["origin"] == "stand-in"
+    reward = load_reward("verl")
+    assert reward.unreadable(data.problems) == []
+    for problem in data.problems[::30]:
+        first, second = problem.prompt[-1]["content"].partition("What is ")[2].partition("?")[0].split(" + ")
+        assert int(problem.ground_truth) == int(first) + int(second)
+        assert reward.is_correct(problem, f"It is \\boxed{{{problem.ground_truth}}}.")
+        assert not reward.is_correct(problem, "It is \\boxed{1}.")
+
+
+def test_rows_by_hand(write):
+    said, rows = write("math", MATH_ROWS)
+    assert "5 distinct problems in 5 rows, template qwen_math; expected 7490 to 7500" in said
+    system, user = rows[3]["prompt"]
+    assert system["role"] == "system" and "\\boxed{}" in system["content"]
+    assert user == {"role": "user", "content": "Problem 3?"}
+    assert rows[3]["reward_model"] == {"style": "rule", "ground_truth": "3"}
+    assert rows[3]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
+
+
+def test_number_of_problems(write, tmp_path):
+    with pytest.raises(ConfigurationError, match="5 distinct problems in 5 rows; expected 7490 to 7500"):
+        write("math", MATH_ROWS, any_count=False)
+    assert not (tmp_path / "out.parquet").exists()
+    rows = [{"ID": f"{n}", "Problem": f"P{n}?", "Solution": "", "Answer": n} for n in range(30)]
+    said, written = write("aime_2024", rows, any_count=False)
+    assert "30 distinct problems" in said and "; expected" not in said
+    assert written[25]["reward_model"]["ground_truth"] == "25"
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "answer", "source"),
+    [
+        ("aime_2025", {"problem": "P?", "answer": "070", "id": "0"}, "070", "math_dapo"),
+        ("amc23", {"id": 0, "question": "P?", "answer": "27", "url": "u"}, "27", "math_dapo"),
+        ("amc_2022_2023", {"id": 0, "problem": "P?", "answer": -1.0, "url": "u"}, "-1", "math_dapo"),
+        ("math_500", {"problem": "P?", "solution": "s", "answer": "2.0x", "level": 1}, "2.0x", MATH),
+        ("gsm8k", {"question": "P?", "answer": "#### is 1,000<<1>>.\n#### 1,000"}, "1000", MATH),
+    ],
+)
+def test_sets_to_evaluate_on(write, name, row, answer, source):
+    """Columns as on the hub; AMC's whole numbers are floats there, and GSM8K's answer ends a solution."""
+    _, (written,) = write(name, [row])
+    assert written["reward_model"]["ground_truth"] == answer and written["data_source"] == source
+    assert "P?" in written["prompt"][-1]["content"]
+
+
+def test_the_configuration_of_a_repository_is_asked_for(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(**where):
+        asked.append(where)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(EnvironmentMismatchError, match="openai/gsm8k cannot be downloaded"):
+        prepare("gsm8k", tmp_path / "out.parquet")
+    assert asked == [{"path": "openai/gsm8k", "name": "main", "data_files": None, "split": "test"}]
+
+
+def test_dapos_copies_of_each_problem_are_one(write):
+    said, rows = write("dapo_math_17k", [VERL_ROW] * 100)
+    assert "1 distinct problems in 100 rows" in said
+    assert rows[0]["prompt"] == VERL_ROW["prompt"]  # its own template puts its own words back
+
+
+def test_guru_gets_a_data_source_that_verl_knows(write, tmp_path):
+    """verl's default_compute_score raises NotImplementedError on Guru's own names."""
+    row = {**VERL_ROW, "data_source": "math__deepscaler_preview", "prompt": [{"role": "user", "content": GURU}]}
+    _, (out,) = write("guru_math", [row])
+    assert (out["data_source"], out["extra_info"]["source"]) == ("math_dapo", "math__deepscaler_preview")
+    assert out["prompt"][0]["content"].startswith("Question: P?\n")
+    assert load_reward("verl").is_correct(read_data_set(tmp_path / "out.parquet").problems[0], "\\boxed{34}")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("math", [{"question": "P?", "answer": "1"}], "its columns are answer, question. Allowed: problem, solution"),
+        ("math", [{"problem": "P?", "solution": "no answer"}], "math, row 0: no .boxed answer"),
+        ("math", [{"problem": "", "solution": "$\\boxed{1}$"}], "math, row 0: empty question or answer"),
+        ("math", [{"problem": "P?", "solution": None}], "math, row 0"),
+        ("math", [], "its columns are none"),
+        ("amc23", [{"question": "P?", "answer": None}], "amc23, row 0: empty question or answer"),
+        ("gsm8k", [{"question": "P?", "answer": "It is 72."}], "gsm8k, row 0: no #### in the solution 'It is 72.'"),
+        ("guru_math", [{**VERL_ROW, "prompt": VERL_ROW["prompt"] * 2}], "2 user messages in prompt"),
+    ],
+)
+def test_rows_that_do_not_fit_are_named(write, name, rows, words):
+    with pytest.raises(ConfigurationError, match=words):
+        write(name, rows)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template):
+    text = "".join(TEMPLATES[template].values())
+    assert text.count("{question}") == 1 and [*TEMPLATES[template]][-1] == "user"
+    assert "\\boxed{}" in text or "<answer>" in text or "Answer:" in text
+
+
+def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
+    prepare("math", tmp_path / "out.parquet", template="octothinker", stand_in=True)
+    problem = read_data_set(tmp_path / "out.parquet").problems[0]
+    reward = load_reward("pkg://verl_precision.integration.rewards.answer_tag")
+    assert reward.is_correct(problem, f"thought </think> <answer> {problem.ground_truth} </answer>")
+    assert not reward.is_correct(problem, f"<answer>{problem.ground_truth}</answer>")
+
+
+def test_no_network_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentMismatchError, match="--source FILE.*or --stand-in"):
+        prepare("aime_2024", tmp_path / "out.parquet")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
+        (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
+        (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
+        (["math", "--source", "x", "--stand-in"], 1, "Give one of them"),
+        (["sanity", "--stand-in"], 0, "64 distinct problems"),
+    ],
+)
+def test_command(tmp_path, arguments, code, words):
+    result = CliRunner().invoke(app, ["data", *arguments, "--output", str(tmp_path)])
+    assert result.exit_code == code
+    assert words in " ".join(result.output.split())

@@ -1,0 +1,63 @@
+"""Seeds that depend on nothing but problem and response, and how requests are spread over engines on Ray."""
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
+from verl_precision.base.seeds import response_seed
+from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.ray_engines import RayEngines, engines_that_fit, spread
+from verl_precision.tools.sanity_set.replayed import RecordedEngine
+
+
+def test_every_response_has_a_seed_of_its_own():
+    seeds = {response_seed(0, f"{problem:016x}", index) for problem in range(200) for index in range(40)}
+    assert len(seeds) >= 7990  # of 8000; 2^31 values collide 0.015 times on average
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert response_seed(0, "a", 1) == response_seed(0, "a", 1) != response_seed(1, "a", 1)
+    assert response_seed(0, "a", 11) != response_seed(0, "a1", 1)
+
+
+@given(st.integers(0, 50), st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_requests_go_where_least_is_in_flight(count, in_flight):
+    requests = [Request(str(index), 0, ()) for index in range(count)]
+    shares = spread(requests, in_flight)
+    assert sorted((r for share in shares for r in share), key=lambda r: int(r.problem)) == requests
+    loads = [before + len(share) for before, share in zip(in_flight, shares, strict=True)]
+    given_to = [load for load, share in zip(loads, shares, strict=True) if share]
+    assert not given_to or max(given_to) <= min(loads) + 1
+
+
+def test_engines_that_fit():
+    assert engines_that_fit(8, None) == 8
+    assert engines_that_fit(8, 3) == 3
+    with pytest.raises(EnvironmentMismatchError, match="--engines 9: .* has 8 GPU.*Allowed: 1 to 8"):
+        engines_that_fit(8, 9)
+    with pytest.raises(EnvironmentMismatchError, match="0 GPU"):
+        engines_that_fit(0, None)
+
+
+def test_requests_come_back_once_from_two_engines_on_logical_gpus(tmp_path, write_rows):
+    ray = pytest.importorskip("ray")
+    wanted = sorted((str(problem), index) for problem in range(5) for index in range(3))
+    lines = [{"problem": problem, "response": index, "tokens": 1, "correct": True} for problem, index in wanted]
+    build = partial(RecordedEngine, write_rows(tmp_path / "recorded.jsonl", lines))
+    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        with pytest.raises(RunFailedError, match=r"(?s)an engine on Ray failed.*FileNotFoundError"):
+            RayEngines(partial(RecordedEngine, tmp_path / "nowhere.jsonl"), "local", engines=1)
+        engine = RayEngines(build, "local", engines=None)
+        assert engine.engines == 2
+        for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
+            engine.submit([Request(problem, index, ()) for problem, index in share])
+        back = []
+        while responses := engine.poll():
+            back += [(response.problem, response.response) for response in responses]
+        assert sorted(back) == wanted
+        engine.close()
+        assert ray.is_initialized()  # somebody else's: left running
+    finally:
+        ray.shutdown()

@@ -1,0 +1,99 @@
+"""What is refused, by name, and leaves nothing behind; a model of several files. Ranks: tests/engine/ranks.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.cli import app
+from verl_precision.tools.export import session
+from verl_precision.tools.export.session import export_checkpoint
+
+OVERFLOW = {"model.norm.weight": 65520.0}
+ADAPTER = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Return a function that writes a tiny model as one rank saves it, with changes to its weights."""
+
+    def write(changes=(), world_size=1, only=()) -> Path:
+        actor = tmp_path / "run" / "global_step_3" / "actor"
+        model = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3"), dtype=torch.float32)
+        model.save_pretrained(actor / "huggingface")
+        AutoTokenizer.from_pretrained(cached_tiny_model("qwen3")).save_pretrained(actor / "huggingface")
+        weights = {name: torch.ones(4, 4) for name in only} or model.state_dict()
+        for name, value in dict(changes).items():
+            weights[name].view(-1)[0] = value
+        torch.save(weights, actor / f"model_world_size_{world_size}_rank_0.pt")
+        (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
+        return actor.parent
+
+    return write
+
+
+def silent(what, done, total):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "words"),
+    [
+        (
+            dict(changes=OVERFLOW),
+            "fp16",
+            r"--dtype float16: model.norm.weight \(1 of 64\): .*not finite in torch.float16",
+        ),
+        (dict(changes={"lm_head.weight": float("nan")}), "bf16", r"lm_head.weight \(1 of \d+\).*earlier checkpoint"),
+        (dict(), "fp8", "--dtype fp8: there is no such dtype. Allowed: .*fp16"),
+        (dict(world_size=2), "fp16", "model_world_size_2_rank_1.pt is missing"),
+        (dict(only=[ADAPTER]), "fp16", "only the LoRA adapter was saved.*save_lora_only=False"),
+        (dict(only=["x.modules_to_save.default.weight"]), "fp16", "x.modules_to_save.* cannot be merged"),
+    ],
+)
+def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_path, settings, dtype, words):
+    with pytest.raises(ConfigurationError, match=words):
+        export_checkpoint(checkpoint(**settings), dtype, tmp_path / "out" / "model", silent)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_what_fp16_cannot_hold_is_exported_in_bf16(checkpoint, tmp_path):
+    export_checkpoint(checkpoint(OVERFLOW), "bf16", tmp_path / "out", silent)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_failure_while_writing_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(session, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        export_checkpoint(checkpoint(), "fp16", tmp_path / "out" / "model", silent)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_large_model_has_several_files_an_index_and_its_tokenizer(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "FILE_BYTES", 100_000)
+    seen = []
+    export_checkpoint(checkpoint(), "fp16", tmp_path / "out", lambda *progress: seen.append(progress))
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "whoever reads one reads all"
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert model.dtype == torch.float16 and not info["missing_keys"] and not info["unexpected_keys"]
+    before = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3"), dtype=torch.float32).state_dict()
+    assert all(torch.equal(value, before[name].half()) for name, value in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1+1")
+    assert seen[-1] == ("writing", len(before), len(before)) and ("checking", 1, len(before)) in seen
+
+
+def test_the_verb_names_its_folder_and_refuses_one_that_exists(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = (CliRunner().invoke(app, ["export", str(checkpoint() / "actor")]) for _ in range(2))
+    assert first.exit_code == 0 and "every weight fits FP16" in first.output
+    assert (tmp_path / "outputs" / "export" / "run_global_step_3_fp16" / "model.safetensors").is_file()
+    assert second.exit_code == 1 and "it exists; nothing was written" in second.output

@@ -1,0 +1,299 @@
+"""Fifty random plantings: which faults `explain` names, which it misses, and what it names that was not planted.
+
+    python tests/tools/gap/explain/plantings.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
+
+Each planting has a random model, pair of dtypes, seed, and none, one or two random faults of random size, in real
+engines. What is in FOLDER is not computed again. It takes about a minute a planting and process.
+"""
+
+import argparse
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+from rich.console import Console
+
+from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine_process import EngineProcess
+from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
+from verl_precision.tools.engines.vllm_sampler import VllmEngine
+from verl_precision.tools.gap.explain.session import explain
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
+
+MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")
+FOUND = "found.json"
+PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp16", "bf16"))  # trainer, rollout
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault: what `explain` calls its step, its sizes (from, to), and where it cannot be planted."""
+
+    cause: str
+    sizes: tuple[float, float]
+    what: str
+    only_models: tuple[str, ...] = MODELS
+    only_pairs: tuple[tuple[str, str], ...] = PAIRS
+    place: str = "vllm"  # where it is planted; two faults have two places
+
+
+FAULTS = {
+    "epsilon": Fault("engine", (10, 1000), "vLLM's norms: epsilon x {:.0f}"),
+    "rotary": Fault("engine", (1, 1), "vLLM's rotary cache in BF16", only_pairs=PAIRS[1:3]),
+    "softmax_scale": Fault("engine", (1e-3, 1e-1), "vLLM's attention scores x (1 + {:.0e})"),
+    "head": Fault("engine", (1e-3, 1e-1), "vLLM's output head stale by {:.0e}"),
+    "decode": Fault("decode", (1e-3, 1e-1), "vLLM's decode off by {:.0e}"),
+    "batch": Fault("batch", (1e-3, 1e-1), "vLLM off by {:.0e} in a batch"),
+    "trainer_epsilon": Fault("engine", (10, 1000), "trainer's norms: epsilon x {:.0f}", place="trainer"),
+    "16_bit_log_probs": Fault("log_probs", (1, 1), "log-probs in 16 bits", only_pairs=(PAIRS[0],), place="log_probs"),
+    "softmax_in_16_bits": Fault(
+        "attention", (1, 1), "trainer's attention with BF16 scores", only_pairs=(PAIRS[1],), place="attention"
+    ),
+    "across_sequences": Fault("layout", (1, 1), "packed, attention across sequences", place="attention"),
+    "top_p": Fault("sampling", (0.5, 0.95), "top_p {:.2f}", place="sampling"),
+    "raw_log_probs": Fault("temperature", (0.6, 0.95), "raw log-probs at temperature {:.2f}", place="sampling"),
+    "stale_head": Fault("weights", (1e-3, 1e-1), "rollout's weights: head stale by {:.0e}", place="weights"),
+    "version_behind": Fault("weights", (1e-6, 1e-4), "rollout one Adam step of {:.0e} behind", place="weights"),
+    "near_tie": Fault(
+        "routing", (1e-5, 1e-3), "router with ties to {:.0e}", only_models=("tiny:qwen3_moe",), place="model"
+    ),
+}
+
+
+@dataclass
+class Planting:
+    """What is planted, and how it is asked about."""
+
+    number: int
+    model: str
+    train: str
+    rollout: str
+    seed: int
+    faults: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        return "; ".join(FAULTS[name].what.format(size) for name, size in self.faults.items()) or "nothing"
+
+
+def draw(count: int, seed: int) -> list[Planting]:
+    """Return the plantings; the first three are healthy, each fault is once alone, and the rest are random."""
+    generator = random.Random(seed)
+    wanted: list[list[str]] = [[], [], [], *([name] for name in FAULTS)]
+    while len(wanted) < count:
+        wanted.append(generator.sample(list(FAULTS), generator.choice((0, 1, 1, 2, 2, 2))))
+    found = []
+    for number, names in enumerate(wanted):
+        while True:
+            model, pair = generator.choice(MODELS), generator.choice(PAIRS)
+            if number < 3:
+                pair = PAIRS[number]
+            faults = [FAULTS[name] for name in names]
+            places = {fault.place for fault in faults}
+            causes = {fault.cause for fault in faults}
+            if len(places) < len(faults) or len(causes) < len(faults):
+                names = generator.sample(list(FAULTS), 2)
+            elif all(model in fault.only_models and pair in fault.only_pairs for fault in faults):
+                break
+            elif len(names) == 2 and generator.random() < 0.2:  # perhaps no model and pair has both
+                names = generator.sample(list(FAULTS), 2)
+        sizes = {name: float(np.exp(generator.uniform(*np.log(FAULTS[name].sizes)))) for name in names}
+        found.append(Planting(number, model, *pair, generator.randrange(1000), sizes))
+    return found
+
+
+def plant(planting: Planting, folder: Path) -> dict[str, Any]:
+    """Run `explain`, and return what it said beside what was planted."""
+    faults, model, rollout_model = planting.faults, planting.model, None
+    settings: dict[str, Any] = {}
+    if "near_tie" in faults:
+        model = _once(planted.near_tie, model, folder / "model", faults["near_tie"])
+    for name in ("stale_head", "version_behind"):
+        if name in faults:
+            rollout_model = _once(getattr(planted, name), model, folder / "rollout_model", faults[name])
+    if "top_p" in faults:
+        settings |= {"temperature": 0.8, "top_p": faults["top_p"]}
+    if "raw_log_probs" in faults:
+        settings |= {"temperature": faults["raw_log_probs"], "raw_log_probs": True}
+    for name in ("softmax_in_16_bits", "across_sequences"):
+        if name in faults:
+            settings["attention"] = name
+    settings["packed"] = "across_sequences" in faults
+    in_vllm = {name: size for name, size in faults.items() if name in planted.IN_VLLM}
+    job = Explanation(
+        model=model, rollout_model=rollout_model, prompts=BUILT_IN_NAME, train_dtype=planting.train,
+        rollout_dtype=planting.rollout, seed=planting.seed, max_response_tokens=48,
+        fp32_log_probs="16_bit_log_probs" not in faults, **settings,
+    )  # fmt: skip
+    vllm = partial(planted.faulty_vllm, plants=in_vllm) if in_vllm else VllmEngine
+    trainer = TrainerEngine
+    if "attention" in settings or "trainer_epsilon" in faults:
+        trainer = partial(planted.faulty_trainer, epsilon=faults.get("trainer_epsilon", 1.0))
+    prompts = read_prompts(None, "prompt", None)
+    result = explain(job, prompts, folder / "job", Console(file=io.StringIO()), vllm=vllm, trainer=trainer)
+    made = None
+    if in_vllm and len(faults) == 1:
+        made = _made(job, folder / "job", "rollout")
+    elif "trainer_epsilon" in faults and len(faults) == 1:
+        made = _made(job, folder / "job", "trainer")
+    shares = {each.station.cause: result.allotment.share(each.part) for each in result.findings}
+    return {
+        "planted": sorted({FAULTS[name].cause for name in faults}),
+        "named": [each.station.cause for each in result.findings if each.fault],
+        "first": result.findings[0].station.cause,
+        "k3": result.allotment.k3,
+        "made": made,
+        "shares": shares,
+        "undone": {each.station.cause: 1 - each.part.without / result.allotment.k3 for each in result.findings},
+        "sizes": {each.station.cause: [each.part.size, each.expected] for each in result.findings},
+        "operations": {name: found.first for name, found in result.operations.items()},
+        "evidence": {each.station.cause: each.evidence for each in result.findings if each.evidence},
+    }
+
+
+def _made(job: Explanation, folder: Path, side: str) -> float:
+    """Return the share of the k3 that is not there if one side is a right engine, on the same tokens."""
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    prompts = lines[0]["settings"]["prompt_token_ids"]
+    drawn = {one["problem"]: one for one in lines[1:] if one["rollout"] == "rollout" and one.get("train") is None}
+    trained = {one["problem"]: one for one in lines[1:] if one.get("train") == "trainer"}
+    length = 48 + max(map(len, prompts)) + 1
+    if side == "rollout":
+        settings = {"log_probs": True, "enforce_eager": True, "enable_prefix_caching": False}
+        build = partial(VllmEngine, job.rollout_model or job.model, job.rollout_dtype, length, **settings)
+    else:
+        build = partial(TrainerEngine, job.model, job.train_dtype, "sdpa", job.micro_batch_tokens, packed=job.packed)
+    right = {}
+    with closing(EngineProcess(build, "right", folder / "logs")) as engine:
+        for problem, one in drawn.items():
+            engine.submit(
+                [Request(problem, 0, tuple(prompts[int(problem)]), response_token_ids=tuple(one["token_ids"]))]
+            )
+            (response,) = engine.poll()
+            right[problem] = response.log_probs
+
+    def k3(replaced: str) -> float:
+        sides = {"rollout": drawn, "trainer": trained}
+        values = {
+            name: np.concatenate([right[p] if name == replaced else records[p]["log_probs"] for p in drawn])
+            for name, records in sides.items()
+        }
+        gap = values["trainer"] - values["rollout"]
+        return float((np.expm1(gap) - gap).mean())
+
+    return 1 - k3(side) / k3("")
+
+
+def _once(write: Any, model: str, folder: Path, size: float) -> str:
+    return str(folder) if folder.exists() else write(model, folder, size)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", type=int, help="one planting, by its number")
+    parser.add_argument("--page", type=Path, help="where the table goes, e.g. docs/plantings.md")
+    return parser.parse_args()
+
+
+PAGE = """# Fifty plantings
+
+What [`verl-precision explain`](explain.md) said of faults that were planted in real engines: in vLLM's model, in the
+trainer's attention and norms, in weights, routers and settings. Model, dtypes, seed, faults and their sizes are random;
+the first three are healthy, and then each fault is once alone. 16 prompts, 48 tokens each, on a CPU. `make plantings`
+writes this page, in about 25 minutes on two cores.
+
+**{right} of {count} answers are right: every planted fault is named, and nothing else.** {named} of {planted} planted
+faults are named, and {false} that were not planted. What was missed makes at most {missed:.0%} of its gap.
+
+- **Its share**: the planted step's part of k3. **Undone without it**: how much smaller k3 is without the step, from the
+  column "k3 without". **Measured**: how much smaller k3 is with a right engine in place of the wrong one, on the same
+  tokens; only where one fault is in an engine.
+- Wrong answers are in **bold**. What moves log-probs less than 1.7 times as far as the dtype's rounding is not called a
+  fault: two right computations may differ by nearly that.
+
+"""
+
+
+def page(founds: list[dict[str, Any]]) -> str:
+    """Return what was found in Markdown."""
+    missed = [one["undone"][cause] for one in founds for cause in set(one["planted"]) - set(one["named"])]
+    heading = PAGE.format(
+        right=sum(sorted(one["named"]) == one["planted"] for one in founds),
+        count=len(founds),
+        named=sum(len(set(one["planted"]) & set(one["named"])) for one in founds),
+        planted=sum(len(one["planted"]) for one in founds),
+        false=sum(len(set(one["named"]) - set(one["planted"])) for one in founds),
+        missed=max(missed, default=0.0),
+    )
+    return heading + _table(founds)
+
+
+def _table(founds: list[dict[str, Any]]) -> str:
+    lines = [
+        "| | model | trainer, rollout | planted | k3 | named | its share | undone without it | measured |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in founds:
+        right = sorted(one["named"]) == one["planted"]
+        named = ", ".join(f"`{cause}`" for cause in one["named"]) or "nothing"
+        missed = [cause for cause in one["planted"] if cause not in one["named"]]
+        false = [cause for cause in one["named"] if cause not in one["planted"]]
+        for what, causes in (("missed", missed), ("not planted", false)):
+            named += f" ({what}: {', '.join(f'`{cause}`' for cause in causes)})" if causes else ""
+        shares = ", ".join(f"{one['shares'][cause]:.0%}" for cause in one["planted"])
+        undone = ", ".join(f"{one['undone'][cause]:.0%}" for cause in one["planted"])
+        made = "" if one["made"] is None else f"{one['made']:.0%}"
+        model = one["model"].removeprefix("tiny:")
+        cells = (one["number"], model, f"{one['train']}, {one['rollout']}", one["words"], f"{one['k3']:.1e}",
+                 named if right else f"**{named}**", shares, undone, made)  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    options = _arguments()
+    plantings = draw(options.count, options.seed)
+    if options.only is not None:
+        planting = plantings[options.only]
+        folder = options.folder / f"{planting.number:02d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        found = plant(planting, folder)
+        (folder / FOUND).write_text(json.dumps({**vars(planting), "words": planting.words, **found}, indent=1))
+        return
+    running: list[subprocess.Popen] = []
+    for planting in plantings:
+        if (options.folder / f"{planting.number:02d}" / FOUND).exists():
+            continue
+        while len(running) >= options.processes:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            running = [process for process in running if process.poll() is None]
+        command = [sys.executable, __file__, str(options.folder), "--count", str(options.count)]
+        command += ["--seed", str(options.seed), "--only", str(planting.number)]
+        package = Path(__file__).parents[4]
+        environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{package}", "OMP_NUM_THREADS": "1"}
+        running.append(subprocess.Popen(command, env=environment))
+        print(planting.number, planting.model, planting.train, planting.rollout, planting.words, flush=True)
+    for process in running:
+        process.wait()
+    if options.page is not None:
+        found = [json.loads((options.folder / f"{one.number:02d}" / FOUND).read_text()) for one in plantings]
+        options.page.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A run tells what it has recorded, and which command tells the rest."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_precision.cli import app
+from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded
+
+SETTINGS = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "raw_log_probs": False, "train_dtype": "fp16",
+    "rollout_dtype": "fp16", "fp32_log_probs": True,
+}  # fmt: skip
+
+
+def row(step, **metrics):
+    return {"step": step, **{name.replace("__", "/"): value for name, value in metrics.items()}}
+
+
+def found_in(rows=(), masks=False, **settings):
+    return {one.cause: one for one in recorded({**SETTINGS, **settings}, masks, rows)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause", "fault"),
+    [
+        ({"top_p": 0.8}, "sampling", True),
+        ({"top_k": 20, "masks": True}, "sampling", False),
+        ({"raw_log_probs": True, "temperature": 0.7}, "temperature", True),
+        ({"raw_log_probs": True}, "temperature", False),
+        ({"fp32_log_probs": False}, "log_probs", True),
+        ({"train_dtype": "bf16"}, "weight_rounding", None),
+        ({}, "rollout_precision", None),
+    ],
+)
+def test_what_the_config_tells(settings, cause, fault):
+    assert found_in(**settings)[cause].fault is fault
+    assert bool(found_in(**settings)[cause].remedy) == (fault is True)
+
+
+def test_a_healthy_config_has_no_other_cause():
+    assert found_in().keys() == {"rollout_precision", "trainer_precision"}
+    assert not found_in(train_dtype="fp32", rollout_dtype="fp32")
+
+
+def test_the_canary():
+    within = [row(step, weight_sync__canary_gap=1e-4, weight_sync__canary_bound=1e-3) for step in (1, 2, 3)]
+    assert found_in(within)["weights"].fault is False
+    for wrong in (2e-3, None):  # verl's file writes NaN as null
+        beyond = [*within, row(4, weight_sync__canary_gap=wrong, weight_sync__canary_bound=1e-3)]
+        found = recorded(SETTINGS, False, beyond)[0]
+        assert (found.cause, found.fault) == ("weights", True), "faults come first"
+        assert "after 1 of 4 syncs, first at step 4" in found.seen
+    assert "weights" not in found_in([row(1, weight_sync__canary_gap=1e-4)]), "there is no bound yet"
+
+
+def test_staleness_has_its_share():
+    rows = [
+        row(1, mismatch__stale_fraction=0.0, mismatch__k3_kl=1e-6),
+        row(2, mismatch__stale_fraction=0.5, mismatch__k3_kl=4e-6, **{"mismatch/behind_0/k3_kl": 1e-6}),
+    ]
+    assert found_in(rows)["staleness"].seen == "25.0% of the responses are behind; without them k3 is 75% smaller"
+    assert found_in(rows)["staleness"].fault is None
+    assert found_in(rows[:1])["staleness"].fault is False
+
+
+def test_shadow_and_routing():
+    found = found_in(
+        [row(1, actor__phantom__beta_abs_mean=1e-3, actor__phantom__alpha_abs_mean=2e-4,
+             mismatch__routing_agreement=0.98)]
+    )  # fmt: skip
+    assert found["trainer_precision"].seen == "fp16, by the config; the shadow: precision 1.0e-03 nats, policy 2.0e-04"
+    assert found["routing"].seen == "2.00% of the choices differ"
+
+
+def test_the_whole_gap():
+    assert "has not measured its mismatch" in gap_of([row(1)])
+    rows = [row(1, mismatch__k3_kl=1e-6), row(2, mismatch__k3_kl=3e-6, mismatch__log_prob_gap_abs_mean=1e-3)]
+    assert gap_of(rows) == (
+        "Steps 1 to 2: k3 2.00e-06 on average, 3.00e-06 at the last step; mean |gap| 1.00e-03 nats."
+    )
+
+
+def ask(*arguments):
+    result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture
+def run_folder(tmp_path, root):
+    """Return the folder of a run with a config: Hydra's copy of a small one."""
+    folder = tmp_path / "run"
+    shutil.copytree(root / "tests" / "data" / "quickstart" / "fp16", folder)
+    config = folder / "hydra" / ".hydra" / "config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text(
+        """
+trainer: {device: cpu}
+algorithm: {adv_estimator: grpo}
+critic: {enable: false}
+data: {train_files: [prompts.jsonl], max_response_length: 64}
+actor_rollout_ref:
+  model: {path: "tiny:qwen3", use_remove_padding: true}
+  rollout: {name: vllm, dtype: half, temperature: 1.0, top_p: 0.8, top_k: -1, enable_prefix_caching: false}
+  actor:
+    strategy: fsdp2
+    use_kl_loss: false
+    ppo_max_token_len_per_gpu: 256
+    fsdp_config:
+      _target_: verl_precision.integration.engine.engine_config.PrecisionFSDPConfig
+      mixed_precision: {param_dtype: fp16}
+"""
+    )
+    return folder
+
+
+def test_a_run_folder(run_folder):
+    code, said = ask("--run", run_folder)
+    assert code == 0, said
+    assert "Steps 1 to 10: k3 1.04e-08 on average" in said
+    assert "Something is wrong. sampling: top-p or top-k leaves tokens out" in said
+    assert "sampling: +sampling_masks=replay" in said, "the remedy"
+    assert "A rerun tells the share of each cause (decode, batch, rollout_precision, engine, trainer_precision" in said
+    assert (
+        "verl-precision explain --model tiny:qwen3 --rollout-dtype fp16 --train-dtype fp16 --top-p 0.8 --packed "
+        "--micro-batch-tokens 256 --max-response-tokens 64 --prompts prompts.jsonl --max-prompts 16"
+    ) in said
+    assert sorted(path.name for path in run_folder.iterdir()) == ["hydra", "metrics.jsonl"], "nothing is written"
+
+
+def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path):
+    """As recipes/launch/run.sh leaves them: PROJECT/EXPERIMENT.jsonl, and PROJECT/EXPERIMENT/run.yaml."""
+    from omegaconf import OmegaConf
+
+    from verl_precision.integration.trainer.run_identity import _flat
+
+    config = OmegaConf.to_container(OmegaConf.load(run_folder / "hydra" / ".hydra" / "config.yaml"))
+    checkpoints = tmp_path / "project" / "experiment-1.5b"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "run.yaml").write_text(json.dumps({"digest": "0", "settings": dict(_flat(config, ""))}))
+    shutil.copy(run_folder / "metrics.jsonl", checkpoints.parent / "experiment-1.5b.jsonl")
+    by_folder, by_file = ask("--run", checkpoints), ask("--run", checkpoints.parent / "experiment-1.5b.jsonl")
+    assert by_folder == by_file
+    assert "Something is wrong. sampling" in by_folder[1]
+
+
+def test_a_run_without_config(root):
+    code, said = ask("--run", root / "tests" / "data" / "quickstart" / "fp16" / "metrics.jsonl")
+    assert code == 0
+    assert "Nothing that is recorded is wrong." in said
+    assert "It has left no config." in said and "verl-precision explain --recipe RECIPE.yaml" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--run", "nowhere"), "no such file or folder"),
+        (("--run", "tests/data/quickstart"), "there are several runs in it. Allowed: one run. Name one of bf16, fp16"),
+        (("--run", "tests/data/quickstart/fp16", "--top-p", "1"), "Leave out --top-p"),
+        (("--run", "tests/data/quickstart/fp16", "--recipe", "recipes/quickstart/quickstart.yaml"), "Leave one out"),
+        (("precision=bf16",), "Leave one out"),
+    ],
+)
+def test_what_cannot_be_asked(arguments, words, monkeypatch, root):
+    monkeypatch.chdir(root)
+    code, said = ask(*arguments)
+    assert code != 0 and words in said.replace("│ ", "").replace(" │", "")

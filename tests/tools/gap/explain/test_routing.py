@@ -1,0 +1,100 @@
+"""What other choices of experts do is taken out of every step, and is one step of its own."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from verl_precision.tools.engines.engine import Response
+from verl_precision.tools.gap.explain import session
+from verl_precision.tools.gap.explain.judge import judge
+from verl_precision.tools.gap.explain.routing import Routing, with_routing
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.explain.variants import REPLAYED, path
+from verl_precision.tools.jobs.prompts import read_prompts
+
+JOB = Explanation(model="tiny:qwen3_moe", prompts="built-in", packed=True)
+
+
+def test_parts_are_rounding_and_routing():
+    stations = path(JOB, routed=True)[:3]
+    rounding, routing = [0.0, 0.01, 0.03], [0.0, 0.2, 0.5]  # of each station, from the rollout on
+    log_probs = {one.name: np.array([-1 + a + b]) for one, a, b in zip(stations, rounding, routing, strict=True)}
+    choices = {one.name: np.array([-7 + b]) for one, b in zip(stations, routing, strict=True)}
+    longer, found = with_routing(stations, log_probs, Routing(choices, 0.1), kept=())
+    assert [one.cause for one in longer] == [*(one.cause for one in stations), "routing"]
+    assert np.diff(np.concatenate(found)) == pytest.approx([0.01, 0.02, 0.5])
+    assert found[-1] == log_probs[stations[-1].name], "the whole is what it was"
+    _, found = with_routing(stations, log_probs, Routing(choices, 0.1), kept={stations[1].cause})
+    assert np.diff(np.concatenate(found)) == pytest.approx([0.21, 0.02, 0.3]), "its choices are its own"
+
+
+def test_a_fault_keeps_what_it_does_to_the_choices():
+    """Other weights choose other experts, and so does a wrong kernel: neither is a fault of the routers."""
+    job = Explanation(model="m", prompts="p", rollout_model="older")
+    stations = path(job, routed=True)
+    rounding = {"weights": 0.2, "decode": 0.1, "rollout_precision": 0.01, "trainer_precision": 0.01}
+    routing = {"weights": 0.4, "decode": 0.3, "rollout_precision": 0.002}
+    signs = np.array([1.0, -1.0])
+
+    def along(*steps):
+        sizes = [sum(step.get(one.cause, 0.0) for step in steps) for one in stations]
+        return dict(zip((one.name for one in stations), np.cumsum(sizes)[:, None] * signs, strict=True))
+
+    found = judge(job, stations, along(rounding, routing), Routing(along(routing), 0.1), {}, {})
+    assert {each.station.cause: round(each.part.size, 6) for each in found.findings if each.part.size} == {
+        "weights": 0.6, "decode": 0.4, "rollout_precision": 0.01, "trainer_precision": 0.01, "routing": 0.002,
+    }  # fmt: skip
+    assert {each.station.cause for each in found.findings if each.fault} == {"weights", "decode"}
+
+
+class MadeUp:
+    """Every engine: vLLM chooses experts 0 and 1, in BF16 it and the trainer 1 and `other`; 2 takes 0.3 nats."""
+
+    engines = 1
+
+    def __init__(self, name, other, seen):
+        self.name, self.other, self.seen, self.asked = name, other, seen, []
+
+    def submit(self, requests):
+        self.asked += requests
+
+    def poll(self):
+        request = self.asked.pop(0)
+        self.seen.append((self.name, request))
+        drawn = None if request.response_token_ids else (5, 7)
+        length = len(request.prompt_token_ids) + 1  # without the last of two tokens
+        experts = np.zeros((length, 1, 2), np.int16)
+        experts[:] = (1, 0) if self.name in ("rollout", "rollout_fp32", "engine_fp32") else (self.other, 1)
+        if request.routed_experts is not None:
+            assert request.routed_experts.shape == experts.shape
+            experts = request.routed_experts
+        rounding = 0.01 if self.name in ("rollout", "trainer_alone", "trainer") else 0.0
+        value = -1.0 + rounding - 0.3 * (experts[-1] == 2).any()
+        said = None if self.name == REPLAYED else experts
+        return [Response(request.problem, request.response, 2, None, None, drawn, (value, -2.0), None, said)]
+
+    def close(self):
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize(("other", "cost", "changed"), [(2, 0.3, 0.5), (0, 0.0, 0.0)])
+def test_other_choices_are_a_cause(tmp_path, monkeypatch, other, cost, changed):
+    seen = []
+    monkeypatch.setattr(session, "start_engine", lambda build, name, *_: MadeUp(name, other, seen))
+    monkeypatch.setattr(session, "rounded_copy", lambda model, dtype, target: model)
+    monkeypatch.setattr(session, "read_operations", lambda path: None)
+    monkeypatch.setattr("verl_precision.tools.gap.explain.operation_jobs.FileWork.done", 1)
+    result = session.explain(JOB, read_prompts(None, "prompt", 3), tmp_path / "job", Console(file=io.StringIO()))
+    routing = next(each for each in result.findings if each.station.cause == "routing")
+    assert routing.part.size == pytest.approx(cost / 2, abs=1e-6), "the first of two tokens"
+    assert routing.evidence == f"{changed:.2%} of the choices differ between rollout and trainer"
+    assert routing.fault == (cost > 0) and result.findings[0].station.cause == (
+        "routing" if cost else result.findings[0].station.cause
+    )
+    by_cause = {each.station.cause: each.part.size for each in result.findings}
+    assert by_cause["trainer_precision"] == pytest.approx(0.005, abs=1e-6), "rounding is what it is without them"
+    assert result.bf16_cost == pytest.approx(0.005, abs=1e-6)
+    replays = [request for name, request in seen if name == REPLAYED]
+    assert len(replays) == (6 if cost else 0), "of two stations of the trainer; a set has no order"

@@ -1,0 +1,75 @@
+"""Which tensors two checkpoints differ in is said in words, and an adapter is merged in FP32."""
+
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.engines.model import load_tokenizer
+from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy
+
+
+@pytest.fixture
+def changed(tmp_path):
+    def change(how):
+        shutil.copytree(cached_tiny_model("qwen3"), tmp_path / "changed")
+        (file,) = (tmp_path / "changed").glob("*.safetensors")
+        tensors = load_file(file)
+        how(tensors)
+        save_file(tensors, file, {"format": "pt"})
+        return str(tmp_path / "changed")
+
+    return change
+
+
+def test_equal_weights():
+    assert different_weights("tiny:qwen3", "tiny:qwen3") == "0 of 47 tensors differ"
+
+
+def test_a_stale_head(changed):
+    other = changed(lambda tensors: tensors["lm_head.weight"].add_(1))
+    assert different_weights(other, "tiny:qwen3") == "1 of 47 tensors differ: lm_head.weight"
+
+
+def test_a_training_step(changed):
+    found = different_weights(changed(lambda tensors: [tensor.add_(1) for tensor in tensors.values()]), "tiny:qwen3")
+    assert found.startswith("47 of 47 tensors differ: lm_head.weight, model.embed_tokens.weight, ")
+    assert found.endswith(", ...")
+
+
+def test_a_tensor_that_is_not_there(changed):
+    found = different_weights(changed(lambda tensors: tensors.pop("lm_head.weight")), "tiny:qwen3")
+    assert found == "1 of 47 tensors differ: lm_head.weight"
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3"), dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_merged(adapter, tmp_path):
+    folder = merged_copy("tiny:qwen3", str(adapter), tmp_path / "merged")
+    name = "model.layers.0.self_attn.q_proj"
+    b, a = (load_file(adapter / "adapter_model.safetensors")[f"base_model.model.{name}.lora_{x}.weight"] for x in "BA")
+    (base,), (merged,) = (path.glob("*.safetensors") for path in (cached_tiny_model("qwen3"), tmp_path / "merged"))
+    change = load_file(merged)[f"{name}.weight"] - load_file(base)[f"{name}.weight"]
+    torch.testing.assert_close(change, 8 / 4 * b @ a, rtol=1e-5, atol=1e-6)
+    assert different_weights(folder, "tiny:qwen3").startswith("4 of 47 tensors differ: model.layers.0.self_attn.q_proj")
+    assert len(load_tokenizer(folder)) == len(load_tokenizer("tiny:qwen3"))
+
+
+def test_a_folder_without_adapter_is_refused(adapter, tmp_path):
+    assert len(adapter_fingerprint(str(adapter))) == 16
+    with pytest.raises(ConfigurationError, match=r"--adapter .*: there is no adapter in it.*lora_adapter"):
+        adapter_fingerprint(str(tmp_path))

@@ -1,0 +1,88 @@
+"""Statistics, table and figures of made-up log-probs with known gaps."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.tools.engines.engine import Response
+from verl_precision.tools.gap.pairs.figures import write_figures
+from verl_precision.tools.gap.pairs.measure import measure
+from verl_precision.tools.gap.pairs.table import cells, markdown, ranked, summary
+from verl_precision.tools.jobs.store import Series
+
+# Standard deviation of a token's gap: the ranking that the figures and the table must show.
+GAPS = {("fp16", "fp16"): 1e-4, ("bf16", "fp16"): 1e-3, ("fp16", "bf16"): 2e-3, ("bf16", "bf16"): 4e-3}
+
+
+def write_pair(store, rollout, train, log_probs):
+    """Write sample and score of responses, by their place in the store; the others are empty."""
+    for place, (problem, response) in enumerate(store.keys):
+        for series, values in zip((None, train), log_probs.get(place, ([], [])), strict=True):
+            ids = (9,) * len(values)
+            answer = Response(problem, response, len(ids), token_ids=ids, log_probs=tuple(values))
+            Series(store, rollout, series).record(answer)
+
+
+def test_by_hand(store):
+    write_pair(store, "fp16", "fp16", {0: ([-1.0, -2.0], [-1.5, -2.0]), 5: ([-1.0], [-0.5])})
+    pair = measure(store, "fp16", "fp16")
+    assert pair.empty_responses == 4
+    assert pair.lengths.tolist() == [2, 1]
+    assert pair.sequence_log_ratios.tolist() == [-0.5, 0.5]
+    assert pair.metrics["mismatch/log_prob_gap_abs_mean"] == pytest.approx(1 / 3)
+    # k3 of gaps -0.5, 0, 0.5 is (2 cosh 0.5 - 2)/3
+    assert pair.k3 == pytest.approx((2 * math.cosh(0.5) - 2) / 3, rel=1e-12)
+    # k3 of the two responses: a = e^-0.5 - 0.5 on two tokens, b = e^0.5 - 1.5 on one; residuals of the ratio (a + b)/3
+    a, b = math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5
+    residual = a - (a + b) / 3 * 2
+    assert pair.k3_error == pytest.approx(math.sqrt(2 * 2 * residual**2) / 3)
+    assert sorted(pair.gaps.tolist()) == [-0.5, 0.0, 0.5]
+    assert np.log(pair.probs[0]) - np.log(pair.probs[1]) == pytest.approx(pair.gaps)
+
+
+def test_all_responses_empty(store):
+    write_pair(store, "fp16", "fp16", {})
+    with pytest.raises(ConfigurationError, match="all 6 responses sampled in fp16 are empty"):
+        measure(store, "fp16", "fp16")
+
+
+def test_log_probs_that_are_not_finite_show(store, tmp_path):
+    write_pair(store, "fp16", "fp16", {0: ([-1.0, -2.0], [math.nan, -2.5]), 1: ([-1.0], [math.nan])})
+    pair = measure(store, "fp16", "fp16")
+    assert pair.metrics["mismatch/nonfinite_tokens"] == 2 and pair.k3 == pytest.approx(math.exp(-0.5) - 0.5)
+    header, rows = cells([pair])
+    assert rows[0][header.index("non-finite")] == "2"
+
+    write_pair(store, "fp16", "fp16", {0: ([-1.0], [math.nan])})
+    nothing = measure(store, "fp16", "fp16")
+    header, rows = cells([nothing])
+    assert rows[0][header.index("k3 KL")] == "undefined"
+    assert ranked([nothing, pair]) == [pair, nothing]
+    assert len(write_figures(tmp_path, [nothing], "made")) == 4
+
+
+def test_table_and_figures_of_a_grid(store, tmp_path):
+    drawing, pairs = np.random.default_rng(1), []
+    for rollout, train in store.job.pairs:
+        drawn = [drawing.uniform(-6, -0.01, length) for length in (3, 40, 7, 0, 12, 25)]
+        scored = [np.minimum(mu + drawing.normal(0, GAPS[rollout, train], len(mu)), 0) for mu in drawn]
+        write_pair(store, rollout, train, dict(enumerate(zip(drawn, scored, strict=True))))
+        pairs.append(measure(store, rollout, train))
+    assert all(pair.probs.shape == (2, 87) for pair in pairs), "all 87 tokens, far below the bound"
+    ranking = sorted(GAPS, key=GAPS.__getitem__)
+    assert [(pair.rollout, pair.train) for pair in ranked(pairs)] == ranking
+    header, rows = cells(pairs)
+    assert [tuple(row[:3]) for row in rows] == [(str(rank), *pair) for rank, pair in enumerate(ranking, 1)]
+    assert "non-finite" not in header and "positive" not in header
+    text = markdown(pairs, store.job, {"verl": "1"}, 2)
+    assert "| 1 | fp16 | fp16 |" in text and "verl 1." in text and "tiny:qwen3" in text
+    content = json.loads(summary(pairs, store.job, {"verl": "1"}, 2, ["verl-precision"]))
+    assert [(pair["rollout"], pair["train"]) for pair in content["pairs"]] == ranking
+    assert content["pairs"][0]["mismatch/k3_kl"] == ranked(pairs)[0].k3
+    assert content["settings"]["responses"] == 3 and content["versions"] == {"verl": "1"}
+    names = write_figures(tmp_path, pairs, "made")
+    assert names == ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)

@@ -1,0 +1,117 @@
+"""Who is right: verl's rule, math-verify's, or anyone's."""
+
+import pytest
+
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.integration.rewards import math_answers
+from verl_precision.tools.jobs.problems import Problem
+from verl_precision.tools.jobs.reward import load_reward
+
+
+def problem(source: str = "math", truth: str = "2") -> Problem:
+    return Problem("a", 0, [{"role": "user", "content": "What is 1 + 1?"}], source, truth, {"index": 1})
+
+
+@pytest.fixture
+def function(tmp_path):
+    """Write a reward function; return its name for `load_reward`."""
+
+    def write(body: str, name: str = "compute_score") -> str:
+        path = tmp_path / "judge.py"
+        path.write_text(f"def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+        return f"{path}:{name}"
+
+    return write
+
+
+@pytest.mark.parametrize("source", ["math_dapo", "DigitalLearningGmbH/MATH-lighteval"])
+def test_verls_own_rules_agree_on_right_and_wrong(source):
+    """math_dapo scores 1 and -1 in a mapping, the other 1 and 0."""
+    reward = load_reward("verl")
+    assert reward.is_correct(problem(source), "So it is \\boxed{2}.")
+    assert not reward.is_correct(problem(source), "So it is \\boxed{3}.")
+
+
+@pytest.mark.parametrize(
+    ("body", "correct_at", "correct"),
+    [
+        ("return 1.0", 1.0, True),
+        ("return 0.99", 1.0, False),
+        ("return 0.5", 0.5, True),
+        ("return True", 1.0, True),
+        ("return {'score': 1.0}", 1.0, True),
+        ("return {'score': 1.0, 'acc': False}", 1.0, False),  # a bonus for form is no right answer
+        ("return float(extra_info['index'] == 1 and data_source == 'math' and ground_truth == '2')", 1.0, True),
+    ],
+)
+def test_a_function_of_verls_signature(function, body, correct_at, correct):
+    assert load_reward(function(body), correct_at).is_correct(problem(), "text") is correct
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        *(
+            (f"return {score}", "Allowed: a finite number")
+            for score in ("None", "float('nan')", "'yes'", "{'points': 1}")
+        ),
+        ("return 1 / 0", "ZeroDivisionError.*on row 0"),
+    ],
+)
+def test_a_function_that_gives_no_number_is_found_before_a_model_loads(function, body, words):
+    with pytest.raises(ConfigurationError, match=words):
+        load_reward(function(body)).unreadable([problem()])
+
+
+def test_a_data_source_that_verl_does_not_know_is_named():
+    with pytest.raises(ConfigurationError, match="data_source 'of_my_own'"):
+        load_reward("verl").unreadable([problem("of_my_own")])
+
+
+def test_empty_answers_are_counted_and_all_of_them_refused():
+    reward, empty = load_reward("verl"), problem("math_dapo", " ")
+    assert reward.unreadable([empty, problem("math_dapo")]) == [empty]
+    with pytest.raises(ConfigurationError, match="none of the 1 ground truths can be read"):
+        reward.unreadable([empty])
+
+
+def test_another_function_is_another_setting(function):
+    first = load_reward(function("return 1.0")).name
+    assert load_reward(function("return 0.0")).name != first
+    assert first.startswith("judge.py:compute_score@")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
+        ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
+        ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
+        ("pkg://verl_precision.integration.rewards.answer_tag:OPEN", "OPEN is no function"),
+    ],
+)
+def test_rewards_that_do_not_exist(name, words):
+    with pytest.raises(ConfigurationError, match=words):
+        load_reward(name)
+
+
+def test_a_file_without_the_function_or_with_a_fault(function):
+    with pytest.raises(ConfigurationError, match="cannot be loaded .AttributeError: .*compute_score"):
+        load_reward(function("return 1.0", name="other").replace(":other", ""))
+    with pytest.raises(ConfigurationError, match="cannot be loaded .SyntaxError"):
+        load_reward(function("return ("))
+
+
+def test_math_verify_is_the_reward_of_the_recipes():
+    pytest.importorskip("math_verify", reason="math-verify is optional")
+    reward, half, blank = load_reward("math-verify"), problem(truth="\\frac{1}{2}"), problem(truth=" ")
+    assert reward.is_correct(half, "The answer is \\boxed{0.5}.")
+    assert not reward.is_correct(half, "The answer is \\boxed{0.4}.")
+    assert not reward.is_correct(half, "The answer is 0.5.")
+    assert reward.unreadable([half, blank]) == [blank]
+
+
+def test_math_verify_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMismatchError, match="pip install"):
+        load_reward("math-verify")

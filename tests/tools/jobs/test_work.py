@@ -1,0 +1,101 @@
+"""The loop asks for everything once, keeps engines full, and shows what comes back."""
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.jobs.work import FixedWork, complete, work_through
+
+
+class Slow:
+    """Two engines that answer a few requests at a time, the last ones first."""
+
+    engines = 2
+
+    def __init__(self, batch):
+        self.batch, self.asked, self.most, self.total, self.closed = batch, [], 0, 0, False
+
+    def submit(self, requests):
+        self.asked += requests
+        self.total += len(requests)
+        self.most = max(self.most, len(self.asked))
+
+    def poll(self):
+        ready = [self.asked.pop() for _ in range(min(self.batch, len(self.asked)))]
+        return [Response(request.problem, request.response, 0) for request in ready]
+
+    def close(self):
+        self.closed = True
+
+
+class Counting:
+    def __init__(self, count):
+        self.total, self.back = count, []
+        self.keys = [(str(index % 7), index) for index in range(count)]
+        self._left = list(self.keys)
+
+    @property
+    def done(self):
+        return len(self.back)
+
+    def progress(self):
+        return "came back"
+
+    def next_requests(self, limit):
+        given, self._left = self._left[:limit], self._left[limit:]
+        return [Request(*key, ()) for key in given]
+
+    def record(self, response):
+        self.back.append((response.problem, response.response))
+
+
+@given(count=st.integers(1, 60), batch=st.integers(1, 9), in_flight=st.integers(1, 20))
+def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
+    engine, work = Slow(batch), Counting(count)
+    work_through(engine, work, in_flight, Console(quiet=True))
+    assert sorted(work.back) == sorted(work.keys)
+    assert engine.most == min(2 * in_flight, count)
+
+
+class Known(FixedWork):
+    def __init__(self, keys, finished):
+        self.back = finished
+        super().__init__(keys, finished)
+
+    def progress(self):
+        return "came back"
+
+    def _request(self, problem, response):
+        return Request(problem, response, ())
+
+    def record(self, response):
+        self.back.append((response.problem, response.response))
+
+
+def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
+    keys = [("a", 0), ("a", 1), ("b", 0)]
+    half, done, started = Known(keys, keys[1:2]), Known(keys, list(keys)), []
+
+    def start():
+        started.append(Slow(2))
+        return started[-1]
+
+    complete([done], start, 4, Console(quiet=True))
+    assert not started
+    complete([done, half, Known(keys, [])], start, 4, Console(quiet=True))
+    assert half.missing == [("a", 0), ("b", 0)] and sorted(half.back) == keys
+    (engine,) = started
+    assert engine.total == 2 + 3 and engine.closed
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(False, ["0/20", "5/20", "10/20", "15/20"]), (True, ["20/20"])])
+def test_progress_is_lines_for_a_file_and_a_bar_for_a_terminal(terminal, shown):
+    seen = io.StringIO()
+    console = Console(file=seen, width=80, force_terminal=terminal, color_system=None)
+    work_through(Slow(5), Counting(20), 20, console)
+    for words in shown:
+        assert f"{words} came back" in seen.getvalue()

@@ -1,0 +1,252 @@
+"""Files made by git, whatever git is told elsewhere, and put in place so that a kill at any point loses nothing."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import replace
+
+import pytest
+from small_series import CONFIG, CORE, NEW, PATCHED, TEST
+
+from verl_precision.base.errors import PatchError
+from verl_precision.tools.patching import change
+from verl_precision.tools.patching.change import FOLDER, change_tree, check_tree, folder_for_copies, make_copies
+from verl_precision.tools.patching.series import State, sha256
+from verl_precision.tools.patching.tree import files_to_change, open_tree
+
+APPLIED, PRISTINE = State.APPLIED, State.PRISTINE
+
+
+@pytest.fixture
+def tree(release, series):
+    return open_tree(release, {series.version: series})
+
+
+@pytest.fixture
+def copied(tree, tmp_path):
+    """Make the files of the other state in a folder of their own and return their contents."""
+
+    def run(tree=tree):
+        folder = tmp_path / "copies"
+        folder.mkdir()
+        make_copies(tree, APPLIED, files_to_change(tree, APPLIED), folder)
+        return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    return run
+
+
+@pytest.fixture
+def unchanged(snapshot):
+    """Tell whether a folder is what it was at the first call."""
+    before = {}
+
+    def same(root):
+        return snapshot(root) == before.setdefault(root, snapshot(root))
+
+    return same
+
+
+def test_there_and_back_byte_for_byte(release, series, snapshot):
+    pristine = snapshot(release)
+    assert check_tree(release) == "verl 1.2.3 is pristine: the series of 2 patches applies cleanly to 4 files"
+    assert snapshot(release) == pristine
+    assert change_tree(release, APPLIED) == [f"applied 2 patches for verl 1.2.3: {release}"]
+    applied = snapshot(release)
+    assert {path: applied[path][1] for path in PATCHED} == PATCHED
+    assert applied[CORE][0] == pristine[CORE][0]
+    assert check_tree(release) == "verl 1.2.3 is applied: the series of 2 patches reverts cleanly to 4 files"
+    assert change_tree(release, APPLIED) == [f"verl 1.2.3 is applied already: {release}"]
+    change_tree(release, PRISTINE)
+    assert snapshot(release) == pristine
+
+
+def test_without_tests_there_are_none(release, copied):
+    shutil.rmtree(release / "tests")
+    assert set(copied()) == set(PATCHED) - {TEST}
+
+
+def test_settings_of_git_do_not_matter(copied, monkeypatch, tmp_path):
+    """Inside a repository git applies patches relative to it; and it may be told to change line endings."""
+    (tmp_path / "gitconfig").write_text("[core]\n\tautocrlf = true\n[apply]\n\twhitespace = fix\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert copied() == PATCHED
+
+
+def test_git_missing_says_so(copied, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(PatchError, match=r"git: not found.*Install git\."):
+        copied()
+
+
+def test_a_result_that_was_not_recorded_is_refused(tree, copied):
+    forged = {**tree.series.files, NEW: {PRISTINE: None, APPLIED: "0" * 64}}
+    with pytest.raises(PatchError, match=f"{NEW}: the result is not what is recorded"):
+        copied(replace(tree, series=replace(tree.series, files=forged)))
+
+
+def test_a_file_edited_while_copies_are_made_is_left_alone(release, series, snapshot, monkeypatch):
+    def slow(*arguments):
+        make_copies(*arguments)
+        (release / CONFIG).write_text("mine\n")
+
+    before = snapshot(release)
+    monkeypatch.setattr(change, "make_copies", slow)
+    with pytest.raises(PatchError, match=f"dirty; .*{CONFIG}.*Nothing was touched"):
+        change_tree(release, APPLIED)
+    assert (release / CONFIG).read_text() == "mine\n"
+    (release / CONFIG).write_bytes(before[CONFIG][1])
+    assert snapshot(release) == before
+
+
+@pytest.mark.parametrize("goal", [None, *State])
+@pytest.mark.parametrize("in_part", [False, True])
+def test_dirty_is_refused_and_untouched(release, series, unchanged, goal, in_part):
+    (release / CORE).write_text("mine\n")
+    if in_part:
+        (release / CONFIG).write_bytes(PATCHED[CONFIG])
+    assert unchanged(release)
+    with pytest.raises(PatchError, match=f"dirty; neither verl 1.2.3 as released nor with the whole series: {CORE}"):
+        change_tree(release, goal) if goal else check_tree(release)
+    assert unchanged(release)
+
+
+def test_installed_package_only_by_name(release, series, unchanged, tmp_path):
+    folder = shutil.copytree(release, tmp_path / "site-packages")
+    assert unchanged(folder)
+    with pytest.raises(PatchError, match="an installed package; nothing was touched"):
+        change_tree(folder, APPLIED)
+    assert unchanged(folder)
+    change_tree(folder, APPLIED, installed=True)
+    assert (folder / NEW).exists() and not (folder / TEST).exists()
+    change_tree(folder, PRISTINE, installed=True)
+    assert unchanged(folder)
+
+
+def test_a_full_disk_leaves_the_tree_as_it_was(release, series, unchanged, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert unchanged(release)
+    monkeypatch.setattr(change.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        change_tree(release, APPLIED)
+    assert unchanged(release)
+
+
+def test_permissions_are_kept_and_new_files_take_those_of_their_folder(release, series):
+    (release / CONFIG).chmod(0o640)
+    (release / "verl").chmod(0o2775)
+    change_tree(release, APPLIED)
+    modes = {path: (release / path).stat().st_mode & 0o7777 for path in (CORE, CONFIG, "verl/extra", NEW)}
+    assert modes == {CORE: 0o755, CONFIG: 0o640, "verl/extra": 0o2775, NEW: 0o664}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_the_owner_is_kept_when_root_patches(release, series):
+    for path in (release, *release.rglob("*")):
+        os.chown(path, 12345, 23456)
+    for goal in (APPLIED, PRISTINE):
+        change_tree(release, goal)
+        assert {(p.stat().st_uid, p.stat().st_gid) for p in (release, *release.rglob("*"))} == {(12345, 23456)}
+
+
+def test_an_owner_that_cannot_be_kept_is_refused(release, series, unchanged, monkeypatch):
+    def forbidden(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    real = change.Path.stat
+
+    def of_another_user(path, **options):
+        found = real(path, **options)
+        return found if FOLDER in path.parts else os.stat_result([*found[:4], 12345, *found[5:]])
+
+    assert unchanged(release)
+    with monkeypatch.context() as patch:
+        patch.setattr(change.os, "chown", forbidden)
+        patch.setattr(change.Path, "stat", of_another_user)
+        with pytest.raises(PatchError, match="belongs to user 12345.*nothing was touched"):
+            change_tree(release, APPLIED)
+    assert unchanged(release)
+
+
+def test_a_hard_link_elsewhere_keeps_its_content(release, series, tmp_path):
+    """Installers link packages from a cache: writing in place would change the cache."""
+    (tmp_path / "cache").hardlink_to(release / CORE)
+    before = (tmp_path / "cache").read_bytes()
+    change_tree(release, APPLIED)
+    assert (tmp_path / "cache").read_bytes() == before
+
+
+def die_at_call(number, goal, release):
+    """In a fork: bring a tree into a state, and die by SIGKILL just before this call that changes anything on disk."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    left = number
+
+    def dying(real):
+        def call(*arguments, **keywords):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **keywords)
+
+        return call
+
+    calls = {os: ("replace", "fsync"), change.Path: ("mkdir", "unlink", "rmdir", "chmod")}
+    for owner, names in (calls | {shutil: ("copyfile", "rmtree")}).items():
+        for name in names:
+            setattr(owner, name, dying(getattr(owner, name)))
+    try:
+        change_tree(release, goal)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("goal", list(State))
+def test_killed_at_any_point_every_file_is_whole_and_the_next_call_finishes_or_takes_back(
+    series, snapshot, copy_of_release, goal
+):
+    (other,) = set(State) - {goal}
+    states = {PRISTINE: snapshot(copy_of_release("pristine"))}
+    change_tree(example := copy_of_release("example"), APPLIED)
+    states[APPLIED] = snapshot(example)
+    seen = {PRISTINE: 0, APPLIED: 0, None: 0}
+    for number in range(100):
+        release = copy_of_release(f"{number}")
+        change_tree(release, other)
+        if die_at_call(number, goal, release) == 0:
+            break
+        for path, hashes in series.files.items():
+            assert sha256(release / path) in hashes.values(), (number, path)
+        tree = open_tree(release, {series.version: series})
+        state = next((state for state in State if not files_to_change(tree, state)), None)
+        seen[state] += 1
+        if state is None:
+            with pytest.raises(PatchError, match="patched in part, as an interrupted call leaves it: . of 4 files"):
+                check_tree(release)
+        wanted = (goal, other)[number % 2]  # finish it, or take it back
+        said = change_tree(release, wanted)
+        assert (said[0] == "finished an interrupted call") == (state is None)
+        assert snapshot(release) == states[wanted], number
+    else:
+        pytest.fail("never ran to its end")
+    assert seen[goal] >= 1 and seen[other] >= 8 and seen[None] >= 3, seen  # each was really met
+
+
+def test_one_at_a_time(tmp_path):
+    with folder_for_copies(tmp_path) as folder:
+        (folder / "copy").write_text("")
+        with pytest.raises(PatchError, match="another verl-precision patch is at work"):
+            with folder_for_copies(tmp_path):
+                pass
+        assert (folder / "copy").exists()
+    with folder_for_copies(tmp_path):
+        pass
+    assert not folder.exists()

@@ -1,0 +1,177 @@
+"""From the metrics of each step to summary, pass bar, table and JSON, with numbers by hand."""
+
+import io
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.tools.runs.compare.summary import REWARD, PassBar, Summary, ratios, summarise, table, write_summary
+
+
+def measured(scale: float, rewards=(-30.0, -20.0, -10.0)) -> list[dict[str, float]]:
+    return [
+        {
+            "step": step,
+            REWARD: reward,
+            "response_length/mean": 41.0 - 10 * step,
+            "mismatch/log_prob_gap_abs_mean": 0.01 * scale * step,
+            "mismatch/k3_kl": 1e-5 * scale**2,
+            "mismatch/probs_pearson": 0.999,
+            "timing_s/step": {1: 30.0, 2: 5.0, 3: 7.0}[step],
+        }
+        for step, reward in enumerate(rewards, start=1)
+    ]
+
+
+def test_summary_hand_computed():
+    s = summarise("bf16", measured(1), seconds_total=60)
+    assert (s.steps, s.reward_first, s.reward_last, s.length_first, s.length_last) == (3, -30, -10, 31, 11)
+    assert s.log_prob_gap == pytest.approx(0.02)
+    assert s.k3_kl == pytest.approx(1e-5)
+    assert s.seconds_per_step == 7, "the median: the first step carries warm-up"
+
+
+def test_a_run_that_measured_no_mismatch_is_named():
+    rows = [{key: value for key, value in row.items() if "mismatch" not in key} for row in measured(1)]
+    with pytest.raises(ConfigurationError, match="mismatch/k3_kl.*mismatch.enabled=True"):
+        summarise("bf16", rows, 1)
+
+
+def test_a_step_without_a_correlation_is_passed_over():
+    """A policy that has become certain has no variance to correlate, and the metric is not there."""
+    rows = measured(1)
+    del rows[-1]["mismatch/probs_pearson"], rows[1]["mismatch/log_prob_gap_abs_mean"]
+    s = summarise("bf16", rows, 1)
+    assert s.pearson_last == 0.999 and s.log_prob_gap == pytest.approx((0.01 + 0.03) / 2)
+
+
+def test_table_and_json_have_the_ratio_of_the_first_run_to_the_others(tmp_path):
+    summaries = [summarise("bf16", measured(10), 1), summarise("fp16", measured(1, (0.5234, 0.7, 0.9827)), 1)]
+    assert ratios(summaries) == {"bf16/fp16": {"log_prob_gap": pytest.approx(10), "k3_kl": pytest.approx(100)}}
+    text = io.StringIO()
+    Console(file=text, width=100).print(table(summaries))
+    for word in ("bf16", "fp16", "-30 -> -10", "0.523 -> 0.983", "100.0x", "ratio bf16/fp16", "s/step"):
+        assert word in text.getvalue()
+    verdicts = {"fp16": {"reward": 0.98, "passed": True, "since": 2}}
+    write_summary(tmp_path / "s.json", summaries, ["verl-precision", "compare"], {"verl": "0.9.1"}, verdicts)
+    content = json.loads((tmp_path / "s.json").read_text())
+    assert content["ratios"]["bf16/fp16"]["k3_kl"] == pytest.approx(100)
+    assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
+    assert content["pass_bar"] == verdicts
+
+
+def rewarded(*rewards: float) -> list[dict[str, float]]:
+    return [{"step": step, REWARD: reward} for step, reward in enumerate(rewards, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("above", "steps", "rewards", "reward", "since"),
+    [
+        # Windows of two: means 0, 1/2, 3/4, 3/4, 1.
+        (0.7, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 3),
+        (0.75, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 5),  # on the bar is not above it
+        (1.0, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, None),
+        (0.9, 2, (1.0, 1.0, 1.0, 0.0), 0.5, None),  # fallen back below
+        (0.9, 2, (1.0, 1.0, 1.0, 0.0, 1.0, 1.0), 1.0, 6),  # only the last rise counts
+        (0.85, 4, (0.8, 1.0), 0.9, 2),  # shorter than the window: means 0.8, 0.9
+        (-11.0, 1, (-40.0, -10.0), -10.0, 2),
+        (0.5, 1, (1.0, math.nan), math.nan, None),  # NaN is not above
+        (0.5, 1, (math.nan, 1.0), 1.0, 2),
+    ],
+)
+def test_verdict_by_hand(above, steps, rewards, reward, since):
+    found = PassBar(above, steps).verdict(rewarded(*rewards))
+    assert found == {"reward": pytest.approx(reward, nan_ok=True), "passed": since is not None, "since": since}
+
+
+def test_steps_are_verls_not_counted():
+    """A resumed run's first row is not step 1."""
+    rows = [{**row, "step": row["step"] + 10} for row in rewarded(0.0, 1.0, 1.0)]
+    assert PassBar(0.9, 1).verdict(rows)["since"] == 12
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30), st.integers(1, 8), st.floats(-1e3, 1e3))
+def test_since_is_the_first_step_of_the_last_stretch_above(rewards, steps, above):
+    found = PassBar(above, steps).verdict(rewarded(*rewards))
+    window = rewards[-steps:]
+    assert found["reward"] == pytest.approx(math.fsum(window) / len(window), abs=1e-9)
+    assert found["passed"] == (found["reward"] > above) == (found["since"] is not None)
+    if found["passed"]:
+        lengths = range(1, len(rewards) + 1)
+        ends = [PassBar(above, steps).verdict(rewarded(*rewards[:end]))["passed"] for end in lengths]
+        assert all(ends[found["since"] - 1 :]) and (found["since"] == 1 or not ends[found["since"] - 2])
+
+
+@pytest.mark.parametrize(
+    ("above", "steps", "words"),
+    [(math.nan, 4, "--pass-bar nan.*0.95"), (math.inf, 4, "--pass-bar inf"), (0.9, 0, "--pass-steps 0.*1 or more")],
+)
+def test_a_bar_that_means_nothing_is_refused(above, steps, words):
+    with pytest.raises(ConfigurationError, match=words):
+        PassBar(above, steps)
+
+
+def test_sentence():
+    assert PassBar(0.95, 2).sentence("fp16", rewarded(0.5, 0.96, 1.0)) == (
+        "fp16: critic/score/mean 0.980 over the last 2 steps, bar 0.95: passed, above since step 3"
+    )
+    shorter = PassBar(0.95, 4).sentence("bf16", rewarded(0.5, 0.5))
+    assert shorter == "bf16: critic/score/mean 0.500 over the last 2 steps, bar 0.95: not passed"
+
+
+def seeds_of(arm: str, estimator: str | None, scale: float, rewards: tuple[float, ...]) -> list[Summary]:
+    """Summaries of one arm, a seed for each last reward; the k3 of seed n is n times that of the first."""
+    return [
+        replace(
+            summarise("bf16", measured(scale, (0.0, reward)), 1, arm, estimator, seed), k3_kl=seed * 1e-5 * scale**2
+        )
+        for seed, reward in enumerate(rewards, start=1)
+    ]
+
+
+def rows_of(summaries: list[Summary]) -> list[list[str]]:
+    text = io.StringIO()
+    Console(file=text, width=120).print(table(summaries))
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+
+
+def test_with_seeds_an_arm_has_mean_smallest_and_largest_value():
+    rows = rows_of([*seeds_of("clipped", None, 10, (0.25, 0.5, 0.9)), *seeds_of("shadow", None, 1, (0.125,))])
+    assert [row[:4] + row[5:6] for row in rows[:4]] == [
+        ["clipped", "3", "2", "0.55", "2.00e-03"],
+        ["min", "", "2", "0.25", "1.00e-03"],
+        ["max", "", "2", "0.9", "3.00e-03"],
+        ["shadow", "1", "2", "0 -> 0.125", "1.00e-05"],
+    ]
+    assert rows[4][0] == "ratio clipped/shadow" and rows[4][5] == "200.0x"
+
+
+def test_a_seed_without_a_number_is_not_hidden_in_a_mean():
+    rows = rows_of(seeds_of("clipped", None, 1, (0.5, math.nan, 0.75)))
+    assert [row[3] for row in rows] == ["nan", "0.5", "0.75"]
+
+
+def test_ratios_are_of_the_means_over_seeds_and_within_an_estimator():
+    """k3 of means: (1 + 2)/2 and (1 + 2 + 3)/3 times 10⁻⁵·scale²."""
+    summaries = [
+        *seeds_of("grpo-bf16", "grpo", 10, (0, 0)),
+        *seeds_of("grpo-fp16", "grpo", 1, (0, 0, 0)),
+        *seeds_of("gspo-bf16", "gspo", 2, (0,)),
+        *seeds_of("gspo-fp16", "gspo", 1, (0,)),
+    ]
+    assert {name: ratio["k3_kl"] for name, ratio in ratios(summaries).items()} == {
+        "grpo-bf16/grpo-fp16": pytest.approx(75),
+        "gspo-bf16/gspo-fp16": pytest.approx(4),
+    }
+
+
+def test_the_summary_says_what_each_run_was(tmp_path):
+    write_summary(tmp_path / "s.json", seeds_of("grpo-bf16", "grpo", 1, (0.5,)), [], {})
+    (run,) = json.loads((tmp_path / "s.json").read_text())["runs"]
+    assert [run[key] for key in ("precision", "arm", "estimator", "seed")] == ["bf16", "grpo-bf16", "grpo", 1]

@@ -1,0 +1,146 @@
+"""The figure of a comparison: what is drawn where, seeds as bands; numbers by hand, no pixels."""
+
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+
+from verl_precision.tools.runs.figures import COLOURS, COMPARED, draw, draw_comparison, parts_of
+from verl_precision.tools.runs.page import page
+from verl_precision.tools.runs.panels import PANELS, REWARD
+from verl_precision.tools.runs.read import Run
+
+K3 = next(panel for panel in PANELS if panel.name == "k3")
+
+
+def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), arm="", column="", **more) -> Run:
+    rows = [
+        {
+            "step": step,
+            "critic/score/mean": reward,
+            "mismatch/k3_kl": each,
+            "mismatch/log_prob_gap_abs_mean": 0.01,
+            **more,
+        }
+        for step, (reward, each) in enumerate(zip(rewards, k3, strict=True), start=1)
+    ]
+    return Run(name, Path(name), rows, arm=arm, column=column)
+
+
+def bands_of(axes) -> list[dict[float, tuple[float, float]]]:
+    """Return the lowest and highest value of each shade at each step."""
+    found = []
+    for shade in axes.collections:
+        assert isinstance(shade, PolyCollection)
+        points = [(x, y) for path in shade.get_paths() for x, y in path.vertices]
+        steps = sorted({x for x, _ in points})
+        found.append({x: tuple(f([y for other, y in points if other == x]) for f in (min, max)) for x in steps})
+    return found
+
+
+def lines_of(axes) -> list[tuple[str, list[float]]]:
+    return [(to_hex(line.get_color()), list(line.get_ydata())) for line in axes.lines]
+
+
+def names_of(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_seeds_are_one_line_at_the_mean_and_a_shade_from_the_smallest_to_the_largest():
+    runs = [run_of(f"bf16/seed_{seed}", (0.0, seed), arm="bf16") for seed in (1, 2, 6)] + [run_of("fp16", (0.5, 0.5))]
+    figure = draw([REWARD], runs)
+    (axes,) = figure.axes
+    assert lines_of(axes) == [(COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
+    assert bands_of(axes) == [{1: (0, 0), 2: (1, 6)}] and to_hex(axes.collections[0].get_facecolor()[0]) == COLOURS[0]
+    assert names_of(figure) == ["bf16", "fp16"]
+
+
+def test_a_seed_that_is_not_finite_leaves_a_gap_and_one_that_is_shorter_leaves_the_others():
+    runs = [run_of("a", (1.0, math.nan, 3.0), 3 * (1e-5,), arm="x"), run_of("b", (2.0, 4.0), arm="x")]
+    (axes,) = draw([REWARD], runs).axes
+    ((_, means),) = lines_of(axes)
+    assert means == pytest.approx([1.5, math.nan, 3.0], nan_ok=True)
+    assert bands_of(axes) == [{1: (1, 2), 2: (4, 4), 3: (3, 3)}]
+
+
+def test_on_a_logarithmic_axis_zero_is_in_the_mean_and_not_in_the_shade():
+    runs = [run_of("a", k3=(0.0, 1e-4), arm="x"), run_of("b", k3=(2e-4, 3e-4), arm="x")]
+    (axes,) = draw([K3], runs).axes
+    assert axes.get_yscale() == "log" and lines_of(axes)[0][1] == pytest.approx([1e-4, 2e-4])
+    assert bands_of(axes) == [{1: (2e-4, 2e-4), 2: (1e-4, 3e-4)}]
+
+
+def grid_of(estimators: list[str], seeds=(1, 2)) -> list[Run]:
+    """Runs as a comparison of estimators draws them; the reward tells estimator, precision and seed."""
+    return [
+        run_of(
+            f"{estimator}-{precision}/seed_{seed}",
+            (0.0, 100 * number + 10 * (precision == "fp16") + seed),
+            (1e-5, 1e-4 if precision == "bf16" else 1e-6),
+            arm=precision,
+            column=estimator,
+        )
+        for number, estimator in enumerate(estimators, start=1)
+        for precision in ("bf16", "fp16")
+        for seed in seeds
+    ]
+
+
+def test_each_estimator_has_a_plot_of_the_reward_and_one_of_k3_with_the_precisions_as_colours():
+    expected = [run_of("paper: fp16", (0.1, 0.9), column="gspo")]
+    figure = draw_comparison(grid_of(["grpo", "gspo"]), expected)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["grpo: Reward", "gspo: Reward", f"grpo: {K3.title}", f"gspo: {K3.title}"]
+    grpo, gspo, k3_grpo, k3_gspo = figure.axes
+    assert lines_of(grpo) == [(COLOURS[0], [0, 101.5]), (COLOURS[1], [0, 111.5])]
+    assert lines_of(gspo)[:2] == [(COLOURS[0], [0, 201.5]), (COLOURS[1], [0, 211.5])]
+    assert [values for _, values in lines_of(gspo)[2:]] == [[0.1, 0.9]] and len(lines_of(grpo)) == 2
+    assert [[band[2] for band in bands_of(axes)] for axes in (grpo, gspo)] == [
+        [(101, 102), (111, 112)],
+        [(201, 202), (211, 212)],
+    ]
+    assert k3_grpo.get_yscale() == "log" and lines_of(k3_grpo)[1] == (COLOURS[1], pytest.approx([1e-5, 1e-6]))
+    assert grpo.get_ylim() == gspo.get_ylim() and k3_grpo.get_ylim() == k3_gspo.get_ylim()
+    assert names_of(figure) == ["bf16", "fp16", "paper: fp16"]
+
+
+def test_more_estimators_than_fit_beside_each_other_go_on_below():
+    """Five in rows of three: a column is a third of the figure in each row."""
+    estimators = [f"e{number}" for number in range(5)]
+    figure = draw_comparison(grid_of(estimators))
+    shown = [axes.get_title().partition(":")[0] for axes in figure.axes]
+    assert shown == [*estimators[:3] * 2, *estimators[3:] * 2]
+    assert {axes.get_subplotspec().get_gridspec().ncols for axes in figure.axes} == {3}
+    assert len({axes.get_ylim() for axes in figure.axes}) == 2, "one scale for the reward, one for k3"
+    assert names_of(figure) == ["bf16", "fp16"] and len(figure.legends) == 1
+
+
+def test_arms_have_the_panels_of_today_and_the_clipped_share_where_it_was_measured():
+    clipped = {"phantom/fraction": 0.25}
+    runs = [run_of(f"a/seed_{seed}", arm="a", **clipped) for seed in (1, 2)] + [run_of("b/seed_1", arm="b")]
+    figure = draw_comparison(runs, panels=(*COMPARED, "phantom"))
+    assert [axes.get_ylabel() for axes in figure.axes] == ["mean score", "nats per token", "nats per token", "fraction"]
+    assert lines_of(figure.axes[3]) == [(COLOURS[0], [0.25, 0.25])] and len(lines_of(figure.axes[0])) == 2
+    assert len(draw_comparison(runs[2:], panels=(*COMPARED, "phantom")).axes) == 3
+
+
+def test_more_arms_than_colours_are_drawn_in_parts():
+    runs = [run_of(f"arm{number}/seed_{seed}", arm=f"arm{number}") for number in range(10) for seed in (1, 2)]
+    figure = draw_comparison(runs)
+    assert [[len(axes.lines) for axes in part.axes] for part in figure.subfigs] == [[8, 8, 8], [2, 2, 2]]
+    assert names_of(figure.subfigs[1]) == ["arm8", "arm9"]
+    assert [len(part) for part in parts_of(runs)] == [16, 4]
+
+
+def test_precisions_of_an_estimator_stay_in_one_part():
+    runs = [run_of(f"{estimator}-{precision}") for estimator in "abc" for precision in ("1", "2", "3")]
+    assert [[run.name for run in part][::3] for part in parts_of(runs, multiple_of=3)] == [["a-1", "b-1"], ["c-1"]]
+
+
+def test_the_report_says_what_a_shade_is_and_lists_each_seed():
+    runs = [run_of(f"bf16/seed_{seed}", arm="bf16") for seed in range(10)] + [run_of("fp16/seed_0", arm="fp16")]
+    html = page(runs)
+    assert "the line is their mean" in html and "bf16/seed_9" in html and COLOURS[1] in html and COLOURS[2] not in html
+    assert "the line is their mean" not in page(runs[9:])

@@ -1,0 +1,262 @@
+"""Workers forked from a template are what Ray would have started: same arguments, environment, streams, exit code."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_precision.integration.rollout.weight_socket import VARIABLE as WEIGHT_SOCKET
+from verl_precision.tools.runs.fork_server import fork_server
+
+# Says what it is, then executes its first argument.
+SCRIPT = """
+import json, os, random, sys
+import numpy
+print(json.dumps({
+    "arguments": sys.argv, "environment": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid(),
+    "preloaded": "decimal" in sys.modules, "random": [random.random(), float(numpy.random.rand())],
+    "name": __name__, "parent": os.getppid(), "path": sys.path,
+}), flush=True)
+exec(sys.argv[1])
+"""
+SLEEP = "import time; time.sleep(600)"
+# Starts a process as vLLM does, executes its first argument before that and its third after; the process executes the
+# second, says what it is through the pipe, and executes the rest.
+SPAWN = """
+import json, multiprocessing, os, resource, signal, sys
+
+def child(pipe, lock, before, after):
+    exec(before)
+    tasks = os.listdir("/proc/self/task")
+    torch = sys.modules.get("torch")
+    with lock:
+        pipe.send({
+            "pid": os.getpid(), "preloaded": "decimal" in sys.modules, "parent": multiprocessing.parent_process().pid,
+            "niceness": os.nice(0), "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            "cpus": sorted(sorted(os.sched_getaffinity(int(task))) for task in tasks),
+            "threads": torch and [torch.get_num_threads(), torch.get_num_interop_threads()],
+            "cwd": os.getcwd(), "name": multiprocessing.current_process().name, "late": os.environ.get("LATE"),
+        })
+    exec(after)
+
+if __name__ == "__main__":
+    exec(sys.argv[1])
+    context = multiprocessing.get_context("spawn")
+    (ours, its), lock = context.Pipe(), context.Lock()
+    process = context.Process(target=child, args=(its, lock, *sys.argv[2:4]), name="engine")
+    process.start()
+    its.close()
+    print(json.dumps({**ours.recv(), "client": process.pid, "self": os.getpid()}), flush=True)
+    exec(sys.argv[4])
+"""
+END = "process.join(); print(process.exitcode)"
+# Of the libraries that vLLM's worker computes with, the one that binds threads.
+PARALLEL = "import torch; torch.ones(4096, 64).exp().sum()"
+
+
+@pytest.fixture(scope="module")
+def python():
+    with fork_server(modules=("decimal", "numpy")) as python:
+        yield python
+
+
+@pytest.fixture
+def start(python, tmp_path):
+    """Start the script as Ray does: through a shell."""
+    script = tmp_path / "a script.py"
+    script.write_text(SCRIPT)
+
+    def run(*arguments: str, python: str = python, **environment: str) -> subprocess.Popen:
+        command = ["bash", "-c", f"exec {python} {shlex.join([str(script), *arguments])}"]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env={"PATH": os.environ["PATH"], **environment}, **streams)
+
+    return run
+
+
+@pytest.fixture
+def spawn(start, tmp_path):
+    """Start a script that spawns a process with multiprocessing: in a fork, or in Python itself."""
+    (tmp_path / "a script.py").write_text(SPAWN)
+
+    def run(first: str = "", before: str = "", after: str = "", last: str = END, **how: str) -> subprocess.Popen:
+        return start(first, before, after, last, **how)
+
+    return run
+
+
+def report(process: subprocess.Popen) -> dict:
+    """Return what the script says first."""
+    return json.loads(process.stdout.readline())
+
+
+def whole(process: subprocess.Popen) -> tuple[dict, str, str]:
+    """Wait for the end; return what the script said of itself, the rest of its output, and its errors.
+
+    A process that it has spawned may write before it.
+    """
+    output, errors = process.communicate(timeout=60)
+    lines = output.split("\n")
+    said = next(line for line in lines if line.startswith("{"))
+    lines.remove(said)
+    return json.loads(said), "\n".join(lines), errors
+
+
+def test_it_runs_as_python_would(start, tmp_path):
+    process = start("print('done')", "second", RANK="3", OF_THIS_RUN="yes" * 40_000)
+    seen, rest, _ = whole(process)
+    assert rest == "done\n" and process.returncode == 0
+    assert seen["arguments"] == [str(tmp_path / "a script.py"), "print('done')", "second"]
+    assert seen["name"] == "__main__" and seen["cwd"] == os.getcwd()
+    assert seen["environment"]["RANK"] == "3" and len(seen["environment"]["OF_THIS_RUN"]) == 120_000
+    assert seen["preloaded"] and seen["pid"] != process.pid
+    assert seen["path"][0] == str(tmp_path) and not any(path.endswith("verl_precision/runs") for path in seen["path"])
+
+
+def test_one_template_an_environment_but_for_what_tells_workers_apart(start):
+    """A module may read any variable as it is imported, so that it must see the worker's."""
+    settings = ({"RANK": "0"}, {"RANK": "1"}, {WEIGHT_SOCKET: "of another run"}, {"VERL_LOGGING_LEVEL": "DEBUG"})
+    first, other_rank, other_run, other_setting = (whole(start("", **setting))[0]["parent"] for setting in settings)
+    assert first == other_rank == other_run != other_setting
+
+
+def test_exit_code_error_and_random_state_are_its_own(start):
+    first, second = start("sys.exit(7)"), start("raise ValueError('why')")
+    (one, _, _), (other, _, errors) = whole(first), whole(second)
+    assert not set(one["random"]) & set(other["random"])
+    assert first.returncode == 7
+    assert "ValueError: why" in errors and second.returncode == 1
+
+
+def test_signals_reach_it(start):
+    process = start(SLEEP)
+    forked = psutil.Process(report(process)["pid"])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    assert not forked.is_running() or forked.status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_is_killed_with_the_process_that_stands_for_it_and_the_template_goes_on(start, python):
+    process = start(SLEEP)
+    seen = report(process)
+    forked = psutil.Process(seen["pid"])
+    process.kill()
+    process.wait(60)
+    assert psutil.wait_procs([forked], timeout=60)[1] == []
+    for path in Path(shlex.split(python)[-1]).glob("[!o]*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:  # killed before it had said anything
+            client.connect(str(path))
+    assert whole(start(""))[0]["parent"] == seen["parent"]
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_with_its_traceback(start):
+    with fork_server(modules=("no_such_module",)) as python:
+        process = start("", python=python)
+        assert "No module named 'no_such_module'" in process.communicate(timeout=60)[1]
+        assert process.returncode == 1
+
+
+def test_templates_end_with_their_server(start):
+    with fork_server(modules=("decimal",)) as python:
+        template = psutil.Process(whole(start("", python=python))[0]["parent"])
+        assert template.is_running()
+    assert psutil.wait_procs([template], timeout=60)[1] == []
+
+
+def test_a_template_without_work_ends_and_the_next_process_starts_another(start):
+    with fork_server(modules=("decimal",), idle_seconds=0.0) as python:
+        first = psutil.Process(whole(start("", python=python))[0]["parent"])
+        assert psutil.wait_procs([first], timeout=60)[1] == []
+        assert whole(start("", python=python))[0]["parent"] != first.pid
+
+
+def test_torch_follows_the_number_of_threads_that_ray_sets(tmp_path):
+    """Ray sets OMP_NUM_THREADS when an actor is made; a worker that it starts imports torch later and reads it."""
+    script = tmp_path / "actor.py"
+    script.write_text(
+        "import ray, sys\n"
+        "ray.init(address='local', num_cpus=2, include_dashboard=False, runtime_env={'py_executable': sys.argv[1]})\n"
+        "@ray.remote\n"
+        "class Actor:\n"
+        "    def threads(self):\n"
+        "        import os, torch\n"
+        "        return os.environ['OMP_NUM_THREADS'], torch.get_num_threads()\n"
+        "for cpus in (1, 2):\n"
+        "    print('threads', *ray.get(Actor.options(num_cpus=cpus).remote().threads.remote()))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["RAY_TMPDIR"] = str(tmp_path)[:40]
+    with fork_server(modules=("ray._private.services", "torch")) as python:
+        command = [sys.executable, str(script), python]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("threads")]
+    assert lines == ["threads 1 1", "threads 2 2"], done.stdout + done.stderr
+
+
+def test_what_multiprocessing_spawns_is_a_fork_too(spawn):
+    """It has all that it has from its parent: arguments, locks, pipes, variables, folder, priority, limits, CPUs."""
+    limits = "resource.setrlimit(resource.RLIMIT_NOFILE, (123, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    cpu = max(os.sched_getaffinity(0))
+    first = f"os.nice(3); {limits}; os.sched_setaffinity(0, {{{cpu}}}); os.environ['LATE'] = 'yes'; os.chdir('/')"
+    process = spawn(first, after="print('from below', flush=True); sys.exit(7)")
+    seen, rest, errors = whole(process)
+    assert seen["preloaded"] and seen["pid"] != seen["client"] and seen["parent"] == seen["self"]
+    assert seen["niceness"] == os.nice(0) + 3 and seen["open_files"][0] == 123 and seen["cpus"] == [[cpu]]
+    assert seen["cwd"] == "/" and seen["name"] == "engine" and seen["late"] == "yes"
+    assert sorted(rest.split("\n")) == ["", "7", "from below"]
+    assert errors == "" and process.returncode == 0, "no complaint of the resource tracker"
+
+
+def test_an_end_of_a_pipe_that_it_closes_is_closed(spawn):
+    last = "\ntry:\n    ours.recv()\nexcept EOFError:\n    print(process.is_alive())\nprocess.kill()\n" + END
+    assert whole(spawn(after=f"pipe.close(); {SLEEP}", last=last))[1] == "True\n-9\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_what_was_spawned_reaches_the_fork(spawn, number):
+    process = spawn(after=SLEEP)
+    seen = report(process)
+    forked = psutil.Process(seen["pid"])
+    os.kill(seen["client"], number)
+    assert psutil.wait_procs([forked], timeout=60)[1] == []
+    assert process.communicate(timeout=60)[0] == f"{-number}\n"
+
+
+def test_what_was_spawned_ends_with_a_parent_that_is_killed(spawn):
+    process = spawn(after=SLEEP, last=SLEEP)
+    seen = report(process)
+    spawned = [psutil.Process(seen[which]) for which in ("pid", "client")]
+    os.kill(seen["self"], signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert psutil.wait_procs(spawned, timeout=60)[1] == []
+
+
+def test_no_fork_outlives_a_template_that_is_killed(start):
+    with fork_server(modules=("decimal",)) as python:
+        seen = report(start(SLEEP, python=python))
+        forked = psutil.Process(seen["pid"])
+        os.kill(seen["parent"], signal.SIGKILL)
+        assert psutil.wait_procs([forked], timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("count", [1, os.cpu_count()])
+def test_threads_are_as_many_and_bound_as_in_a_process_that_python_spawns(spawn, count):
+    """vLLM sets these variables around the start of its worker on a CPU; libgomp reads them as it is loaded."""
+    cpus = sorted(os.sched_getaffinity(0))[:count]
+    first = (
+        "import importlib.util, glob; folder = importlib.util.find_spec('torch').submodule_search_locations[0]\n"
+        "os.environ['LD_PRELOAD'] = glob.glob(folder + '/lib/libgomp*')[0]\n"
+        f"os.environ |= {{'OMP_NUM_THREADS': '{len(cpus)}', 'GOMP_CPU_AFFINITY': '{' '.join(map(str, cpus))}'}}\n"
+    )
+    with fork_server(modules=("torch",)) as python:
+        forked, spawned = (whole(spawn(first, before=PARALLEL, python=which))[0] for which in (python, sys.executable))
+    assert forked["threads"] == spawned["threads"]
+    assert forked["threads"][0] == len(cpus)
+    assert forked["cpus"] == spawned["cpus"] == [[cpu] for cpu in cpus]

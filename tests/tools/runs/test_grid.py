@@ -1,0 +1,95 @@
+"""Which runs a comparison has: arms from presets or from the recipe, times seeds; and what is refused before any."""
+
+import pytest
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.tools.runs import grid
+from verl_precision.tools.runs.compare.run import check_arguments
+
+QUICKSTART = "recipes/quickstart/quickstart.yaml"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write a recipe with arms and a seed, or with another text."""
+
+    def write(text: str = "seed: 1\narms:\n  clipped: [precision=fp32, a.b=1]\n  shadow: []\n", name: str = "mine"):
+        path = tmp_path / name / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def planned(*arguments, **options):
+    return [(run.name, run.overrides) for run in check_arguments(*arguments, **options)]
+
+
+def test_precisions_alone_keep_their_names(root):
+    assert planned(root / QUICKSTART, ["bf16", "fp16"], []) == [
+        ("bf16", ("precision=bf16",)),
+        ("fp16", ("precision=fp16",)),
+    ]
+
+
+def test_estimators_times_precisions_times_seeds(recipe):
+    assert planned(recipe(), ["bf16", "fp16"], [], estimators=["grpo", "gspo"], seeds=[7, 3]) == [
+        (f"{estimator}-{precision}/seed_{seed}", (f"estimator={estimator}", f"precision={precision}", f"seed={seed}"))
+        for estimator in ("grpo", "gspo")
+        for precision in ("bf16", "fp16")
+        for seed in (7, 3)
+    ]
+
+
+def test_arms_of_the_recipe(recipe):
+    clipped, shadow = ("clipped", ("precision=fp32", "a.b=1")), ("shadow", ())
+    assert planned(recipe(), [], [], arms=["all"]) == [clipped, shadow]
+    assert planned(recipe(), [], [], arms=["shadow", "clipped"]) == [shadow, clipped]
+    assert planned(recipe(), [], [], arms=["shadow"], seeds=[0]) == [("shadow/seed_0", ("seed=0",))]
+
+
+def test_a_recipe_has_the_seed_of_the_one_that_it_builds_on(recipe, tmp_path):
+    recipe("seed: 1\n", name="base")
+    beside = (
+        f"defaults: [ppo_trainer, base, _self_, override scale: cpu]\nhydra: {{searchpath: ['file://{tmp_path}/base']}}"
+    )
+    assert grid.top_level_keys(recipe(beside, name="child")) == {"defaults", "hydra", "seed"}
+    assert planned(recipe(beside, name="child"), ["fp16"], [], seeds=[2])[0][0] == "fp16/seed_2"
+    assert grid.top_level_keys(recipe("defaults: [ppo_trainer, base]\n", name="other")) == {"defaults"}
+
+
+def test_a_preset_is_known_from_the_overrides():
+    assert grid.preset_of("precision", ["a=b", "precision=bf16", "+estimator=grpo"]) == "bf16"
+    assert grid.preset_of("estimator", ["a=b", "precision=bf16", "+estimator=grpo"]) == "grpo"
+    assert grid.preset_of("precision", ["algorithm.precision=bf16"]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("a: 1", {"seeds": [1]}, r"--seed 1: .*mine.yaml has no top-level key `seed`.*data: \{seed: \$\{seed\}\}"),
+        ("data: {seed: 1}", {"seeds": [1]}, "no top-level key `seed`"),
+        (None, {"seeds": [1, 2, 1]}, "--seed 1 2 1: one is given twice. Allowed: each seed once"),
+        (None, {"estimators": ["grpo", "grp"]}, "--estimator grp: there is no such preset. Allowed: cispo, "),
+        (None, {"estimators": ["grpo", "grpo"]}, "--estimator grpo grpo: one is given twice"),
+        (None, {"arms": ["clipped"]}, "--arm clipped: .* Allowed: --arm, or --precision and --estimator, not both"),
+        (None, {"precisions": [], "arms": ["cliped"]}, "--arm cliped: .*no such arm. Allowed: all, clipped, shadow"),
+        (None, {"precisions": [], "arms": ["all", "shadow"]}, "`all` means every arm. Allowed: `all` alone"),
+        (None, {"precisions": [], "arms": ["shadow", "shadow"]}, "Allowed: each arm once"),
+        ("a: 1", {"precisions": [], "arms": ["all"]}, "--arm all: .*mine.yaml has no arms"),
+        ("arms: {}", {"precisions": [], "arms": ["all"]}, "has no arms"),
+        ("arms: {a/b: []}", {"precisions": [], "arms": ["all"]}, "arms='a/b': .*no folder can have"),
+        ("arms: {all: []}", {"precisions": [], "arms": ["all"]}, "arms='all': .*means every arm"),
+        ("arms: {x: a=1}", {"precisions": [], "arms": ["x"]}, "arms.x='a=1': .*a list of Hydra overrides"),
+        ("arms: {x: [a]}", {"precisions": [], "arms": ["x"]}, "arms.x=.*a list of Hydra overrides"),
+        ("arms: {x: [trainer.default_local_dir=d]}", {"precisions": [], "arms": ["x"]}, "each other's checkpoints"),
+        (None, {"overrides": ["precision=fp32"]}, "precision='fp32': the run bf16 has a value of its own for it"),
+        (None, {"overrides": ["+seed=3"], "seeds": [1]}, "the run bf16/seed_1 has a value of its own"),
+        (None, {"precisions": [], "arms": ["all"], "overrides": ["a.b=2"]}, "the run clipped has a value of its own"),
+    ],
+)
+def test_refused_before_anything_starts(recipe, text, options, words):
+    path = recipe() if text is None else recipe(text)
+    with pytest.raises(ConfigurationError, match=words):
+        check_arguments(path, **{"precisions": ["bf16"], "overrides": [], **options})

@@ -1,0 +1,133 @@
+"""Every source a run leaves gives the same numbers; what cannot be read is refused by name."""
+
+import importlib.util
+import json
+import math
+
+import numpy
+import pytest
+
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.tools.runs.read import read_runs
+
+ROWS = [
+    {"step": 1, "critic/score/mean": -42.5, "actor/precision/loss_scale": 65536.0, "mismatch/k3_kl": 1.25e-8},
+    {"step": 2, "critic/score/mean": -37.0, "actor/precision/loss_scale": 32768.0, "mismatch/k3_kl": 0.0},
+]
+
+
+def jsonl(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": row["step"], "data": {k: v for k, v in row.items() if k != "step"}} for row in rows]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def console_line(row, prefix=""):
+    pairs = [f"{key}:{value!r}" for key, value in row.items() if key != "step"]
+    return f"{prefix}step:{row['step']} - " + " - ".join(pairs) + "\n"
+
+
+def test_file_logger(tmp_path):
+    (run,) = read_runs([jsonl(tmp_path / "mine.jsonl")])
+    assert run.rows == ROWS and run.name == "mine.jsonl" and run.notes == ()
+
+
+def test_null_is_nan_words_are_left_out_and_a_step_logged_again_wins(tmp_path):
+    rows = [*ROWS, {"step": 2, "mismatch/k3_kl": None, "model": "words"}]
+    (run,) = read_runs([jsonl(tmp_path / "a.jsonl", rows)])
+    assert len(run.rows) == 2 and run.rows[1]["critic/score/mean"] == -37.0
+    assert math.isnan(run.rows[1]["mismatch/k3_kl"]) and "model" not in run.rows[1]
+    assert run.notes == ("1 step(s) were logged more than once (a resumed run): the last counts",)
+
+
+def test_console_log_with_ray_prefix_colour_and_noise(tmp_path):
+    prefix = "\x1b[36m(TaskRunnerV1 pid=11694)\x1b[0m "
+    text = "start\nstep: nothing\n" + "".join(console_line(row, prefix) + "noise - a:1\n" for row in ROWS)
+    (tmp_path / "train.log").write_text(text)
+    (run,) = read_runs([tmp_path / "train.log"])
+    assert run.rows == ROWS and run.notes == ()
+
+
+def test_verls_own_console_line_is_read(tmp_path):
+    """What verl's LocalLogger prints, numpy numbers, NaN and booleans included."""
+    from verl.utils.logger.aggregate_logger import concat_dict_to_str
+
+    data = {
+        "a/x": numpy.float32(0.25),
+        "b:c": numpy.int64(3),
+        "nan": math.nan,
+        "on": True,
+        "off": False,
+        "tiny": -1e-30,
+    }
+    (tmp_path / "out.txt").write_text(concat_dict_to_str(data, step=7) + "\n")
+    (run,) = read_runs([tmp_path / "out.txt"])
+    (row,) = run.rows
+    assert math.isnan(row.pop("nan")) and run.notes == ()
+    assert row == {"step": 7, "a/x": 0.25, "b:c": 3.0, "on": 1.0, "off": 0.0, "tiny": -1e-30}
+
+
+def test_unreadable_values_of_a_log_are_counted(tmp_path):
+    (tmp_path / "train.log").write_text("step:1 - a:1.0 - b:0.2(TaskRunner) - c\n")
+    (run,) = read_runs([tmp_path / "train.log"])
+    assert run.rows == [{"step": 1, "a": 1.0}] and "2 value(s)" in run.notes[0]
+
+
+def test_tensorboard_events(tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        for row in ROWS:
+            for key in row.keys() - {"step"}:
+                writer.add_scalar(key, row[key], row["step"])
+    (run,) = read_runs([tmp_path / "tb"])
+    assert run.name == "tb" and run.rows == [pytest.approx(row) for row in ROWS]
+    (single,) = read_runs([next((tmp_path / "tb").iterdir())])
+    assert single.rows == run.rows
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMismatchError, match="tb'.*pip install tensorboard"):
+        read_runs([tmp_path / "tb"])
+
+
+def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):
+    for path in ("q/bf16", "q/fp16", "p/bf16"):
+        jsonl(tmp_path / path / "metrics.jsonl")
+    (tmp_path / "q" / "bf16" / "train.log").write_text(console_line(ROWS[0]))
+    assert [run.name for run in read_runs([tmp_path / "q" / "bf16"])] == ["bf16"]
+    runs = read_runs([tmp_path / "q"])
+    assert [run.name for run in runs] == ["bf16", "fp16"] and all(run.rows == ROWS for run in runs)
+    names = [run.name for run in read_runs([tmp_path / "p" / "bf16", tmp_path / "q" / "bf16"])]
+    assert names == ["p/bf16", "q/bf16"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "nowhere': there is no such file or folder. Allowed: verl's metrics file .* Check the path"),
+        ("broken.jsonl", "not a metrics file"),
+        ("list.jsonl", "not a metrics file"),
+        ("empty.jsonl", "no training step"),
+        ("words.log", "no training step"),
+        ("none", "no metrics in it"),
+        (".", "several files could be meant: broken.jsonl, empty.jsonl, list.jsonl. Allowed: one of them"),
+        ("twice", "it is given twice"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, name, words):
+    texts = {"broken.jsonl": '{"step":1,"data":{"a":1}}\n{"step":2,"da', "list.jsonl": "[]\n", "empty.jsonl": ""}
+    for file, text in (texts | {"words.log": "no steps here\n"}).items():
+        (tmp_path / file).write_text(text)
+    (tmp_path / "none").mkdir()
+    paths = [jsonl(tmp_path / "none" / "x.jsonl")] * 2 if name == "twice" else [tmp_path / name]
+    with pytest.raises(ConfigurationError, match=words):
+        read_runs(paths)
+
+
+def test_a_folder_of_arms_with_seeds_is_one_curve_an_arm(tmp_path):
+    for run in ("clipped/seed_1", "clipped/seed_2", "shadow/seed_1"):
+        (tmp_path / run / "hydra").mkdir(parents=True)
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+    runs = [(run.name, run.curve) for run in read_runs([tmp_path])]
+    assert runs == [("clipped/seed_1", "clipped"), ("clipped/seed_2", "clipped"), ("shadow/seed_1", "shadow")]
+    assert [run.curve for run in read_runs([tmp_path / "clipped"])] == ["seed_1", "seed_2"], "of one arm, each seed"

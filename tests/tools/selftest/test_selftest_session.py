@@ -1,0 +1,166 @@
+"""The session with planted checks, each in a process of its own: what a user sees, finds on disk, and gets refused."""
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.cli import app
+from verl_precision.tools.selftest import checks, session
+from verl_precision.tools.selftest.checks import Check
+
+FUNCTIONS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from verl_precision.base.errors import require
+
+def passes(device, folder):
+    print("device", device, "platform", os.environ.get("VERL_PLATFORM"))
+    return {"k3_kl": 0.123456, "layers": 29}
+
+def fails(device, folder):
+    require(False, "the planted problem [of this test]", "Buy another machine.")
+
+def dies(device, folder):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hangs(device, folder):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    Path(folder, "child").write_text(str(child.pid))
+    time.sleep(300)
+"""
+# What a check's own process needs, to know the planted checks as well.
+PLANT = """
+import planted_functions
+from verl_precision.tools.selftest import checks
+checks.CHECKS = tuple(checks.Check(name, part, "", f"planted_functions:{{name}}") for name, part in {planted})
+"""
+PLANTED = (
+    Check("passes", "A", "what a pass looks like", "planted_functions:passes"),
+    Check("fails", "A", "what a failure looks like", "planted_functions:fails"),
+    Check("dies", "B", "a process that is killed", "planted_functions:dies"),
+    Check("hangs", "B", "a check that does not end", "planted_functions:hangs", seconds=5),
+    Check("has_gpu", "B", "what a CPU cannot run", "planted_functions:has_gpu", needs_gpu="the planted reason"),
+)
+
+
+@pytest.fixture(autouse=True)
+def planted(tmp_path_factory, monkeypatch):
+    """Have planted checks in this process and in those that it starts."""
+    modules = tmp_path_factory.mktemp("planted")
+    (modules / "planted_functions.py").write_text(FUNCTIONS)
+    (modules / "sitecustomize.py").write_text(PLANT.format(planted=[(one.name, one.part) for one in PLANTED]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setattr(checks, "CHECKS", PLANTED)
+    monkeypatch.setattr(session, "CHECKS", PLANTED)
+
+
+def run(folder: Path, *names: str, side_by_side: int = 1) -> dict[str, session.Outcome]:
+    done = session.run_selftest(folder, "cpu", names, side_by_side, Console(quiet=True))
+    return {outcome.name: outcome for outcome in done}
+
+
+def started(folder: Path, name: str) -> int:
+    """How often a check was started in a folder."""
+    return len(list((folder / name).iterdir())) if (folder / name).exists() else 0
+
+
+def test_command_shows_what_failed_and_ends_with_1(tmp_path):
+    words = ["selftest", "--device", "cpu", "--only", "A", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
+    output = " ".join(done.output.split())
+    assert "k3_kl 0.123, layers 29" in output
+    assert "CheckFailedError: the planted problem [of this test]. Buy another machine. Log: " in output
+    assert "B has_gpu what a CPU cannot run not asked for" in output
+    assert f"Results: {tmp_path}" in output
+    again = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--only", "passes", "--output", str(tmp_path)])
+    assert again.exit_code == 0
+
+
+def test_report_has_hardware_versions_and_every_check(tmp_path):
+    run(tmp_path, "A", "has_gpu")
+    content = json.loads((tmp_path / session.REPORT).read_text())
+    assert content["device"] == "cpu" and content["hardware"] and content["cores"] == os.cpu_count()
+    assert {"python", "torch", "verl", "verl-precision", "transformers"} <= content["versions"].keys()
+    found = {one["name"]: one for one in content["checks"]}
+    assert list(found) == ["passes", "fails", "has_gpu"]
+    assert found["passes"]["status"] == "passed" and found["passes"]["figures"] == {"k3_kl": 0.123456, "layers": 29}
+    assert found["passes"]["seconds"] > 0
+    assert found["fails"]["status"] == "failed" and "the planted problem" in found["fails"]["message"]
+    (log,) = (tmp_path / "passes").rglob("check.log")
+    assert log.read_text() == "device cpu platform cpu\n"
+    (log,) = (tmp_path / "fails").rglob("check.log")
+    assert "Traceback" in log.read_text() and str(log) in found["fails"]["message"]
+
+
+def test_check_that_needs_a_gpu_is_not_run_on_a_cpu(tmp_path):
+    outcome = run(tmp_path, "has_gpu")["has_gpu"]
+    assert (outcome.status, outcome.message) == ("not run", "on a CPU: the planted reason")
+    assert started(tmp_path, "has_gpu") == 0
+
+
+def test_only_what_has_not_passed_is_repeated(tmp_path):
+    first = run(tmp_path, "A")
+    second = run(tmp_path, "A")
+    assert second["passes"] == first["passes"] and started(tmp_path, "passes") == 1
+    assert second["fails"].status == "failed" and started(tmp_path, "fails") == 2
+
+
+def test_what_came_of_checks_stays_known_when_others_are_asked_for(tmp_path):
+    run(tmp_path, "A")
+    run(tmp_path, "has_gpu")
+    content = json.loads((tmp_path / session.REPORT).read_text())
+    found = [(one["name"], one["status"]) for one in content["checks"]]
+    assert found == [("passes", "passed"), ("fails", "failed"), ("has_gpu", "not run")]
+    run(tmp_path, "passes")
+    assert started(tmp_path, "passes") == 1
+
+
+@pytest.mark.parametrize("change", [{"hardware": "NVIDIA Abacus"}, {"versions": {"torch": "0.1"}}, {"device": "cuda"}])
+def test_results_of_another_machine_are_refused_by_name(tmp_path, change):
+    report = tmp_path / session.REPORT
+    report.write_text(json.dumps({**session._machine("cpu"), **change, "checks": []}))
+    before = report.read_text()
+    with pytest.raises(ConfigurationError, match="results of another machine") as caught:
+        run(tmp_path, "passes")
+    assert caught.value.setting == "--output" and caught.value.value == str(tmp_path)
+    assert report.read_text() == before and started(tmp_path, "passes") == 0
+
+
+def test_unknown_check_is_refused_with_the_names(tmp_path):
+    with pytest.raises(ConfigurationError) as caught:
+        run(tmp_path / "out", "passes", "no_such")
+    assert caught.value.value == "no_such" and caught.value.allowed == "A, B, dies, fails, hangs, has_gpu, passes"
+    assert not (tmp_path / "out").exists()
+
+
+def test_late_check_is_ended_with_its_children_beside_one_that_dies(tmp_path):
+    found = run(tmp_path, "dies", "hangs", side_by_side=2)
+    assert found["dies"].status == "failed" and "ended by SIGKILL" in found["dies"].message
+    assert found["hangs"].status == "failed" and "not done after 5 s. Log: " in found["hangs"].message
+    assert found["hangs"].seconds < 60
+    (child,) = (tmp_path / "hangs").rglob("child")
+    assert not psutil.pid_exists(int(child.read_text())) or _is_zombie(int(child.read_text()))
+    content = json.loads((tmp_path / session.REPORT).read_text())
+    assert [one["name"] for one in content["checks"]] == ["dies", "hangs"]
+
+
+def _is_zombie(pid: int) -> bool:
+    """Return whether a process has ended and nobody has waited for it: its parent was killed."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize(("free_gb", "runs"), [(4, 1), (12, 1), (17, 2), (100, 2)])
+def test_as_many_runs_at_a_time_as_memory_holds(monkeypatch, free_gb, runs):
+    memory = psutil.virtual_memory()._replace(available=free_gb * 10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert session.runs_that_fit("cpu") == runs

@@ -1,0 +1,11 @@
+"""What a person starts: one room for each verb of the command line, and the three that they share.
+
+runs        compare, report: whole runs of verl, followed and shown
+gap         mismatch, explain: how far two engines are apart, and why
+evaluate    evaluate: how often a model solves the problems of a data set
+sanity_set  sanity-set: the paper's perfectible data set
+selftest    selftest: is this machine fit for FP16 RL?
+export, data, patching   the verbs of their names
+engines     shared: vLLM that samples, verl's engine that scores, each in a process of its own
+jobs        shared: problems, prompts, and results on disk that a killed job continues from
+"""

@@ -1,0 +1,105 @@
+"""The data sets, layouts and templates of catalog.yaml, and how a row becomes question and answer."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.integration.rewards.math_answers import braced_box
+
+Row = Mapping[str, Any]
+
+
+class PaperDataSet(NamedTuple):
+    """One data set; catalog.yaml explains the fields."""
+
+    hub: str
+    splits: list[str]
+    layouts: list[str]
+    data_source: str
+    template: str
+    problems: tuple[int, int]
+    number_from: str
+    config: str | None = None
+    data_file: str | None = None
+
+
+class Question(NamedTuple):
+    """What every layout comes down to."""
+
+    text: str  # the problem, without any instruction to the model
+    answer: str
+    source: str = ""  # where the problem comes from, as the data set says
+
+
+_CONTENT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+CATALOG = {name: PaperDataSet(**values) for name, values in _CONTENT["data_sets"].items()}
+LAYOUTS: dict[str, dict[str, str]] = _CONTENT["layouts"]  # meaning -> column
+TEMPLATES: dict[str, dict[str, str]] = _CONTENT["templates"]  # role -> text with {question}
+_DAPO_BEFORE, _DAPO_AFTER = TEMPLATES["dapo"]["user"].split("{question}")
+_GURU_AFTER = "Please output the final answer within \\boxed{}."
+
+
+def last_boxed(solution: str) -> str:
+    r"""Return the last boxed answer of a data set's solution.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    box = braced_box(solution)
+    if box is not None:
+        return box
+    # Some solutions of MATH are written \boxed 2 or \fbox{2}.
+    for mark, end in (("\\boxed ", "$"), ("\\fbox{", "}")):
+        _, found, after = solution.rpartition(mark)
+        if found:
+            return after.partition(end)[0].strip()
+    raise ConfigurationError(f"no \\boxed answer in the solution {solution[-80:]!r}")
+
+
+def read_row(layout: str, row: Row) -> Question:
+    """Return question and answer of a row in a layout. A row that does not fit is an error, never a guess.
+
+    Raises:
+        ConfigurationError: If there is no answer, or not one question.
+    """
+    question, answer = (row[LAYOUTS[layout][meaning]] for meaning in ("question", "answer"))
+    if layout != "verl":
+        return Question(question, _answer(layout, answer))
+    user = [message["content"] for message in question if message["role"] == "user"]
+    if len(user) != 1:
+        raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is wanted")
+    # DAPO and Guru put words around a problem. They are taken off, so that any template can go on.
+    text = user[0].removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip().removesuffix(_GURU_AFTER).strip()
+    return Question(text, str(answer["ground_truth"]), str(row["data_source"]))
+
+
+def _answer(layout: str, answer: Any) -> str:
+    if layout == "math":
+        return last_boxed(answer)
+    if layout == "gsm8k":
+        _, found, last = answer.rpartition("####")
+        if not found:
+            raise ConfigurationError(f"no #### in the solution {answer[-80:]!r}")
+        return last.strip().replace(",", "")
+    # Some sets hold whole numbers as floats. What is missing is no answer, and refused as an empty one.
+    return "" if answer is None else re.sub(r"^(-?\d+)\.0$", r"\1", str(answer))
+
+
+def stand_in_row(layout: str, text: str, result: int) -> Row:
+    """Return a row in a layout, made of a question and its answer."""
+    question: Any = text
+    answer: Any = result
+    if layout == "math":
+        answer = f"Adding gives $\\boxed{{{result}}}$."
+    elif layout == "gsm8k":
+        answer = f"Adding gives {result}.\n#### {result}"
+    elif layout == "verl":
+        question = [{"role": "user", "content": _DAPO_BEFORE + text + _DAPO_AFTER}]
+        answer = {"ground_truth": str(result)}
+    values = {"question": question, "answer": answer, "source": "stand_in"}
+    return {column: values[meaning] for meaning, column in LAYOUTS[layout].items()}

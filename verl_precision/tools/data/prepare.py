@@ -1,0 +1,139 @@
+"""Read a data set, check its columns and its size, and write it in verl's format."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.files import new_file
+from verl_precision.tools.data.catalog import (
+    CATALOG,
+    LAYOUTS,
+    TEMPLATES,
+    PaperDataSet,
+    Question,
+    Row,
+    read_row,
+    stand_in_row,
+)
+from verl_precision.tools.jobs.problems import read_rows
+
+STAND_INS = 64  # rows
+
+
+def prepare(
+    name: str,
+    path: Path,
+    template: str | None = None,
+    source: Path | None = None,
+    stand_in: bool = False,
+    any_count: bool = False,
+) -> str:
+    """Write a data set as parquet in verl's format.
+
+    Args:
+        name: Key of the catalog.
+        path: The file to write.
+        template: Key of `TEMPLATES`; None for the data set's usual one.
+        source: A parquet or JSONL file with the data set's own columns, instead of a download.
+        stand_in: Whether to write a few sums in its columns instead, without network.
+        any_count: Whether to write it though the number of problems is not the expected one.
+
+    Returns:
+        What was written, in one line.
+
+    Raises:
+        ConfigurationError: If something does not fit; it is named.
+        EnvironmentMismatchError: If the hub cannot be reached.
+    """
+    if name not in CATALOG:
+        raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(CATALOG))
+    wanted = CATALOG[name]
+    template = template or wanted.template
+    if template not in TEMPLATES:
+        raise ConfigurationError("no such template", setting="--template", value=template, allowed=", ".join(TEMPLATES))
+    if stand_in and source is not None:
+        problem = "--stand-in makes its own problems and --source reads a file"
+        raise ConfigurationError(problem, remedy="Give one of them.")
+    if stand_in:
+        rows = _stand_in_rows(wanted.layouts[0])
+    else:
+        rows = read_rows(source, "--source") if source else _download(wanted)
+    questions = _questions(name, wanted, rows)
+    counted = f"{len(questions)} distinct problems in {len(rows)} rows"
+    note = "; a stand-in, not the data set" if stand_in else ""
+    fewest, most = wanted.problems
+    if not stand_in and not fewest <= len(questions) <= most:
+        expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        note = f"; expected {expected} ({wanted.number_from})"
+        if not any_count:
+            raise ConfigurationError(
+                f"{name}: {counted}{note}. It is not the data set that was meant, or it has changed",
+                remedy="Check --source, or give --any-count to write it nevertheless.",
+            )
+    origin = "stand-in" if stand_in else wanted.hub
+    verl_rows = [_verl_row(wanted, question, index, template, origin) for index, question in enumerate(questions)]
+    with new_file(path, replace=True) as scratch:
+        parquet.write_table(pyarrow.Table.from_pylist(verl_rows), scratch)
+    return f"wrote {path}: {counted}, template {template}{note}"
+
+
+def _stand_in_rows(layout: str) -> Sequence[Row]:
+    """Return a few sums in a layout's columns: the same code then runs on a machine without network."""
+    sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // STAND_INS][:STAND_INS]
+    return [stand_in_row(layout, f"What is {first} + {second}?", first + second) for first, second in sums]
+
+
+def _download(wanted: PaperDataSet) -> Sequence[Row]:
+    """Return all rows from Hugging Face, through its cache."""
+    import datasets
+
+    try:
+        where = {"path": wanted.hub, "name": wanted.config, "data_files": wanted.data_file}
+        splits = [datasets.load_dataset(**where, split=split) for split in wanted.splits]
+    except (ConnectionError, OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentMismatchError(
+            f"{wanted.hub} cannot be downloaded from Hugging Face ({type(error).__name__}: {reason})",
+            remedy="Give --source FILE with a copy of it, or --stand-in for a few sums in its columns.",
+        ) from error
+    return datasets.concatenate_datasets(splits)
+
+
+def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Question]:
+    """Return the distinct questions, in order; the first answer to a question counts."""
+    columns = set(rows[0]) if len(rows) and isinstance(rows[0], Mapping) else set()
+    needed = {layout: set(LAYOUTS[layout].values()) for layout in wanted.layouts}
+    layout = next((layout for layout in needed if columns >= needed[layout]), None)
+    if layout is None:
+        raise ConfigurationError(
+            f"{name}: its columns are {', '.join(sorted(columns)) or 'none'}",
+            allowed=" or ".join(", ".join(sorted(names)) for names in needed.values()),
+            remedy="Check --source, or look whether the data set has changed.",
+        )
+    found: dict[str, Question] = {}
+    for number, row in enumerate(rows):
+        try:
+            question = read_row(layout, row)
+            if not question.text or not question.answer:
+                raise ConfigurationError("empty question or answer")
+        except (ConfigurationError, KeyError, TypeError, AttributeError) as error:
+            remedy = "Correct the file, or leave the row out."
+            raise ConfigurationError(f"{name}, row {number}: {error}", remedy=remedy) from error
+        found.setdefault(question.text, question)
+    return list(found.values())
+
+
+def _verl_row(wanted: PaperDataSet, question: Question, index: int, template: str, origin: str) -> dict[str, Any]:
+    messages = TEMPLATES[template].items()
+    return {
+        # math_dapo reads both "Answer: ..." and \boxed{...}; MATH's own rule reads \boxed{...} alone.
+        "data_source": "math_dapo" if template == "dapo" else wanted.data_source,
+        "prompt": [{"role": role, "content": text.replace("{question}", question.text)} for role, text in messages],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": question.answer},
+        "extra_info": {"index": index, "split": "+".join(wanted.splits), "origin": origin, "source": question.source},
+    }

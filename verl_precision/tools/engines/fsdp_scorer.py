@@ -1,0 +1,138 @@
+"""verl's FSDP engine scores: log π(yₜ) of given responses, by the forward that a trainer does.
+
+One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_precision.engine.settings import DTYPES
+from verl_precision.tools.engines.engine import Request, Response, prepare_process
+from verl_precision.tools.engines.model import model_location
+
+
+class TrainerEngine:
+    """verl's engine of an actor, in this package's precision config."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        attention: str,
+        micro_batch_tokens: int,
+        packed: bool | None = None,
+        fp32_log_probs: bool = True,
+        temperature: float = 1.0,
+        adapter: str | None = None,
+        fp32_output_head: bool = False,
+        router_replay: str = "disabled",
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model: A model as in `find_model`.
+            dtype: Dtype of the forward: bf16, fp16 or fp32.
+            attention: sdpa or flash_attention_2, or another that is registered with transformers.
+            micro_batch_tokens: Tokens of one forward, padding included.
+            packed: Whether sequences are packed without padding; None: with flash_attention_2 they are.
+            fp32_log_probs: Whether log-probs are taken in FP32, as our engine does it.
+            temperature: Divides the logits.
+            adapter: Folder of a LoRA adapter that the model has; None for none.
+            fp32_output_head: Whether the logits themselves are computed in FP32.
+            router_replay: verl's mode of a mixture of experts: with R2 a response tells the experts that its routers
+                choose, with R3 they take those of the request.
+        """
+        on_gpu = prepare_process()
+        from verl.trainer.config import CheckpointConfig
+        from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
+        from verl.workers.engine import EngineRegistry
+
+        from verl_precision.engine.process_group import make_group_of_one
+        from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+
+        make_group_of_one("cuda" if on_gpu else "cpu")
+        self._packed = attention == "flash_attention_2" if packed is None else packed
+        self._temperature, self._router_replay = temperature, router_replay
+        self._micro_batch_tokens = micro_batch_tokens
+        self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
+            model_config=HFModelConfig(
+                path=model_location(model),
+                use_remove_padding=self._packed,
+                enable_gradient_checkpointing=False,
+                lora_adapter_path=adapter,
+                lora_rank=0 if adapter is None else _rank(adapter),  # without it verl loads no adapter
+                override_config={"attn_implementation": attention},
+            ),
+            engine_config=PrecisionFSDPConfig(
+                strategy="fsdp2",
+                use_torch_compile=False,
+                dtype=DTYPES[dtype],
+                mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                fp32_log_probs=fp32_log_probs,
+                fp32_output_head=fp32_output_head,
+                router_replay=EngineRouterReplayConfig(mode=router_replay),
+            ),
+            # The optimizer's state is made at the first step, which never comes.
+            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
+            checkpoint_config=CheckpointConfig(),
+        )
+        self._engine.initialize()
+        self._waiting: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self._waiting += requests
+
+    def poll(self) -> list[Response]:
+        """Score everything that waits; an empty response has no log-probs."""
+        requests, self._waiting = self._waiting, []
+        empty = [Response(r.problem, r.response, 0, log_probs=()) for r in requests if not r.response_token_ids]
+        filled = [request for request in requests if request.response_token_ids]
+        return empty + (self._scored(filled) if filled else [])
+
+    def _scored(self, requests: list[Request]) -> list[Response]:
+        """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""
+        import torch
+
+        from verl_precision.integration.engine.engine_batch import engine_batch, nested
+        from verl_precision.integration.engine.router_replay import CHOICES
+
+        sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
+        data = engine_batch(
+            sequences,
+            max_token_len_per_gpu=max(self._micro_batch_tokens, *map(len, sequences)),
+            use_remove_padding=self._packed,
+            calculate_entropy=False,
+        )
+        data["temperature"] = torch.full((len(sequences),), self._temperature)
+        if self._router_replay == "R3":
+            data[CHOICES] = nested([_with_last(request.routed_experts) for request in requests])
+        with self._engine.eval_mode():
+            outputs = self._engine.infer_batch(data)["model_output"]
+        recorded = self._router_replay == "R2"
+        choices: Any = outputs[CHOICES].unbind() if recorded else [None] * len(requests)
+        # At position t the engine gives the log-prob of token t + 1.
+        return [
+            Response(
+                request.problem,
+                request.response,
+                len(request.response_token_ids),
+                log_probs=tuple(log_probs.float().cpu()[len(request.prompt_token_ids) - 1 : -1].tolist()),
+                routed_experts=None if experts is None else experts[:-1].cpu().numpy(),
+            )
+            for request, log_probs, experts in zip(requests, outputs["log_probs"].unbind(), choices, strict=True)
+        ]
+
+
+def _rank(adapter: str) -> int:
+    return int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
+
+
+def _with_last(experts: Any) -> Any:
+    """Return choices with a row of zeros, which is no choice, for the last token."""
+    import torch
+
+    found = torch.from_numpy(experts)
+    return torch.cat([found, torch.zeros_like(found[:1])])

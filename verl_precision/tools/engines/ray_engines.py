@@ -1,0 +1,123 @@
+"""One engine on each GPU of a Ray cluster, as actors; each is kept full on its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
+from verl_precision.tools.engines.engine import Request, Response
+
+
+class RayEngines:
+    """Spreads requests over engines: each request goes to the one with the fewest in flight.
+
+    Every method raises `RunFailedError` if an engine fails.
+    """
+
+    def __init__(self, build: Callable[[], Any], address: str, engines: int | None) -> None:
+        """Start the engines and wait until all are ready; the address `local` starts a cluster.
+
+        Raises:
+            EnvironmentMismatchError: If no such cluster answers, or it cannot hold the engines.
+        """
+        import ray
+
+        self._ray = ray
+        self._actors: list[Any] = []
+        self._polls: dict[Any, int] = {}  # answer to come -> index of its engine
+        self._started_here = not ray.is_initialized()
+        if self._started_here:
+            try:
+                ray.init(address=address, log_to_driver=False)
+            except (ConnectionError, ValueError) as error:
+                raise EnvironmentMismatchError(
+                    f"--ray-address {address}: no Ray cluster answers there ({error})",
+                    allowed="auto, local, or host:port of a running cluster",
+                    remedy="Start one with `ray start --head`, or leave --ray-address out.",
+                ) from error
+        try:
+            self.engines = engines_that_fit(ray.cluster_resources().get("GPU", 0), engines)
+            actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)
+            self._actors = [actor.remote(build) for _ in range(self.engines)]
+            self._in_flight = [0] * self.engines
+            self._get([actor.ready.remote() for actor in self._actors])
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hand requests to the engines."""
+        for index, share in enumerate(spread(requests, self._in_flight)):
+            if share:
+                self._actors[index].submit.remote(share)
+                self._in_flight[index] += len(share)
+
+    def poll(self) -> list[Response]:
+        """Wait until some engine has a response ready; return what it has."""
+        for index, actor in enumerate(self._actors):
+            if self._in_flight[index] and index not in self._polls.values():
+                self._polls[actor.poll.remote()] = index
+        if not self._polls:
+            return []
+        (answer,), _ = self._ray.wait(list(self._polls), num_returns=1)
+        responses = self._get(answer)
+        self._in_flight[self._polls.pop(answer)] -= len(responses)
+        return responses
+
+    def close(self) -> None:
+        """End the engines, and Ray if it was started here."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        if self._started_here:
+            self._ray.shutdown()
+
+    def _get(self, futures: Any) -> Any:
+        try:
+            return self._ray.get(futures)
+        except self._ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None) or error
+            raise RunFailedError(
+                f"an engine on Ray failed; what is done is kept, and the same command continues.\n"
+                f"  {type(cause).__name__}: {cause}"
+            ) from error
+
+
+class _Actor:
+    """Runs an engine in a Ray actor."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._engine = build()
+
+    def ready(self) -> None:
+        """Answer once the model is loaded."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._engine.submit(requests)
+
+    def poll(self) -> list[Response]:
+        return self._engine.poll()
+
+
+def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[Request]]:
+    """Divide requests among engines that have `in_flight` ones each, so that they come out evenly loaded."""
+    load = list(in_flight)
+    shares: list[list[Request]] = [[] for _ in load]
+    for request in requests:
+        index = load.index(min(load))
+        load[index] += 1
+        shares[index].append(request)
+    return shares
+
+
+def engines_that_fit(gpus: float, wanted: int | None) -> int:
+    """Return how many engines to start on so many GPUs; with None wanted, one on each.
+
+    Raises:
+        EnvironmentMismatchError: If that many, or a single one, do not fit.
+    """
+    if gpus < max(1, wanted or 1):
+        raise EnvironmentMismatchError(
+            f"--engines {wanted or 'all'}: Ray's cluster has {gpus:g} GPU(s), and each engine takes one",
+            allowed=f"1 to {int(gpus)}" if gpus >= 1 else "",
+            remedy="Give another --engines or --ray-address, or leave --ray-address out to run one engine here.",
+        )
+    return wanted or int(gpus)

@@ -1,0 +1,145 @@
+"""vLLM draws, or scores: responses are handed over one by one, as they end, and new ones take their place at once."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl_precision.engine.settings import DTYPES
+from verl_precision.tools.engines.engine import Request, Response, prepare_process
+from verl_precision.tools.engines.model import model_location
+
+# On a CPU, compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
+# 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
+_CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
+
+
+class VllmEngine:
+    """A `vllm.LLM`, driven request by request; by default it draws from the policy itself."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        max_model_len: int,
+        log_probs: bool = False,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        divide_logits_by: float = 1.0,
+        **engine: Any,
+    ) -> None:
+        """Load the model.
+
+        Args:
+            model: A model as in `find_model`.
+            dtype: bf16, fp16 or fp32.
+            max_model_len: Most tokens of prompt and response together.
+            log_probs: Whether to return the log-prob of each token; else the text is returned.
+            temperature: Divides the logits; 0 takes the most probable token.
+            top_p: Share of the probability, from the most probable token on, that is drawn from.
+            top_k: Number of most probable tokens that are drawn from; 0 for all.
+            divide_logits_by: A temperature that scores have too; vLLM's own is of what it draws alone.
+            engine: Further settings of `vllm.LLM`, such as `logprobs_mode`.
+        """
+        cpu_settings = {} if prepare_process() else _CPU_SETTINGS
+        import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
+        from vllm import LLM
+
+        llm = LLM(
+            model=model_location(model),
+            dtype=DTYPES[dtype],
+            max_model_len=max_model_len,
+            disable_log_stats=True,
+            **{"logprobs_mode": "processed_logprobs", **engine, **cpu_settings},  # that mode is verl's
+        )
+        if divide_logits_by != 1:
+            llm.apply_model(partial(_divide_logits, by=divide_logits_by))
+        self._engine = llm.llm_engine
+        self._log_probs, self._temperature, self._top_p, self._top_k = log_probs, temperature, top_p, top_k
+        self._asked: dict[str, Request] = {}
+        self._recorder: Any = None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; the engine batches them as it sees fit."""
+        for request in requests:
+            key = f"{request.problem}/{request.response}"
+            self._asked[key] = request
+            if request.record_to:  # asked for alone
+                from verl_precision.tools.engines.vllm_operations import OperationRecorder
+
+                if self._recorder is None:
+                    (self._recorder,) = self._engine.apply_model(OperationRecorder)
+                self._recorder.start()
+            prompt = {
+                "type": "token",
+                "prompt_token_ids": list(request.prompt_token_ids + request.response_token_ids),
+            }
+            self._engine.add_request(key, prompt, self._sampling_params(request))
+
+    def _sampling_params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if request.response_token_ids:  # to score: vLLM does it for prompts, at temperature 1
+            return SamplingParams(
+                max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+        return SamplingParams(
+            temperature=self._temperature,
+            top_p=self._top_p,
+            top_k=self._top_k,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0 if self._log_probs else None,  # 0: of the sampled token alone
+            detokenize=not self._log_probs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def poll(self) -> list[Response]:
+        """Step the engine until at least one response has ended."""
+        ready: list[Response] = []
+        while not ready and self._asked:
+            for output in self._engine.step():
+                if output.finished:
+                    request = self._asked.pop(output.request_id)
+                    answer = self._scored if request.response_token_ids else self._drawn
+                    ready.append(answer(request, output))
+        return ready
+
+    def _drawn(self, request: Request, output: Any) -> Response:
+        drawn = output.outputs[0]
+        ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
+        if self._log_probs:
+            text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
+        return Response(
+            request.problem,
+            request.response,
+            len(ids),
+            text=text,
+            token_ids=ids,
+            log_probs=log_probs,
+            finish_reason=drawn.finish_reason,
+            routed_experts=_experts(drawn, len(request.prompt_token_ids + ids)),
+        )
+
+    def _scored(self, request: Request, output: Any) -> Response:
+        ids = request.response_token_ids
+        places = output.prompt_logprobs[len(request.prompt_token_ids) :]
+        log_probs = tuple(at[token].logprob for at, token in zip(places, ids, strict=True))
+        if request.record_to:
+            self._recorder.write(Path(request.record_to), request.prompt_token_ids + ids)
+        experts = _experts(output.outputs[0], len(request.prompt_token_ids + ids))
+        return Response(request.problem, request.response, len(ids), log_probs=log_probs, routed_experts=experts)
+
+
+def _experts(output: Any, length: int) -> Any:
+    """Return the experts of all tokens of a sequence but the last, whose choice decides nothing; None if not kept."""
+    experts = output.routed_experts
+    return None if experts is None else experts[: length - 1].astype("int16")
+
+
+def _divide_logits(model: Any, by: float) -> None:
+    """Have a model of vLLM give logits divided by a temperature, in FP32 as its sampler does it."""
+    compute_logits = model.compute_logits
+    model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / by

@@ -1,0 +1,116 @@
+"""Which steps are faults, and which are what a dtype costs."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_precision.tools.gap.explain.attribution import Allotment, Part, allot
+from verl_precision.tools.gap.explain.causes import CAUSES, Cause
+from verl_precision.tools.gap.explain.operations import Operations
+from verl_precision.tools.gap.explain.routing import Routing, with_routing
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.explain.variants import Station, reference
+
+_BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of the significand
+FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is said of one step."""
+
+    station: Station
+    cause: Cause
+    part: Part
+    expected: float  # nats: the size that rounding alone would have
+    fault: bool  # whether it is more than that
+    evidence: str = ""  # what else was seen
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found.
+
+    Attributes:
+        stations: The path, and with a mixture of experts the step `routing` at its end.
+        findings: Of each step, faults first.
+        allotment: The gap and its parts, in the order of the path.
+        bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts.
+        operations: Station of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
+    """
+
+    stations: list[Station]
+    findings: list[Finding]
+    allotment: Allotment
+    bf16_cost: float
+    operations: dict[str, Operations]
+
+
+# Steps that are no rounding: what they do to the choice of experts is their own.
+_NO_ROUNDING = frozenset(cause for cause, known in CAUSES.items() if not known.rounding_of)
+
+
+def judge(
+    job: Explanation,
+    stations: list[Station],
+    log_probs: Mapping[str, np.ndarray],
+    routing: Routing | None,
+    operations: dict[str, Operations],
+    evidence: Mapping[str, str],
+) -> Result:
+    """Share the gap among the steps, and judge each.
+
+    Args:
+        job: What is explained.
+        stations: The path.
+        log_probs: Of each station, and of the reference, nats.
+        routing: What other choices of experts do; None without experts.
+        operations: Station of vLLM -> what its operations do.
+        evidence: Cause -> what else was seen, in words.
+    """
+    before, after = (one.name for one in reference(job, stations))
+    cost = log_probs[after] - log_probs[before]
+    if routing is not None:
+        cost = cost - (routing.log_probs[after] - routing.log_probs[before])
+    bf16_cost = float(np.nanmean(np.abs(cost)))
+
+    def judged(kept: Collection[str]) -> Result:
+        steps, values = stations, [log_probs[one.name] for one in stations]
+        if routing is not None:
+            steps, values = with_routing(stations, log_probs, routing, kept)
+        allotment = allot(values)
+        found = findings(job, steps, allotment, bf16_cost, evidence)
+        return Result(steps, found, allotment, bf16_cost, operations)
+
+    first = judged(_NO_ROUNDING)
+    faults = {each.station.cause for each in first.findings if each.fault}
+    return judged(_NO_ROUNDING | faults) if routing is not None else first
+
+
+def findings(
+    job: Explanation,
+    stations: Sequence[Station],
+    allotment: Allotment,
+    bf16_cost: float,
+    evidence: Mapping[str, str],
+) -> list[Finding]:
+    """Judge each step; faults come first, the largest part of the k3 before.
+
+    Args:
+        job: What is explained.
+        stations: The path.
+        allotment: Its parts.
+        bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats. A dtype with n more bits is expected to make
+            2⁻ⁿ of it.
+        evidence: Cause -> what else was seen, in words.
+    """
+    dtypes = {"rollout": job.rollout_dtype, "trainer": job.train_dtype, "neither": "fp32"}
+    found = []
+    for station, part in zip(stations[1:], allotment.parts, strict=True):
+        cause = CAUSES[station.cause]
+        bits = [_BITS[dtypes[side]] for side in cause.rounding_of]
+        expected = bf16_cost * 2.0 ** (_BITS["bf16"] - min(bits)) if bits else 0.0
+        fault = part.size > max(cause.most * expected, FLOOR)
+        found.append(Finding(station, cause, part, expected, fault, evidence.get(station.cause, "")))
+    return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

@@ -1,0 +1,152 @@
+"""The first operation that two engines compute differently, and which operations add most to the gap.
+
+vLLM has recorded what every operation of one forward got and gave. Each is computed again by transformers' module, in
+FP32, from the same inputs: the difference is that operation's own error, whatever came before it. Added to the same
+place of transformers' forward, the errors of one kind of operation give what this kind does to the log-probs, and the
+errors of all kinds together give vLLM's log-probs again: so nothing is left out unseen.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_precision.base.files import write_file
+from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.engines.model import model_location
+from verl_precision.tools.gap.explain.attribution import allot
+from verl_precision.tools.gap.explain.error_injection import added
+from verl_precision.tools.gap.explain.operation_error import KINDS, own_errors, whole_head
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose layers have been compared
+
+# A right operation rounds its output, by a third of an epsilon on average, and what is between. FP32's sums are long.
+_BOUND_IN_EPSILONS, _LEAST_BOUND = 2, 1e-5
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one kind of operation does.
+
+    Attributes:
+        kind: One of `KINDS`.
+        layer: The layer with the largest error; None outside of the layers.
+        error: That error: ‖vLLM's - transformers'‖ / ‖transformers'‖ on equal inputs.
+        share: The kind's share of the k3 between vLLM and transformers in FP32, on the tokens of the record.
+        errors: The largest error in each layer, the first layer first; one number outside of the layers.
+    """
+
+    kind: str
+    layer: int | None
+    error: float
+    share: float
+    errors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What was found in one record.
+
+    Attributes:
+        operations: Each kind that was matched, the largest share first; none if the model's family is not known, or if
+            vLLM ran compiled.
+        first: The first operation, in the order of the forward, whose error is above `bound`; None if none is.
+        bound: Largest relative error that rounding makes in one operation.
+        nats: Mean |gap| between vLLM's forward and transformers' in FP32, on the tokens of the record.
+        remainder: Mean |gap| that is left when all errors are added: what was not matched.
+    """
+
+    operations: tuple[Operation, ...]
+    first: str | None
+    bound: float
+    nats: float
+    remainder: float
+
+
+def compare(model: Any, record: dict[str, Any]) -> Operations:
+    """Find what each kind of operation of a record does.
+
+    Args:
+        model: A causal language model of transformers in FP32, with the weights that vLLM had.
+        record: As `integration.vllm_operations` writes it.
+    """
+    if model.config.model_type not in FAMILIES or not any(".layers." in call["name"] for call in record["calls"]):
+        return Operations((), None, 0.0, 0.0, 0.0)
+    bound = max(_BOUND_IN_EPSILONS * torch.finfo(getattr(torch, record["dtype"])).eps, _LEAST_BOUND)
+    ids = torch.tensor([record["token_ids"]], device=model.device)
+    errors = list(own_errors(model, record["calls"]))
+    head = whole_head(record["calls"])["outputs"][0]
+    labels = ids[0, 1 : len(head) + 1]
+
+    def log_probs(*kinds: str) -> Any:
+        with torch.no_grad(), added(model, [error for error in errors if error.kind in kinds]):
+            logits = model(input_ids=ids, use_cache=False).logits[0, : len(head)]
+        return _of_labels(logits, labels)
+
+    plain, found = log_probs(), _of_labels(head, labels)
+    kinds = [kind for kind in KINDS if any(error.kind == kind for error in errors)]
+    stations = [plain]
+    for kind in kinds:
+        stations.append(stations[-1] + log_probs(kind) - plain)
+    allotment = allot([*stations, found])
+    operations = []
+    for kind, part in zip(kinds, allotment.parts, strict=False):
+        of_kind = [error for error in errors if error.kind == kind]
+        worst = max(of_kind, key=lambda error: error.relative)
+        layers = sorted({-1 if error.layer is None else error.layer for error in of_kind})
+        largest = tuple(max(e.relative for e in of_kind if e.layer in (layer, None)) for layer in layers)
+        operations.append(Operation(kind, worst.layer, worst.relative, allotment.share(part), largest))
+    return Operations(
+        operations=tuple(sorted(operations, key=lambda one: -one.share)),
+        first=next((f"{e.kind} ({e.name})" for e in errors if e.relative > bound), None),
+        bound=bound,
+        nats=allotment.nats,
+        remainder=float(abs(log_probs(*kinds) - found).mean()),
+    )
+
+
+def _of_labels(logits: Tensor, labels: Tensor) -> Any:
+    return logits.float().log_softmax(-1).gather(-1, labels[:, None])[:, 0].double().cpu().numpy()
+
+
+class OperationComparer:
+    """An engine: asked for a station, it compares the station's record, and writes what it finds."""
+
+    def __init__(self, model: str) -> None:
+        """Load the model with transformers, in FP32.
+
+        Args:
+            model: A model as in `find_model`, with the weights that vLLM had.
+        """
+        from transformers import AutoModelForCausalLM
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        location = model_location(model)
+        loaded = AutoModelForCausalLM.from_pretrained(location, dtype=torch.float32, attn_implementation="sdpa")
+        self._model = loaded.eval().to(device)
+        self._asked: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; `problem` is the record's file and `record_to` that of the result."""
+        self._asked += requests
+
+    def poll(self) -> list[Response]:
+        """Compare one record."""
+        if not self._asked:
+            return []
+        request = self._asked.pop(0)
+        record = torch.load(request.problem, map_location=self._model.device)
+        result = asdict(compare(self._model, record))
+        write_file(Path(request.record_to), json.dumps(result, indent=1) + "\n", replace=True)
+        return [Response(request.problem, request.response, 0)]
+
+
+def read_operations(path: Path) -> Operations:
+    """Return what an `OperationComparer` wrote."""
+    content = json.loads(path.read_text())
+    operations = tuple(Operation(**{**one, "errors": tuple(one["errors"])}) for one in content["operations"])
+    return Operations(**{**content, "operations": operations})

@@ -1,0 +1,184 @@
+"""What was found, in words: a table for the terminal, JSON, and one HTML page with a waterfall of the parts."""
+
+import json
+import shlex
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.table import Table
+
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
+from verl_precision.tools.gap.explain.judge import FLOOR, Finding, Result
+from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.runs.figures import svg_of
+
+FILES = ("explanation.json", "explanation.html")
+_COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
+_FAULT, _COST = "#d9622b", "#2563c9"
+
+
+def verdict(job: Explanation, result: Result) -> str:
+    """Return the answer in a sentence or two."""
+    faults = [finding for finding in result.findings if finding.fault]
+    gap = f"Mean |gap| {result.allotment.nats:.2e} nats, k3 {result.allotment.k3:.2e}."
+    if faults:
+        named = "; ".join(f"{each.station.cause}: {each.cause.title}" for each in faults)
+        return f"{gap} Something is wrong. {named}."
+    pair = f"{job.train_dtype} training with a {job.rollout_dtype} rollout"
+    return f"{gap} Nothing is wrong: this is what {pair} costs on this model."
+
+
+def rows(result: Result) -> list[tuple[str, ...]]:
+    """Return a row for each step, faults first: `_COLUMNS`."""
+    return [
+        (
+            each.station.cause,
+            each.station.words,
+            f"{each.part.size:.1e}",
+            f"{each.expected:.1e}",
+            f"{each.part.nats:.1e}",
+            f"{result.allotment.share(each.part):.1%}",
+            f"{each.part.without:.1e}",
+            "FAULT" if each.fault else "",
+        )
+        for each in result.findings
+    ]
+
+
+def advice(result: Result) -> list[Finding]:
+    """Return the steps against which something should be done: the faults, or else the largest cost of a dtype."""
+    faults = [each for each in result.findings if each.fault]
+    return faults or [each for each in result.findings if each.part.k3 > 0][:1]
+
+
+def operations_text(station: str, found: Operations) -> str:
+    """Return what the operations of a station do, in a sentence."""
+    if not found.operations:
+        families = ", ".join(FAMILIES)
+        return f"Operations at {station}: not compared. It takes a model of type {families}, and a vLLM not compiled."
+    first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
+    most = ", ".join(f"{one.kind} {one.share:.0%}" for one in found.operations[:4] if one.share > 0)
+    if found.first is None and found.nats < FLOOR:  # shares of nothing
+        return f"Operations at {station}: {first}."
+    return f"Operations at {station}: {first}. They add most: {most or 'nothing'}."
+
+
+def show(job: Explanation, result: Result, console: Console) -> None:
+    """Print verdict, table and remedies."""
+    console.print(verdict(job, result), soft_wrap=True, highlight=False)
+    table = Table(*_COLUMNS, box=None, header_style="bold")
+    for row in rows(result):
+        table.add_row(*row, style="red" if row[-1] else None)
+    console.print(table)
+    for station, found in result.operations.items():
+        console.print(operations_text(station, found), soft_wrap=True, highlight=False)
+    for each in advice(result):
+        seen = f" Seen: {each.evidence}." if each.evidence else ""
+        what = f"{each.station.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}"
+        console.print(what, soft_wrap=True, highlight=False)
+    if result.allotment.left_out:
+        left_out = f"{result.allotment.left_out} tokens have no finite log-prob at some station, and are left out."
+        console.print(left_out, style="red", soft_wrap=True)
+
+
+def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]) -> None:
+    """Write `FILES`."""
+    content = {
+        "verdict": verdict(job, result),
+        "nats": result.allotment.nats,
+        "k3": result.allotment.k3,
+        "tokens": result.allotment.tokens,
+        "tokens_left_out": result.allotment.left_out,
+        "bf16_cost": result.bf16_cost,
+        "steps": [_as_dict(each, result) for each in result.findings],
+        "operations": {name: asdict(found) for name, found in result.operations.items()},
+        "path": [one.name for one in result.stations],
+        "settings": asdict(job),
+        "versions": installed_versions(),
+        "command": shlex.join(command),
+    }
+    write_file(folder / "explanation.json", json.dumps(content, indent=2) + "\n", replace=True)
+    environment = Environment(
+        loader=PackageLoader("verl_precision.tools.gap.explain", ""), autoescape=True, undefined=StrictUndefined
+    )
+    page = environment.get_template("page.html").render(
+        content=content,
+        model=job.model,
+        columns=_COLUMNS,
+        rows=rows(result),
+        advice=advice(result),
+        operations=[
+            (name, found, operations_text(name, found), b64encode(_by_layer(found)).decode())
+            for name, found in result.operations.items()
+            if found.operations
+        ],
+        waterfall=b64encode(_waterfall(result)).decode(),
+    )
+    write_file(folder / "explanation.html", page, replace=True)
+
+
+def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
+    return {
+        "cause": finding.station.cause,
+        "what": finding.cause.title,
+        "changed": finding.station.words,
+        "fault": finding.fault,
+        "size_nats": finding.part.size,
+        "expected_nats": finding.expected,
+        "nats": finding.part.nats,
+        "k3": finding.part.k3,
+        "k3_without": finding.part.without,
+        "share": result.allotment.share(finding.part),
+        "evidence": finding.evidence,
+        "remedy": finding.cause.remedy,
+        "effect": finding.cause.effect,
+    }
+
+
+def _waterfall(result: Result) -> bytes:
+    """Draw the parts of the k3 from the rollout to the trainer, as SVG: each bar begins where the one before ends."""
+    faults = {each.station.name for each in result.findings if each.fault}
+    parts, start = result.allotment.parts, 0.0
+    figure = Figure(figsize=(9, 0.42 * len(parts) + 1.6), layout="constrained")
+    axis = figure.subplots()
+    for row, (station, part) in enumerate(zip(result.stations[1:], parts, strict=True)):
+        axis.barh(row, part.k3, left=start, color=_FAULT if station.name in faults else _COST)
+        axis.text(max(start, start + part.k3), row, f" {result.allotment.share(part):.0%}", va="center")
+        start += part.k3
+    axis.barh(len(parts), result.allotment.k3, color="#6b7079")
+    axis.set_yticks(range(len(parts) + 1), [station.cause for station in result.stations[1:]] + ["the whole gap"])
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_xlabel("k3 (nats a token)")
+    axis.spines[["top", "right"]].set_visible(False)
+    return svg_of(figure, "waterfall")
+
+
+def _by_layer(found: Operations) -> bytes:
+    """Draw the relative error of each kind of operation over the layers, as SVG; what has no layer is a dashed line."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axis = figure.subplots()
+    for number, one in enumerate(found.operations):
+        style: dict[str, Any] = {"label": one.kind, "color": f"C{number % 10}"}
+        if one.layer is None:
+            axis.axhline(one.errors[0], linestyle="--", linewidth=0.8, **style)
+        else:
+            first = max(0, one.layer - one.errors.index(one.error))
+            axis.plot(range(first, first + len(one.errors)), one.errors, marker=("o", "s")[number // 10], **style)
+    axis.axhline(found.bound, color="#b3261e", linewidth=1, linestyle=":", label="largest by rounding")
+    axis.set(xlabel="layer", ylabel="relative error of the operation")
+    axis.set_yscale("symlog", linthresh=found.bound / 1e3)
+    axis.set_ylim(bottom=0)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    axis.spines[["top", "right"]].set_visible(False)
+    return svg_of(figure, "operations")

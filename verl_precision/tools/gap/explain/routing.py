@@ -1,0 +1,121 @@
+"""What it does that engines choose other experts: in a mixture of experts a cause of its own.
+
+Where two experts are nearly tied, the smallest rounding chooses another one, and other weights compute the token. So a
+step of the path is two things: rounding, and other choices. Let H(R) be the log-probs that the trainer's engine gives
+in FP32 when it computes with choices R. A step that changes the choices from R to R' has H(R') - H(R) of them, and the
+rest of it is rounding. What the steps have of them is one step more, `routing`. A step that is a fault keeps its own:
+there the other choices are what the fault does.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_precision.base.mergeable import Mean
+from verl_precision.engine.router_replay import equal_choices
+from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Station
+from verl_precision.tools.jobs.store import Series, Store
+from verl_precision.tools.jobs.work import Key
+
+
+def series_of(station: Station) -> tuple[str, str | None]:
+    """Return a station's series in the store."""
+    return (station.name, None) if station.draws else (ROLLOUT, station.name)
+
+
+class Replay(Series):
+    """Scores of the responses for which a station chose other experts than the trainer's engine in FP32."""
+
+    def __init__(self, store: Store, station: Station, engine: Station) -> None:
+        """Find what is missing; both stations are complete."""
+        self._station = station
+        keys = [key for key in store.keys if _equal(store, station, engine, key).value() < 1]
+        what = f"responses scored: with the experts of {station.name}"
+        super().__init__(store, ROLLOUT, f"{REPLAYED} {station.name}", what, keys)
+
+    def _request(self, problem: str, response: int) -> Request:
+        experts = _experts(self._store, self._station, (problem, response))
+        return replace(super()._request(problem, response), routed_experts=experts)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What other choices do.
+
+    Attributes:
+        log_probs: Station -> H of its choices, all tokens, nats.
+        changed: Share of the choices that differ between rollout and trainer, over all layers and tokens.
+    """
+
+    log_probs: Mapping[str, np.ndarray]
+    changed: float
+
+
+def read_routing(store: Store, stations: Sequence[Station], others: Sequence[Station], engine: Station) -> Routing:
+    """Return what was scored.
+
+    Args:
+        store: Complete, with the series of `Replay`.
+        stations: The path.
+        others: Stations that are not on it.
+        engine: The trainer's engine in FP32.
+    """
+    found = {
+        one.name: np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
+        for one in (*stations, *others)
+    }
+    equal = reduce(Mean.merge, (_equal(store, stations[0], stations[-1], key) for key in store.keys))
+    return Routing(found, 1 - equal.value())
+
+
+def with_routing(
+    stations: Sequence[Station], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
+) -> tuple[list[Station], list[np.ndarray]]:
+    """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
+
+    Args:
+        stations: The path.
+        log_probs: Of each station.
+        routing: What the choices of each do.
+        kept: Causes whose steps keep what they do to the choices: other weights choose other experts, and that is not
+            rounding.
+    """
+    moved = np.zeros_like(log_probs[stations[0].name])
+    found = [log_probs[stations[0].name]]
+    for before, after in pairwise(stations):
+        if after.cause not in kept:
+            moved = moved + routing.log_probs[after.name] - routing.log_probs[before.name]
+        found.append(log_probs[after.name] - moved)
+    step = replace(stations[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
+    return [*stations, step], [*found, log_probs[stations[-1].name]]
+
+
+def _replayed(store: Store, station: Station, engine: Station, key: Key) -> np.ndarray:
+    """Return H of a station's choices for one response."""
+    scored = store.positions[ROLLOUT, f"{REPLAYED} {station.name}"]
+    position = scored[key] if key in scored else store.positions[ROLLOUT, engine.name][key]
+    return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
+
+
+def _equal(store: Store, one: Station, other: Station, key: Key) -> Mean:
+    """Return the share of the choices for one response that two stations have in common, over all layers."""
+    ours, theirs = (torch.from_numpy(_experts(store, each, key)).flatten(0, 1) for each in (one, other))
+    return equal_choices(ours, theirs, torch.ones(len(ours), dtype=torch.bool))
+
+
+def _experts(store: Store, station: Station, key: Key) -> Any:
+    """Return a station's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
+    found = store.routed_experts(*series_of(station), key)
+    if found is None:
+        raise RuntimeError(f"station {station.name} did not say which experts it chose")
+    drawn = store.journal.read(store.positions[ROLLOUT, None][key])["token_ids"]
+    length = len(store.prompt_ids[int(key[0])]) + len(drawn) - 1
+    fitted = np.zeros((length, *found.shape[1:]), found.dtype)
+    fitted[: len(found)] = found[:length]
+    return fitted

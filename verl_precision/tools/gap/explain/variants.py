@@ -1,0 +1,202 @@
+"""The path from the rollout's log-probs to the trainer's: at each station one thing is different from the one before.
+
+    vLLM, as it samples            μ
+     │ temperature                 divided by the temperature
+     │ sampling                    without top-p and top-k
+     │ cache                       without prefix cache and chunked prefill
+     │ decode                      the same tokens as a prompt
+     │ batch                       each sequence alone
+     │ cuda_graphs                 not compiled
+     │ rollout_precision           in FP32, with the weights that 16 bits hold
+     │ engine                      in verl's FSDP engine, FP32
+     │ weights                     with the trainer's weights
+     │ merged_lora                 with base and adapter apart, not rounded
+     │ weight_rounding             rounded as the trainer rounds them
+     │ trainer_precision           in the trainer's dtype
+     │ attention                   with the trainer's attention
+     │ output_head                 with the trainer's output head
+     │ log_probs                   with the trainer's log-probs
+     ▼ layout                      all sequences together, as it packs them
+    the trainer                    π
+
+So whatever separates two neighbours is measured, and the parts of a token's gap add up to it. What a job does not have
+is left out. Between `rollout_precision` and `trainer_precision` all is FP32: there two right engines differ by FP32's
+rounding alone, which is five orders of magnitude below BF16's, and anything else is a fault that no precision hides.
+
+In a mixture of experts every step may also choose other experts. What that does is taken out of the steps, and stands
+for itself (`tools/gap/explain/routing.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from verl_precision.tools.engines.engine import Dtype
+from verl_precision.tools.gap.explain.settings import Explanation
+
+ROLLOUT = "rollout"
+REFERENCE = "reference"  # off the path: the trainer's engine in BF16
+REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the experts that another station chose
+
+
+@dataclass(frozen=True)
+class Station:
+    """Something that gives log-probs to the tokens.
+
+    Attributes:
+        name: Its name in the journal.
+        cause: What separates it from the station before.
+        words: What it is, in words.
+        engine: Which engine computes.
+        model: Whose weights it has: those of the rollout, or the trainer's.
+        adapter: Whether base and LoRA adapter are apart; else the adapter is merged.
+        rounded_to: Dtype to which they are rounded before they are loaded; None for no rounding.
+        dtype: Dtype of the computation.
+        alone: Whether sequences are computed one by one.
+        draws: Whether it draws the tokens itself, and does not score those of the rollout.
+        tempered: Of vLLM: whether log-probs are those of the temperature.
+        processed: Of vLLM: whether log-probs are those after top-p and top-k.
+        cached: Of vLLM: whether it has a prefix cache and cuts prompts into chunks.
+        compiled: Of vLLM: whether it compiles, and runs CUDA graphs.
+        attention: Of the trainer.
+        packed: Of the trainer: whether sequences are packed without padding.
+        fp32_output_head: Of the trainer.
+        fp32_log_probs: Of the trainer.
+        routing: Of a mixture of experts: whether the chosen experts are recorded, or replayed.
+    """
+
+    name: str
+    cause: str
+    words: str
+    engine: Literal["vllm", "trainer"]
+    model: Literal["rollout", "trainer"]
+    rounded_to: Dtype | None
+    dtype: Dtype
+    adapter: bool = False
+    alone: bool = False
+    draws: bool = False
+    tempered: bool = True
+    processed: bool = True
+    cached: bool = False
+    compiled: bool = False
+    attention: str = "sdpa"
+    packed: bool = False
+    fp32_output_head: bool = False
+    fp32_log_probs: bool = True
+    routing: Literal["", "recorded", "replayed"] = ""
+
+    @property
+    def process(self) -> "Station":
+        """What one process can compute: stations with the same differ in what they are asked alone."""
+        return replace(self, name="", cause="", words="", alone=False, draws=False)
+
+
+def path(job: Explanation, routed: bool = False) -> list[Station]:
+    """Return the stations, the rollout first and the trainer last.
+
+    Args:
+        job: What is explained.
+        routed: Whether the model is a mixture of experts, whose choices are recorded.
+    """
+    return [replace(one, routing="recorded" if routed else "") for one in _stations(job)]
+
+
+class _Step(NamedTuple):
+    name: str  # of the station that it leads to
+    cause: str
+    words: str
+    changes: dict[str, Any]
+    wanted: bool = True  # whether the job has it
+
+
+def _stations(job: Explanation) -> Iterator[Station]:
+    rollout, train = job.rollout_dtype, job.train_dtype
+    one = Station(
+        name=ROLLOUT,
+        cause="",
+        words=f"vLLM as it samples, {rollout}",
+        engine="vllm",
+        model="rollout",
+        rounded_to=None,
+        dtype=rollout,
+        draws=True,
+        tempered=not job.untempered,
+        processed=not job.raw_log_probs,
+        cached=job.prefix_caching,
+        compiled=job.cuda_graphs,
+    )
+    yield one
+    changed_weights = "weights not rounded" if train == "fp32" else f"weights rounded to {train}"
+    micro_batches = f"the trainer as it trains: {'packed' if job.packed else 'padded'} micro-batches"
+    steps = (
+        _Step("tempered", "temperature", "divided by the temperature", {"tempered": True}, job.untempered),
+        _Step("untruncated", "sampling", "without top-p and top-k", {"processed": False}, job.truncated),
+        _Step("uncached", "cache", "without prefix cache and chunked prefill", {"cached": False}, job.prefix_caching),
+        _Step("prefill", "decode", "the same tokens as a prompt", {"processed": True, "draws": False}),
+        _Step("prefill_alone", "batch", "each sequence alone", {"alone": True}),
+        _Step("eager", "cuda_graphs", "not compiled, without CUDA graphs", {"compiled": False}, job.cuda_graphs),
+        _Step(
+            "rollout_fp32",
+            "rollout_precision",
+            f"vLLM in fp32, weights rounded to {rollout}",
+            {"dtype": "fp32", "rounded_to": rollout},
+            rollout != "fp32",
+        ),
+        _Step(
+            "engine_fp32",
+            "engine",
+            "verl's FSDP engine in fp32, the same weights",
+            {"engine": "trainer"},
+        ),
+        _Step("weights", "weights", "with the trainer's weights", {"model": "trainer"}, job.rollout_model is not None),
+        _Step(
+            "merged_lora",
+            "merged_lora",
+            "base and adapter apart, not rounded",
+            {"adapter": True, "rounded_to": None},
+            job.adapter is not None,
+        ),
+        _Step(
+            "weight_rounding",
+            "weight_rounding",
+            changed_weights,
+            {"rounded_to": None if train == "fp32" else train},
+            train != rollout and job.adapter is None,
+        ),
+        _Step(
+            "trainer_alone",
+            "trainer_precision",
+            f"in {train}",
+            {"rounded_to": None, "model": "trainer", "dtype": train},  # the engine itself rounds the weights
+            train != "fp32",
+        ),
+        _Step(
+            "attention",
+            "attention",
+            f"attention {job.attention}",
+            {"attention": job.attention},
+            job.attention != "sdpa",
+        ),
+        _Step("output_head", "output_head", "output head in fp32", {"fp32_output_head": True}, job.fp32_output_head),
+        _Step("log_probs", "log_probs", f"log-probs in {train}", {"fp32_log_probs": False}, not job.fp32_log_probs),
+        _Step("trainer", "layout", micro_batches, {"alone": False, "packed": job.packed}),
+    )
+    for step in steps:
+        if step.wanted:
+            one = replace(one, name=step.name, cause=step.cause, words=step.words, **step.changes)
+            yield one
+
+
+def reference(job: Explanation, stations: Sequence[Station]) -> tuple[Station, Station]:
+    """Return two stations between which lies BF16 in the trainer's engine alone; the second may be off the path."""
+    if job.train_dtype == "bf16":
+        after = next(one for one in stations if one.cause == "trainer_precision")
+        return stations[stations.index(after) - 1], after
+    before = next(one for one in stations if one.cause == "engine")
+    return before, replace(before, name=REFERENCE, cause="", words="the trainer's engine in bf16", dtype="bf16")
+
+
+def replayed(stations: Sequence[Station]) -> Station:
+    """Return the trainer's engine in FP32, which computes with the experts that another station chose."""
+    engine = next(one for one in stations if one.cause == "engine")
+    return replace(engine, name=REPLAYED, cause="", words="with the experts of another station", routing="replayed")

@@ -1,0 +1,127 @@
+"""Weights: a copy that 16 bits hold exactly, one with an adapter merged, and in what two checkpoints differ."""
+
+import shutil
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_folder
+from verl_precision.engine.settings import DTYPES
+from verl_precision.tools.engines.model import load_tokenizer, model_location
+
+_WEIGHTS = "*.safetensors"
+_NAMED = 3  # tensors that a sentence names
+_NAMES = {"bf16": "BF16", "fp16": "F16"}  # of safetensors
+
+
+def rounded_copy(model: str, dtype: str, target: Path) -> str:
+    """Return where weights are that are rounded to a dtype: the model itself if it has such, else a copy.
+
+    Args:
+        model: A model as in `find_model`.
+        dtype: bf16 or fp16.
+        target: Folder of the copy; one that exists is used again.
+
+    Raises:
+        ConfigurationError: If the model has no safetensors.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    if target.exists():
+        return str(target)
+    files = _files(model)
+    source = files[0].parent
+    if all(found == _NAMES[dtype] for file in files for found in _dtypes(file)):
+        return str(source)
+    to = getattr(torch, DTYPES[dtype])
+    with new_folder(target) as folder:
+        for file in files:
+            with safe_open(file, "pt") as saved:
+                tensors = {name: saved.get_tensor(name) for name in saved.keys()}
+            rounded = {name: t.to(to) if t.is_floating_point() else t for name, t in tensors.items()}
+            save_file(rounded, folder / file.name, {"format": "pt"})
+        for other in source.iterdir():
+            if other.is_file() and other.suffix not in (".safetensors", ".bin"):
+                shutil.copyfile(other, folder / other.name)
+    return str(target)
+
+
+def adapter_fingerprint(adapter: str) -> str:
+    """Return a digest of a LoRA adapter's weights.
+
+    Raises:
+        ConfigurationError: If it is no folder of peft's `save_pretrained`.
+    """
+    weights = Path(adapter) / "adapter_model.safetensors"
+    if not (weights.is_file() and weights.with_name("adapter_config.json").is_file()):
+        raise ConfigurationError(
+            "there is no adapter in it",
+            setting="--adapter",
+            value=adapter,
+            allowed="a folder with adapter_config.json and adapter_model.safetensors",
+            remedy="Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter.",
+        )
+    return sha256(weights.read_bytes()).hexdigest()[:16]
+
+
+def merged_copy(model: str, adapter: str, target: Path) -> str:
+    """Return where a model lies into which an adapter is merged in FP32; one that exists is used again."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    if not target.exists():
+        base = AutoModelForCausalLM.from_pretrained(model_location(model), dtype=torch.float32)
+        merged: Any = PeftModel.from_pretrained(base, adapter)
+        with new_folder(target) as folder:
+            merged.merge_and_unload().save_pretrained(folder)
+            load_tokenizer(model).save_pretrained(folder)
+    return str(target)
+
+
+def different_weights(one: str, other: str) -> str:
+    """Say which tensors of two checkpoints differ, in words: all after a training step, a few after a wrong sync."""
+    from safetensors import safe_open
+
+    def places(model: str) -> dict[str, Any]:
+        opened = [stack.enter_context(safe_open(file, "pt")) for file in _files(model)]
+        return {name: file for file in opened for name in file.keys()}
+
+    with ExitStack() as stack:
+        ones, others = places(one), places(other)
+        names = sorted(ones.keys() | others.keys())
+        differing = [
+            name
+            for name in names
+            if name not in ones
+            or name not in others
+            or not ones[name].get_tensor(name).equal(others[name].get_tensor(name))
+        ]
+    named = ": " + ", ".join(differing[:_NAMED]) + (", ..." if len(differing) > _NAMED else "")
+    return f"{len(differing)} of {len(names)} tensors differ" + (named if differing else "")
+
+
+def _files(model: str) -> list[Path]:
+    from huggingface_hub import snapshot_download
+
+    location = Path(model_location(model))
+    source = location if location.is_dir() else Path(snapshot_download(model))
+    files = sorted(source.glob(_WEIGHTS))
+    if not files:
+        raise ConfigurationError(
+            f"{model}: it has no {_WEIGHTS}, whose weights can be rounded and compared",
+            allowed="a model saved by transformers' save_pretrained",
+            remedy="Load it with transformers, and save it again.",
+        )
+    return files
+
+
+def _dtypes(file: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as saved:
+        return {saved.get_slice(name).get_dtype() for name in saved.keys()}

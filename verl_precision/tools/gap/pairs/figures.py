@@ -1,0 +1,102 @@
+"""Figures: tokens against the diagonal, their distance from it, sequences by length, the grid of dtypes."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from verl_precision.base.files import new_file
+from verl_precision.tools.gap.pairs.measure import Pair
+from verl_precision.tools.gap.pairs.table import ranked
+
+_TOKENS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
+_RESPONSES: dict[str, Any] = {**_TOKENS, "s": 9, "alpha": 0.5}
+_LINE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 0.5}
+_BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+
+
+def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
+    """Write the four figures as PNG, and return their names.
+
+    Args:
+        folder: Folder of the figures; figures of the same names are replaced.
+        pairs: Every rollout dtype with every train dtype, rollout by rollout.
+        title: Title of each figure.
+    """
+    x_label, probs = "rollout's probability", np.concatenate([pair.probs.ravel() for pair in pairs])
+    shown = probs[np.isfinite(probs) & (probs > 0)]
+    scale = "log" if shown.size and shown.max() > 10 * shown.min() else "linear"
+
+    def tokens(axis: Axes, pair: Pair, colour: str) -> str:
+        axis.set(xscale=scale, yscale=scale, aspect="equal")
+        axis.axline((0.1, 0.1), (1, 1), **_LINE)
+        axis.scatter(pair.probs[1], pair.probs[0], color=colour, **_TOKENS)
+        return f"k3 {pair.k3:.1e}\n1 - Pearson {1 - pair.metric('probs_pearson'):.1e}"
+
+    def token_gaps(axis: Axes, pair: Pair, colour: str) -> str:
+        axis.set(xscale=scale)
+        axis.axhline(0, **_LINE)
+        axis.scatter(pair.probs[1], pair.gaps, color=colour, **_TOKENS)
+        return f"mean abs {pair.metric('log_prob_gap_abs_mean'):.1e}"
+
+    def sequences(axis: Axes, pair: Pair, colour: str) -> str:
+        axis.axhline(0, **_LINE)
+        axis.scatter(pair.lengths, pair.sequence_log_ratios, color=colour, **_RESPONSES)
+        return f"std {pair.metric('sequence_log_ratio_std'):.1e}"
+
+    figures = {
+        "tokens.png": _panels(pairs, x_label, "trainer's probability", tokens),
+        "token_gaps.png": _panels(pairs, x_label, "log-prob gap of a token (nats)", token_gaps),
+        "sequences.png": _panels(pairs, "response length (tokens)", "log ratio of a response (nats)", sequences),
+        "grid.png": _grid(pairs),
+    }
+    for name, figure in figures.items():
+        figure.suptitle(title)
+        with new_file(folder / name, replace=True) as scratch:
+            figure.savefig(scratch, dpi=130)
+    return list(figures)
+
+
+def _dtypes(pairs: list[Pair]) -> tuple[list[str], list[str]]:
+    """Return the rollout dtypes and the train dtypes."""
+    return list(dict.fromkeys(pair.rollout for pair in pairs)), list(dict.fromkeys(pair.train for pair in pairs))
+
+
+def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes, Pair, str], str]) -> Figure:
+    """Draw one panel for each pair, with a row for each rollout dtype, all on the same axes.
+
+    `draw(axis, pair, colour)` returns a note for the panel's corner.
+    """
+    rollouts, trains = _dtypes(pairs)
+    figure = Figure(figsize=(3.1 * len(trains) + 0.6, 2.7 * len(rollouts) + 0.7), layout="constrained")
+    axes = figure.subplots(len(rollouts), len(trains), sharex=True, sharey=True, squeeze=False)
+    for axis, pair in zip(axes.flat, pairs, strict=True):
+        note = draw(axis, pair, "tab:blue" if pair.rollout == pair.train else "tab:orange")
+        axis.text(0.04, 0.96, note, transform=axis.transAxes, va="top", fontsize=9, bbox=_BOX)
+        axis.grid(alpha=0.25)
+        axis.set_title(f"rollout {pair.rollout.upper()}, train {pair.train.upper()}", fontsize=10)
+    figure.supxlabel(x_label, fontsize=10)
+    figure.supylabel(y_label, fontsize=10)
+    return figure
+
+
+def _grid(pairs: list[Pair]) -> Figure:
+    """Draw k3 and rank of each pair as a heat map; k3 may be exactly 0 where both engines agree."""
+    (rollouts, trains), ranking = _dtypes(pairs), ranked(pairs)
+    exponents = np.array([math.log10(pair.k3) if pair.k3 > 0 else math.nan for pair in pairs])
+    figure = Figure(figsize=(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.6), layout="constrained")
+    axis = figure.subplots()
+    colours = exponents.reshape(len(rollouts), len(trains))
+    image = axis.imshow(colours, cmap="YlOrRd", alpha=0.6, aspect="auto")  # pale, so that black text is readable
+    for index, pair in enumerate(pairs):
+        row, column = divmod(index, len(trains))
+        axis.text(column, row, f"{pair.k3:.1e}\nrank {ranking.index(pair) + 1}", ha="center", va="center")
+    axis.set(xlabel="train dtype", ylabel="rollout dtype", title="k3 KL per token (nats)")
+    axis.set_xticks(range(len(trains)), [dtype.upper() for dtype in trains])
+    axis.set_yticks(range(len(rollouts)), [dtype.upper() for dtype in rollouts])
+    figure.colorbar(image, label="log10 k3")
+    return figure

@@ -1,0 +1,141 @@
+"""Samples and their scores, in a job's journal.
+
+A sample is a line {rollout, problem, response, token_ids, log_probs, finish_reason}, a score a line {rollout, train,
+problem, response, log_probs}. `rollout` names who sampled and `train` who scored; `problem` is the number of the
+prompt. Log-probs have the nine digits that tell every FP32 number from its neighbours. Where experts are recorded, a
+line has `routed_experts`, too: {shape, data}, int16 in base64.
+"""
+
+from base64 import b64decode, b64encode
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl_precision.base.errors import CheckpointStateError
+from verl_precision.base.seeds import response_seed
+from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.jobs.journal import Journal
+from verl_precision.tools.jobs.work import FixedWork, Key
+
+_FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
+
+
+class SampledJob(Protocol):
+    """What decides the samples of a job."""
+
+    @property
+    def responses(self) -> int:
+        """Responses to each prompt."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens of a response."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of all responses."""
+
+
+class Store:
+    """The samples and scores of a job."""
+
+    def __init__(self, journal: Journal, job: SampledJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
+        """Read which samples and scores the journal has.
+
+        Raises:
+            CheckpointStateError: If the journal is damaged.
+        """
+        self.job = job
+        self.journal = journal
+        self.prompt_ids = prompt_ids
+        self.keys: list[Key] = [(str(p), r) for p in range(len(prompt_ids)) for r in range(job.responses)]
+        # (rollout dtype, train dtype, or None for the samples) -> response -> position in the journal
+        self.positions: dict[tuple[str, str | None], dict[Key, int]] = defaultdict(dict)
+        for position, record in journal.records(_FIELDS):
+            series = record["rollout"], record.get("train")
+            self.positions[series][record["problem"], record["response"]] = position
+
+    @property
+    def count(self) -> int:
+        """Number of samples and scores."""
+        return sum(map(len, self.positions.values()))
+
+    def log_probs(self, rollout: str, train: str, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the log-probs of some responses, one after the other, in float64.
+
+        Returns:
+            Lengths [B], log π [N], log μ [N], with N = Σ lengths.
+
+        Raises:
+            CheckpointStateError: If a score has another length than its sample.
+        """
+        mu, pi = (
+            [np.array(self.journal.read(self.positions[series][key])["log_probs"], np.float32) for key in keys]
+            for series in ((rollout, None), (rollout, train))
+        )
+        for (prompt, response), sampled, scored in zip(keys, mu, pi, strict=True):
+            if len(sampled) != len(scored):
+                raise CheckpointStateError(
+                    f"{self.journal.path}: response {response} to prompt {prompt} has {len(sampled)} tokens in "
+                    f"{rollout}, and {len(scored)} scores in {train}",
+                    allowed="one score a token",
+                    remedy="Start again in a new --output.",
+                )
+        lengths = np.array([len(values) for values in mu])
+        return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
+
+    def routed_experts(self, rollout: str, train: str | None, key: Key) -> np.ndarray | None:
+        """Return which experts computed a response, int16 [tokens - 1, layers, top_k]; None if not recorded."""
+        found = self.journal.read(self.positions[rollout, train][key]).get("routed_experts")
+        return None if found is None else np.frombuffer(b64decode(found["data"]), "<i2").reshape(found["shape"])
+
+
+def _encoded(experts: np.ndarray) -> dict[str, Any]:
+    return {"shape": experts.shape, "data": b64encode(experts.astype("<i2").tobytes()).decode()}
+
+
+class Series(FixedWork):
+    """The samples of a rollout, or with a trainer their scores."""
+
+    def __init__(
+        self,
+        store: Store,
+        rollout: str,
+        train: str | None = None,
+        what: str = "",
+        keys: Sequence[Key] | None = None,
+    ) -> None:
+        """Find what is missing; `what` says what the series is, where the names do not; `keys` are all by default."""
+        self._store, self._rollout, self._train = store, rollout, train
+        self._what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
+        self._positions = store.positions[rollout, train]
+        super().__init__(store.keys if keys is None else keys, self._positions)
+
+    def progress(self) -> str:
+        """Say what is done."""
+        return self._what
+
+    def _request(self, problem: str, response: int) -> Request:
+        store, prompt = self._store, self._store.prompt_ids[int(problem)]
+        if self._train is None:
+            seed = response_seed(store.job.seed, problem, response)
+            return Request(problem, response, prompt, store.job.max_response_tokens, seed)
+        sample = store.journal.read(store.positions[self._rollout, None][problem, response])
+        return Request(problem, response, prompt, response_token_ids=tuple(sample["token_ids"]))
+
+    def record(self, response: Response) -> None:
+        """Write a sample or a score, then count it."""
+        record: dict[str, Any] = {
+            "rollout": self._rollout,
+            "train": self._train,
+            "problem": response.problem,
+            "response": response.response,
+            "token_ids": response.token_ids,
+            "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
+            "finish_reason": response.finish_reason,
+        }
+        if response.routed_experts is not None:
+            record["routed_experts"] = _encoded(response.routed_experts)
+        self._positions[response.problem, response.response] = self._store.journal.append(record)

@@ -1,0 +1,1 @@
+"""`verl-precision compare`: one recipe in several arms, one folder, one table."""

@@ -1,0 +1,99 @@
+"""The folder of a comparison: a new one, or that of the same command which was interrupted.
+
+`comparison.json` says which command a folder belongs to, and is locked while that command runs. A comparison is
+finished when its `summary.json` has every run.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import OmegaConf
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
+from verl_precision.base.versions import installed_versions
+from verl_precision.tools.runs.grid import arm_names, run_name
+
+COMMAND, SUMMARY = "comparison.json", "summary.json"
+
+
+def command_of(
+    recipe: Path,
+    precisions: Sequence[str],
+    overrides: Sequence[str],
+    estimators: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Return what makes a comparison the same: recipe and its text, runs, settings, and the versions that run it."""
+    of_recipe = {"recipe": str(recipe.resolve()), "digest": _digest(recipe)}
+    runs = {"precisions": list(precisions), "overrides": list(overrides)}
+    others = {"estimators": list(estimators), "arms": list(arms), "seeds": list(seeds)}
+    given = {name: values for name, values in others.items() if values}
+    return {**of_recipe, **runs, **given, "versions": installed_versions()}
+
+
+def _digest(recipe: Path) -> str:
+    """Return a digest of a recipe's text, and of the recipes beside it that it may build on."""
+    folders = OmegaConf.select(OmegaConf.load(recipe), "hydra.searchpath") or []
+    local = [Path(folder.removeprefix("file://")) for folder in folders if folder.startswith("file://")]
+    files = [file for folder in (recipe.parent, *local) for file in sorted(folder.glob("*.yaml"))]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@contextmanager
+def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
+    """Yield the folder of an interrupted comparison with the same command, or else a new one; it is locked meanwhile.
+
+    Args:
+        parent: Where the comparisons of a recipe are.
+        command: From `command_of`.
+        anew: Whether to leave interrupted ones alone.
+
+    Raises:
+        ConfigurationError: If the new folder exists: two comparisons in one second.
+    """
+    for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
+        with path.open() as file:
+            if _locked(file) and json.load(file) == command and not finished(path.parent, command):
+                yield path.parent
+                return
+    path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S") / COMMAND
+    if path.parent.exists():
+        raise ConfigurationError(
+            f"{path.parent} exists, and nothing is overwritten", remedy="Wait a second, or give another --output."
+        )
+    write_file(path, json.dumps(command, indent=2) + "\n")
+    with path.open() as file:
+        _locked(file)
+        yield path.parent
+
+
+def seconds_of_runs(folder: Path) -> dict[str, float]:
+    """Return the seconds of each run that a comparison has finished, by its name."""
+    path = folder / SUMMARY
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    # A summary of before there were arms and seeds has precisions only.
+    return {run_name(run.get("arm", run["precision"]), run.get("seed")): run["seconds_total"] for run in runs}
+
+
+def finished(folder: Path, command: dict[str, Any]) -> bool:
+    """Return whether every run of a comparison has finished."""
+    arms = arm_names(command["precisions"], command.get("estimators", ()), command.get("arms", ()))
+    names = {run_name(arm, seed) for arm in arms for seed in command.get("seeds", (None,))}
+    return names <= seconds_of_runs(folder).keys()
+
+
+def _locked(file: IO[str]) -> bool:
+    """Lock a comparison's file until it is closed; return False where another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,123 @@
+"""What the finished runs of a comparison measured, and the files that show it."""
+
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from verl_precision.base.versions import installed_versions
+from verl_precision.tools.runs.compare.folder import SUMMARY, seconds_of_runs
+from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, write_summary
+from verl_precision.tools.runs.expected import expected_of
+from verl_precision.tools.runs.figures import COMPARED, parts_of, write_comparison
+from verl_precision.tools.runs.grid import PlannedRun, preset_of
+from verl_precision.tools.runs.page import page, write_page
+from verl_precision.tools.runs.read import Run, read_runs
+
+FIGURE = "comparison.png"
+
+
+class Results:
+    """What the finished runs measured, and the files that show it. Runs are added from any thread.
+
+    Args:
+        config: The recipe's YAML.
+        runs: All runs of the comparison, in order.
+        overrides: Hydra overrides for every run.
+        folder: Folder of the comparison. What it has of an earlier start counts.
+        pass_bar: What each run is judged by.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        runs: Sequence[PlannedRun],
+        overrides: Sequence[str],
+        folder: Path,
+        pass_bar: PassBar | None,
+    ) -> None:
+        """See the class."""
+        self.config, self.runs, self.overrides, self.folder, self.pass_bar = config, runs, overrides, folder, pass_bar
+        self._lock = threading.Lock()
+        self._measured: dict[str, Run] = {}
+        self._summaries: dict[str, Summary] = {}
+        self._drawn: set[str] = set()
+        done = seconds_of_runs(folder)
+        for run in runs:
+            if run.name in done:
+                self._read(run, done[run.name])
+
+    def _read(self, run: PlannedRun, seconds: float) -> None:
+        (measured,) = read_runs([self.folder / run.name])
+        chosen = [*self.overrides, *run.overrides]
+        precision, estimator = (preset_of(group, chosen) for group in ("precision", "estimator"))
+        self._summaries[run.name] = summarise(precision, measured.rows, seconds, run.arm.name, estimator, run.seed)
+        self._measured[run.name] = replace(measured, name=run.name, arm=run.arm.name)
+
+    def add(self, run: PlannedRun, seconds: float) -> None:
+        """Add a run that has finished: from now on it is not repeated.
+
+        Raises:
+            ConfigurationError: If it did not measure what a summary needs.
+        """
+        with self._lock:
+            self._read(run, seconds)
+            verdicts = None
+            if self.pass_bar:
+                verdicts = {name: self.pass_bar.verdict(found.rows) for name, found in self.measured().items()}
+            write_summary(self.folder / SUMMARY, self.summaries(), sys.argv, installed_versions(), verdicts)
+
+    def measured(self) -> dict[str, Run]:
+        """Return the finished runs in the order of the plan."""
+        return {run.name: self._measured[run.name] for run in self.runs if run.name in self._measured}
+
+    def summaries(self) -> list[Summary]:
+        """Return a summary of each finished run in the order of the plan."""
+        return [self._summaries[run.name] for run in self.runs if run.name in self._summaries]
+
+    def draw(self) -> None:
+        """Write figure and report of the runs that there are, unless that has been done.
+
+        The report is in parts of up to eight arms, with all precisions of an estimator in one of them.
+        """
+        with self._lock:
+            measured = self.measured()
+        if self._drawn == measured.keys():
+            return
+        self._drawn = set(measured)
+        runs = list(measured.values())
+        own_arms = any(run.arm.precision is None for run in self.runs)
+        panels = (*COMPARED, "phantom") if own_arms else COMPARED
+        write_comparison(self.folder / FIGURE, *self.in_columns(runs), panels)
+        together = len({run.arm.precision for run in self.runs}) if self._has_columns() else 1
+        for number, part in enumerate(parts_of(runs, together), start=1):
+            write_page(self.folder / _report(number), page(part, expected=self._expected(part)), force=True)
+
+    def in_columns(self, runs: Sequence[Run]) -> tuple[list[Run], str, list[Run]]:
+        """Return what the figure shows: runs, title, and expected curves.
+
+        In a comparison of several estimators, each has a column, in which the precisions are the curves.
+        """
+        if not self._has_columns():
+            return list(runs), self.config.stem, self._expected(runs)
+        arms = {run.name: run.arm for run in self.runs}
+        placed, expected = [], []
+        for column in dict.fromkeys(arms[run.name].estimator or "" for run in runs):
+            own = [run for run in runs if arms[run.name].estimator == column]
+            placed += [replace(run, arm=arms[run.name].precision or "", column=column) for run in own]
+            expected += [replace(curve, column=column) for curve in self._expected(own)]
+        return placed, self.config.stem, expected
+
+    def _has_columns(self) -> bool:
+        return len({run.arm.estimator for run in self.runs}) > 1
+
+    def _expected(self, runs: Sequence[Run]) -> list[Run]:
+        """Return the curves that belong to all of these runs."""
+        of_arms = {run.arm: run.name for run in runs}
+        found = [expected_of(self.config, self.folder / name) for name in of_arms.values()]
+        return found[0] if all(curves == found[0] for curves in found) else []
+
+
+def _report(number: int) -> str:
+    return "report.html" if number == 1 else f"report_{number}.html"

@@ -1,0 +1,168 @@
+"""A comparison from end to end: checks, the runs of its grid, what the user sees."""
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from rich.console import Console
+
+from verl_precision.base.errors import ConfigurationError, RunFailedError
+from verl_precision.tools.runs import grid
+from verl_precision.tools.runs.compare.folder import SUMMARY
+from verl_precision.tools.runs.compare.outputs import FIGURE, Results
+from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
+from verl_precision.tools.runs.fork_server import fork_server_on_cpu
+from verl_precision.tools.runs.grid import PlannedRun
+from verl_precision.tools.runs.launch import Progress, quoted, run_verl
+from verl_precision.tools.runs.progress import Board
+
+
+def compare_runs(
+    config: Path,
+    runs: Sequence[PlannedRun],
+    overrides: Sequence[str],
+    folder: Path,
+    console: Console,
+    pass_bar: PassBar | None = None,
+    side_by_side: int = 1,
+) -> list[Summary]:
+    """Run a recipe once for each arm and seed, and write the comparison.
+
+    Args:
+        config: The recipe's YAML.
+        runs: From `check_arguments`, in the order to run.
+        overrides: Hydra overrides for every run.
+        folder: Folder of all results. Runs that its summary has are not repeated; one that is there goes on from its
+            last checkpoint.
+        console: Where progress and the table are shown.
+        pass_bar: What each run is judged by.
+        side_by_side: How many runs at a time. Each has a Ray of its own.
+
+    Returns:
+        One summary a run.
+
+    Raises:
+        RunFailedError: If a run fails. No other starts then, those under way go on to their end, and finished runs stay
+            in `folder`.
+        KeyboardInterrupt: On Ctrl-C, after every process of every run has ended.
+    """
+    results = Results(config, runs, overrides, folder, pass_bar)
+    todo = [run for run in runs if run.name not in results.measured()]
+    # Threads of two runs on one core wait for each other actively, at several times the work.
+    threads = max(1, (os.cpu_count() or 1) // side_by_side) if side_by_side > 1 else None
+    board = Board(console, len(runs), len(runs) - len(todo))
+    failed, interrupted = threading.Event(), threading.Event()
+
+    def start(run: PlannedRun, python: str | None) -> None:
+        if failed.is_set():
+            return
+        checkpoints = folder / run.name / "checkpoints"
+        chosen = [*overrides, *run.overrides, f"trainer.default_local_dir={quoted(checkpoints)}"]
+        checkpoints.mkdir(parents=True, exist_ok=True)  # whose they are is written into it: run_identity.py
+        with board.run(run.name) as show:
+
+            def show_or_stop(progress: Progress) -> None:
+                if interrupted.is_set():
+                    raise KeyboardInterrupt  # Ctrl-C reaches the main thread only; here, it ends the run's processes
+                show(progress)
+
+            try:
+                seconds = run_verl(config, chosen, folder / run.name, show_or_stop, python, True, threads)
+                results.add(run, seconds)
+            except BaseException:
+                failed.set()
+                raise
+
+    errors: list[BaseException] = []
+    with fork_server_on_cpu() as python, board.shown(), ThreadPoolExecutor(side_by_side) as pool:
+        futures = {pool.submit(start, run, python): run for run in todo}
+        try:
+            for handled, future in enumerate(as_completed(futures), start=1):
+                if (error := future.exception()) is not None:
+                    errors.append(error)
+                    if any(other.running() for other in futures):
+                        text = f"{futures[future].name} has failed; what is under way goes on, then the reason is shown"
+                        console.print(text, highlight=False, soft_wrap=True)
+                # After each run, so that an interrupted comparison leaves what it had.
+                if handled == sum(other.done() for other in futures):
+                    results.draw()
+        except BaseException:
+            interrupted.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    if len(errors) > 1:
+        raise RunFailedError("\n".join(map(str, errors)))
+    if errors:
+        raise errors[0]
+    results.draw()
+    _show(results, console)
+    return results.summaries()
+
+
+def _show(results: Results, console: Console) -> None:
+    console.print(table(results.summaries()))
+    if results.pass_bar:
+        for name, run in results.measured().items():
+            console.print(results.pass_bar.sentence(name, run.rows), highlight=False)
+    reports = sorted(path.name for path in results.folder.glob("report*.html"))
+    for what, name in (("figure", FIGURE), *(("report", name) for name in reports), ("summary", SUMMARY)):
+        console.print(f"{what:8} {results.folder / name}", highlight=False, soft_wrap=True)
+    folder = "<precision>" if all(run.arm.name == run.arm.precision for run in results.runs) else "<arm>"
+    folder += "/seed_<n>" if any(run.seed is not None for run in results.runs) else ""
+    console.print(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
+    cause = f"verl-precision explain --run {results.folder}/{folder}"
+    console.print(f"which cause makes a run's gap: {cause}", highlight=False, soft_wrap=True)
+
+
+def check_arguments(
+    config: Path,
+    precisions: Sequence[str],
+    overrides: Sequence[str],
+    estimators: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """Return the runs of a comparison, or refuse what cannot be compared, before anything starts.
+
+    Args:
+        config: The recipe's YAML.
+        precisions: Names of precision presets.
+        overrides: Hydra overrides for every run.
+        estimators: Names of estimator presets, each of which is run in each precision.
+        arms: In place of both, names of arms of the recipe, or `all`.
+        seeds: Seeds of each arm.
+
+    Raises:
+        ConfigurationError: If the recipe is missing, a preset or arm is unknown or given twice, the recipe has no key
+            for a seed, or runs would share a setting or folder that must differ.
+    """
+    if not config.is_file():
+        raise ConfigurationError(
+            f"{config}: there is no such recipe",
+            remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root.",
+        )
+    if arms and (precisions or estimators):
+        raise ConfigurationError(
+            "an arm of the recipe says itself what differs",
+            setting="--arm",
+            value=" ".join(arms),
+            allowed="--arm, or --precision and --estimator, not both",
+            remedy="Leave -p and -e out, or put them into the recipe's arms.",
+        )
+    chosen = grid.recipe_arms(config, arms) if arms else grid.preset_arms(precisions, estimators)
+    grid.check_seeds(config, seeds)
+    runs = grid.with_seeds(chosen, seeds)
+    for override in [*overrides, *(own for arm in chosen for own in arm.overrides)]:
+        name, _, value = override.lstrip("+~").partition("=")
+        if name == "trainer.default_local_dir":
+            raise ConfigurationError(
+                "the runs would go on from each other's checkpoints",
+                setting=name,
+                value=value,
+                allowed="nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints",
+                remedy="Leave it out, and give --output a folder on the disk that you want.",
+            )
+    grid.check_overrides(runs, overrides)
+    return runs

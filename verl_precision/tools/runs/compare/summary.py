@@ -1,0 +1,227 @@
+"""A comparison in a few numbers: a summary of each run, its verdict on a pass bar, and the table of all runs."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from rich.table import Table
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
+from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
+from verl_precision.tools.runs.read import Rows
+
+REWARD = "critic/score/mean"
+LENGTH = "response_length/mean"
+STEP_SECONDS = "timing_s/step"
+Verdict = dict[str, float | bool | None]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run in a few numbers; mismatch figures are means over all steps that have them, in nats per token."""
+
+    precision: str | None  # name of the precision preset, or None where an arm leaves it to the recipe
+    steps: int
+    reward_first: float  # mean reward of the first step's batch
+    reward_last: float
+    length_first: float  # mean response length of the first step's batch, in tokens
+    length_last: float
+    log_prob_gap: float  # mean |log π - log μ|
+    k3_kl: float  # k3 estimate of KL(μ‖π)
+    pearson_last: float  # correlation of trainer and rollout probabilities, at the last step that has one
+    seconds_per_step: float  # median over steps, because the first carries warm-up
+    seconds_total: float  # wall clock, start-up included
+    arm: str  # what is compared
+    estimator: str | None = None  # name of the estimator preset, or None where it is left to the recipe
+    seed: int | None = None  # or None where no seeds are given
+
+
+def summarise(
+    precision: str | None,
+    rows: Rows,
+    seconds_total: float,
+    arm: str | None = None,
+    estimator: str | None = None,
+    seed: int | None = None,
+) -> Summary:
+    """Summarise a run.
+
+    Args:
+        precision: Name of the precision preset, if one was chosen.
+        rows: Metrics of each step.
+        seconds_total: Wall clock of the run.
+        arm: Name of the arm; that of the precision where precisions are compared.
+        estimator: Name of the estimator preset, if one was chosen.
+        seed: The run's seed, if it was given one.
+
+    Raises:
+        ConfigurationError: If a metric that the comparison needs was not measured.
+    """
+    needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
+    missing = [key for key in needed if not any(key in row for row in rows)]
+    if missing:
+        raise ConfigurationError(
+            f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, which "
+            "every preset sets",
+            setting="precision",
+            value=arm or precision,
+            remedy="Leave it so, and look into the log for a measurement that failed.",
+        )
+    # Some steps may lack one: responses that are all equal have no correlation.
+    of = {key: [row[key] for row in rows if key in row] for key in needed}
+    return Summary(
+        precision=precision,
+        steps=len(rows),
+        reward_first=of[REWARD][0],
+        reward_last=of[REWARD][-1],
+        length_first=of[LENGTH][0],
+        length_last=of[LENGTH][-1],
+        log_prob_gap=fmean(of[LOG_PROB_GAP]),
+        k3_kl=fmean(of[K3_KL]),
+        pearson_last=of[PROBS_PEARSON][-1],
+        seconds_per_step=median(of[STEP_SECONDS]),
+        seconds_total=seconds_total,
+        arm=arm or precision or "",
+        estimator=estimator,
+        seed=seed,
+    )
+
+
+def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
+    """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is.
+
+    An arm's mismatch is the mean over its seeds.
+    """
+    found, firsts = {}, dict[str | None, str]()
+    arms = by_arm(summaries)
+    for arm, runs in arms.items():
+        first = firsts.setdefault(runs[0].estimator, arm)
+        (gap, k3), (first_gap, first_k3) = (
+            (fmean(run.log_prob_gap for run in members), fmean(run.k3_kl for run in members))
+            for members in (runs, arms[first])
+        )
+        if arm != first and k3 > 0:
+            found[f"{first}/{arm}"] = {"log_prob_gap": first_gap / gap, "k3_kl": first_k3 / k3}
+    return found
+
+
+def by_arm(summaries: list[Summary]) -> dict[str, list[Summary]]:
+    """Return the runs of each arm, one a seed, in the order of the first of each."""
+    found: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        found.setdefault(summary.arm, []).append(summary)
+    return found
+
+
+@dataclass(frozen=True)
+class PassBar:
+    """The mean reward of the last steps must be above a value.
+
+    Attributes:
+        above: The value, in the reward's unit.
+        steps: Number of steps of the mean. A pass through the data is a good choice.
+    """
+
+    above: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Check both."""
+        if not math.isfinite(self.above):
+            raise ConfigurationError(
+                "no reward can be compared with it", setting="--pass-bar", value=self.above, allowed="e.g. 0.95"
+            )
+        if self.steps < 1:
+            raise ConfigurationError(
+                "a mean needs a step",
+                setting="--pass-steps",
+                value=self.steps,
+                allowed="1 or more",
+                remedy="Take a pass through the data.",
+            )
+
+    def verdict(self, rows: Rows) -> Verdict:
+        """Judge a run.
+
+        Args:
+            rows: Metrics of each step. A run that is shorter than the window is judged over all its steps.
+
+        Returns:
+            `reward`: mean of the last steps. `passed`: whether it is above the bar. `since`: the step from whose end on
+            the mean has stayed above, or None.
+        """
+        rewards = [row[REWARD] for row in rows]
+        means = [fmean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
+        below = [index for index, mean in enumerate(means) if not mean > self.above]  # NaN is not above
+        first = below[-1] + 1 if below else 0
+        since = rows[first]["step"] if first < len(rows) else None
+        return {"reward": means[-1], "passed": since is not None, "since": since}
+
+    def sentence(self, precision: str, rows: Rows) -> str:
+        """Return what a user is told about a run."""
+        found = self.verdict(rows)
+        result = f"passed, above since step {found['since']:.0f}" if found["passed"] else "not passed"
+        steps = min(self.steps, len(rows))
+        return f"{precision}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"
+
+
+def write_summary(
+    path: Path,
+    summaries: list[Summary],
+    command: list[str],
+    versions: dict[str, str],
+    verdicts: dict[str, Verdict] | None = None,
+) -> None:
+    """Write everything the table shows, and how it came about, as JSON; with a pass bar also its verdicts."""
+    content = {
+        "runs": [asdict(summary) for summary in summaries],
+        "ratios": ratios(summaries),
+        "command": command,
+        "versions": versions,
+        **({"pass_bar": verdicts} if verdicts else {}),
+    }
+    write_file(path, json.dumps(content, indent=2) + "\n", replace=True)
+
+
+_CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
+    "steps": (lambda run: run.steps, "{:.0f}"),
+    "reward": (lambda run: run.reward_last, "{:.3g}"),
+    "|log-prob gap|": (lambda run: run.log_prob_gap, "{:.2e}"),
+    "k3 KL": (lambda run: run.k3_kl, "{:.2e}"),
+    "Pearson": (lambda run: run.pearson_last, "{:.5f}"),
+    "s/step": (lambda run: run.seconds_per_step, "{:.1f}"),
+}
+
+
+def table(summaries: list[Summary]) -> Table:
+    """Return the comparison as a table: one row for each arm and one for each ratio.
+
+    With several seeds, an arm has three lines: the mean over them, the smallest and the largest value. Of values that
+    are not all numbers, the mean is NaN, and the others are of those that are.
+    """
+    seeds = any(summary.seed is not None for summary in summaries)
+    head = "precision" if all(summary.arm == summary.precision for summary in summaries) else "arm"
+    result = Table(title="Training-inference mismatch (mean over steps)", title_justify="left")
+    for column in (head, *(["seeds"] if seeds else []), *_CELLS):
+        result.add_column(column, justify="left" if column == head else "right", no_wrap=True)
+    for arm, runs in by_arm(summaries).items():
+        cells = [_cell([value(run) for run in runs], text) for value, text in _CELLS.values()]
+        if len(runs) == 1:
+            cells[1] = f"{runs[0].reward_first:.3g} -> {cells[1]}"
+        name = arm if len(runs) == 1 else f"{arm}\n  min\n  max"
+        result.add_row(name, *([str(len(runs))] if seeds else []), *cells)
+    before = ("", "", "") if seeds else ("", "")
+    for name, ratio in ratios(summaries).items():
+        result.add_row(f"ratio {name}", *before, f"{ratio['log_prob_gap']:.1f}x", f"{ratio['k3_kl']:.1f}x", "", "")
+    return result
+
+
+def _cell(values: list[float], text: str) -> str:
+    if len(values) == 1:
+        return text.format(values[0])
+    numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+    return "\n".join(text.format(value) for value in (fmean(values), min(numbers), max(numbers)))

@@ -1,0 +1,256 @@
+"""How metrics look over steps: the figures of the report and of `verl-precision compare`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from matplotlib.typing import LineStyleType
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.mismatch.alarm import Alarm
+from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, points_of
+from verl_precision.tools.runs.read import Run
+
+# Colours of the runs, in order. Each stands out from a white ground, and from its neighbours for the colour-blind.
+COLOURS = ("#2563c9", "#d9622b", "#2a8f62", "#8a4fc2", "#b8860b", "#c2417f", "#1a8fa3", "#6b7079")
+STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
+EXPECTED = "#8a9099"
+# Points are marked in short series only.
+MARKED = 60
+
+
+# Panels of a comparison; one with several columns, where each has the room of one panel, leaves the gap out.
+COMPARED, COMPARED_IN_COLUMNS = ("reward", "gap", "k3"), ("reward", "k3")
+COLUMNS = 4  # beside each other
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A panel, drawn for some runs.
+
+    Attributes:
+        panel: What is drawn.
+        runs: The runs.
+        title: Title above the plot.
+        expected: Curves of the reward that are not runs.
+    """
+
+    panel: Panel
+    runs: Sequence[Run]
+    title: str
+    expected: Sequence[Run] = ()
+
+
+def write_comparison(
+    path: Path, runs: list[Run], title: str, expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED
+) -> None:
+    """Write reward and mismatch over steps as one PNG; see `draw_comparison`."""
+    figure = draw_comparison(runs, expected, panels)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED) -> Figure:
+    """Draw reward and mismatch over steps, with the expected reward where there is one.
+
+    If the runs have several columns (`Run.column`), each column has a plot of the reward and, below, one of k3. All
+    plots of a metric have one scale. Otherwise the panels are beside each other, again for every eight curves: there
+    are no more colours.
+
+    Args:
+        runs: Runs with different names.
+        expected: Curves of the reward that are not runs, each for the runs of its own column.
+        panels: Names of the panels where there are no columns; those that no run has measured are left out.
+    """
+    of_name = {panel.name: panel for panel in PANELS}
+    columns = list(dict.fromkeys(run.column for run in runs))
+    parts: list[list[list[Plot]]]
+    if len(columns) > 1:
+        width = math.ceil(len(columns) / math.ceil(len(columns) / COLUMNS))  # six are twice three
+        beside = [columns[start : start + width] for start in range(0, len(columns), width)]
+        pairs = [(some, of_name[name]) for some in beside for name in COMPARED_IN_COLUMNS]
+        parts = [[[_plot_of_column(panel, runs, column, expected) for column in some] for some, panel in pairs]]
+    else:
+        chosen = [of_name[name] for name in panels if _is_measured(of_name[name], runs)]
+        parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
+    size = 4.6 * max(len(row) for part in parts for row in part), 3.4 * sum(map(len, parts))
+    figure = Figure(figsize=size, layout="constrained")
+    places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
+    for place, part in zip(places, parts, strict=True):
+        _draw_plots(place, part, {})
+    if len(columns) > 1:
+        _align(figure.axes)
+    return figure
+
+
+def parts_of(runs: Sequence[Run], multiple_of: int = 1) -> list[list[Run]]:
+    """Return the runs in parts with no more curves than there are colours.
+
+    Args:
+        runs: Runs in order.
+        multiple_of: Number of curves that belong together, such as the precisions of an estimator.
+    """
+    curves = list(dict.fromkeys(run.curve for run in runs))
+    length = max(1, len(COLOURS) // multiple_of * multiple_of)
+    parts = [set(curves[start : start + length]) for start in range(0, len(curves), length)]
+    return [[run for run in runs if run.curve in part] for part in parts]
+
+
+def _plot_of_column(panel: Panel, runs: Sequence[Run], column: str, expected: Sequence[Run]) -> Plot:
+    own = [run for run in runs if run.column == column]
+    return Plot(panel, own, f"{column}: {panel.title}", [curve for curve in expected if curve.column == column])
+
+
+def _is_measured(panel: Panel, runs: Sequence[Run]) -> bool:
+    return any(points_of(run, metric) for run in runs for metric in panel.metrics.values())
+
+
+def _align(axes: Sequence[Axes]) -> None:
+    """Give all plots with the same unit, on the same kind of axis, the smallest and the largest of their limits."""
+    for kind in {(each.get_ylabel(), each.get_yscale()) for each in axes}:
+        alike = [each for each in axes if (each.get_ylabel(), each.get_yscale()) == kind]
+        lows, highs = zip(*(each.get_ylim() for each in alike), strict=True)
+        for each in alike:
+            each.set_ylim(min(lows), max(highs))
+
+
+def svg(panel: Panel, runs: list[Run], alarms: Mapping[str, Sequence[Alarm]], expected: Sequence[Run] = ()) -> bytes:
+    """Return a panel as an SVG document; the same runs give the same bytes."""
+    return svg_of(draw([panel], runs, alarms, expected), panel.name)
+
+
+def svg_of(figure: Figure, name: str) -> bytes:
+    """Return a figure as SVG: its text is text, and the same figure gives the same bytes."""
+    out = BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def draw(
+    panels: Sequence[Panel],
+    runs: list[Run],
+    alarms: Mapping[str, Sequence[Alarm]] | None = None,
+    expected: Sequence[Run] = (),
+) -> Figure:
+    """Draw panels side by side: colour tells runs apart, line style the curves, vertical lines are alarms.
+
+    Several runs of one arm (seeds) are one curve: at each step the mean over those that have measured it, with a shade
+    from the smallest to the largest value. Where one of them is not finite, the mean has a gap. On a logarithmic axis
+    the shade is of the positive values.
+
+    Args:
+        panels: Panels with a point in at least one run.
+        runs: Runs with at most as many curves as there are colours.
+        alarms: Alarms of each run, by its name. A full line is an alarm about this panel's metric, a dotted line one
+            about another.
+        expected: Curves of the reward that are not runs: grey, each with a line style of its own.
+
+    Raises:
+        ConfigurationError: If there are more curves than colours.
+    """
+    figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="constrained")
+    _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
+    return figure
+
+
+def colours_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the colour of each curve.
+
+    Raises:
+        ConfigurationError: If there are more curves than colours.
+    """
+    curves = list(dict.fromkeys(run.curve for run in runs))
+    if len(curves) > len(COLOURS):
+        raise ConfigurationError(
+            f"{len(curves)} runs: allowed are up to {len(COLOURS)} in one figure. Make several reports."
+        )
+    return dict(zip(curves, COLOURS, strict=False))
+
+
+def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapping[str, Sequence[Alarm]]) -> None:
+    """Draw rows of plots with one legend; a curve's name has one colour in all of them."""
+    colours = colours_of([run for row in rows for plot in row for run in plot.runs])
+    legend: dict[str, Line2D] = {}
+    grid = figure.add_gridspec(len(rows), max(map(len, rows)))
+    for plot, place in ((plot, grid[i, j]) for i, row in enumerate(rows) for j, plot in enumerate(row)):
+        axes, panel = figure.add_subplot(place), plot.panel
+        _draw_alarms(axes, plot, colours, alarms)
+        legend |= _draw_curves(axes, plot, colours)
+        legend |= _draw_expected(axes, plot.expected) if panel is REWARD else {}
+        axes.set_title(plot.title, pad=12)  # leaves room for the mark of an alarm
+        axes.set(xlabel=panel.axis, ylabel=panel.unit)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.grid(color="#e4e5e7", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str, Line2D]:
+    """Draw every curve; return what the legend says of runs and, where there are several, of curves."""
+    panel = plot.panel
+    series = [
+        (name, label, style, values)
+        for name in dict.fromkeys(run.curve for run in plot.runs)
+        for (label, metric), style in zip(panel.metrics.items(), STYLES, strict=False)
+        if (values := _values([run for run in plot.runs if run.curve == name], metric))
+    ]
+    log = bool(panel.log) and any(each > 0 for *_, values in series for seeds in values.values() for each in seeds)
+
+    def shown(value: float) -> bool:
+        return math.isfinite(value) and (value > 0 or not log)
+
+    for name, _, style, values in series:
+        colour, steps = colours[name], list(values)
+        means = [fmean(seeds) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
+        look: dict[str, Any] = {"linewidth": 1.6, "markersize": 2.8, "marker": "o" if len(steps) <= MARKED else ""}
+        means = [mean if shown(mean) else math.nan for mean in means]
+        axes.plot(steps, means, color=colour, linestyle=style, **look)
+        if max(map(len, values.values())) > 1:
+            drawn = [[value for value in seeds if shown(value)] or [math.nan] for seeds in values.values()]
+            axes.fill_between(steps, list(map(min, drawn)), list(map(max, drawn)), color=colour, alpha=0.2, linewidth=0)
+    if log:
+        axes.set_yscale("log", base=panel.log)
+    elif axes.dataLim.y0 == 0:  # counts and fractions stand on the axis
+        axes.set_ylim(0, None if axes.dataLim.y1 > 0 else 1)
+    of_runs = {name: Line2D([], [], color=colours[name], linewidth=3) for name, *_ in series}
+    of_curves = {label: Line2D([], [], color="black", linestyle=style) for _, label, style, _ in series}
+    return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
+
+
+def _values(runs: Sequence[Run], metric: str) -> dict[int, list[float]]:
+    """Return a metric by step: one value of each run that has measured it there."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for step, value in points_of(run, metric).items():
+            found.setdefault(step, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def _draw_expected(axes: Axes, expected: Sequence[Run]) -> dict[str, Line2D]:
+    found = {}
+    for run, style in zip(expected, STYLES[1:], strict=False):
+        steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
+        found[run.name] = axes.plot(steps, rewards, color=EXPECTED, linestyle=style, linewidth=1.4, zorder=1)[0]
+    return found
+
+
+def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Mapping[str, Sequence[Alarm]]) -> None:
+    shown = {key for metric in plot.panel.metrics.values() for key in metric.split(" or ")}
+    for run in plot.runs if plot.panel.axis == "step" else ():
+        for alarm in alarms.get(run.name, ()):
+            own, colour = alarm.metric in shown, colours[run.curve]
+            axes.axvline(alarm.step, color=colour, linestyle="-" if own else ":", alpha=0.9 if own else 0.55)
+            if own:
+                top = axes.get_xaxis_transform()
+                axes.plot(alarm.step, 1, "v", color=colour, markersize=7, transform=top, clip_on=False)

@@ -1,0 +1,158 @@
+"""Run verl once: private Ray, log to a file, progress from the log, and nothing left behind."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_precision.base.errors import RunFailedError
+from verl_precision.tools.runs.failure_report import reason
+from verl_precision.tools.runs.processes import RUN_MARK, end_marked, end_processes
+
+_POLL_SECONDS = 0.5
+# What verl is doing, in the order in which a run passes it: (pattern in verl's, Ray's or vLLM's output, what the user
+# is told). Start-up takes over a minute on two cores; these lines are the only sign of life until the first step.
+STAGES = (
+    (r"verl_precision \S+ loaded into verl", "verl and the plugin are loaded"),
+    (r"Started a local Ray instance", "Ray has started; trainer process is importing verl"),
+    (r"dataloader initialized", "data is loaded; workers are importing torch"),
+    (r"\(WorkerDict pid=", "FSDP2 worker is building the model"),
+    (r"\(vLLMHttpServer pid=", "vLLM server is starting"),
+    (r"\(EngineCore|\(Worker ", "vLLM is loading the model"),
+    (r"\(AgentLoopWorker\w* pid=", "weights are synced to vLLM; agent loop is starting"),
+)
+TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        stage: What verl is doing.
+        step: Number of training steps done.
+        total_steps: Number of steps to do, or None while it is unknown.
+        seconds: Seconds since the start.
+    """
+
+    stage: str
+    step: int
+    total_steps: int | None
+    seconds: float
+
+
+def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the command a user would type to run a recipe's YAML with Hydra overrides."""
+    return [
+        *(sys.executable, "-m", "verl.trainer.main_ppo"),
+        *("--config-dir", str(config.parent), "--config-name", config.stem),
+        *overrides,
+    ]
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path or text as a value in a Hydra override, whatever characters it has."""
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
+def run_verl(
+    config: Path,
+    overrides: Sequence[str],
+    folder: Path,
+    on_progress: Callable[[Progress], None],
+    python: str | None = None,
+    goes_on: bool = False,
+    threads: int | None = None,
+) -> float:
+    """Run verl to its end.
+
+    Args:
+        config: The recipe's YAML.
+        overrides: Hydra overrides.
+        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on writes the next
+            log, `train-2.log`.
+        on_progress: Called about twice a second.
+        python: Command with which Ray starts its workers, e.g. the one of a `fork_server`; None for Ray's own.
+        goes_on: Whether the folder may be that of a start which was interrupted. What is left of its processes ends.
+        threads: `OMP_NUM_THREADS` of its processes, where the variable is not set; None leaves it alone.
+
+    Returns:
+        Wall-clock seconds of this start.
+
+    Raises:
+        RunFailedError: If verl fails; Ray's logs are kept then and named.
+        KeyboardInterrupt: On Ctrl-C, after every process of the run has ended.
+    """
+    folder.mkdir(parents=True, exist_ok=goes_on)
+    log, metrics = _new_log(folder), folder / "metrics.jsonl"
+    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
+    ray_folder = Path(tempfile.mkdtemp(prefix="vp-ray-"))
+    mark = uuid.uuid5(uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex  # the same at each start of this run
+    end_marked(mark)
+    command = [
+        *verl_command(config, overrides),
+        "trainer.logger=[console,file]",
+        f"hydra.run.dir={quoted(folder / 'hydra')}",
+        f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
+    ]
+    if python is not None:
+        command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}")
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
+    start = time.monotonic()
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        _follow(process, log, metrics, start, on_progress)
+    finally:
+        end_processes(process, mark)
+    if process.returncode != 0:
+        raise RunFailedError(
+            f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}\nLog: {log}\n"
+            f"Ray's own logs: {ray_folder}/session_latest/logs"
+        )
+    shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are still closing may vanish under us
+    return time.monotonic() - start
+
+
+def _new_log(folder: Path) -> Path:
+    starts = len(list(folder.glob("train*.log")))
+    return folder / (f"train-{starts + 1}.log" if starts else "train.log")
+
+
+def _follow(
+    process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[Progress], None]
+) -> None:
+    stage, total = -1, None
+    former = metrics.stat().st_mtime_ns if metrics.exists() else None  # rows of an earlier start: no progress yet
+    with log.open(errors="replace") as lines:
+        while True:
+            ended = process.poll() is not None
+            for line in lines:
+                stage = stage_of(line, stage)
+                if match := TOTAL_STEPS.search(line):
+                    total = int(match.group(1))
+            written = metrics.exists() and metrics.stat().st_mtime_ns != former
+            step = metrics.read_bytes().count(b"\n") if written else 0
+            text = "training" if step else STAGES[stage][1] if stage >= 0 else "starting verl"
+            on_progress(Progress(text, step, total, time.monotonic() - start))
+            if ended:
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def stage_of(line: str, current: int) -> int:
+    """Return the index of the furthest stage that a line of the log shows, at least `current` (-1: none yet)."""
+    reached = (index for index in range(len(STAGES) - 1, current, -1) if re.search(STAGES[index][0], line))
+    return next(reached, current)

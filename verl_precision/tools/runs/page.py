@@ -1,0 +1,126 @@
+"""The report: one HTML file with curves, alarms and tables; it loads nothing, and works without a network."""
+
+import math
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from verl_precision import __version__
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
+from verl_precision.mismatch.alarm import MismatchAlarm
+from verl_precision.mismatch.alarm_settings import AlarmSettings
+from verl_precision.tools.runs.figures import colours_of, svg
+from verl_precision.tools.runs.panels import PANELS, Panel, points_of
+from verl_precision.tools.runs.read import Run
+
+# By this line an earlier report is known, which may be written over.
+MARK = '<meta name="generator" content="verl-precision report">'
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Sequence[Run] = ()) -> str:
+    """Return the report.
+
+    Args:
+        runs: Runs with different names; those of one arm are one curve in the figures.
+        settings: Settings of the alarm, which is run over the recorded metrics.
+        expected: Curves drawn beside the reward (`tools/runs/expected.py`).
+
+    Raises:
+        ConfigurationError: If no run has any of the metrics shown, or there are too many runs.
+    """
+    settings = settings or AlarmSettings()
+    judges = {run.name: MismatchAlarm(settings) for run in runs}
+    alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
+    measured = [(panel, curves) for panel in PANELS if (curves := list(_measured(panel, runs)))]
+    if not measured:
+        raise ConfigurationError(
+            "none of the metrics of the report is there",
+            setting="RUN",
+            value=", ".join(str(run.path) for run in runs),
+            allowed="metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)",
+            remedy="Name the run's own metrics file.",
+        )
+    environment = Environment(
+        loader=PackageLoader("verl_precision.tools.runs", ""), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["number"] = number_text
+    return environment.get_template("page.html").render(
+        mark=Markup(MARK),
+        version=__version__,
+        runs=runs,
+        expected=expected,
+        colours=colours_of(runs),
+        bands=len({run.curve for run in runs}) < len(runs),
+        alarms=alarms,
+        baseline_missing={name: judge.baseline_missing for name, judge in judges.items()},
+        settings=settings,
+        panels=[
+            {
+                "panel": panel,
+                "image": b64encode(svg(panel, runs, alarms, expected)).decode(),
+                "curves": curves,
+                "steps": sorted({step for curve in curves for step in curve["points"]}),
+            }
+            for panel, curves in measured
+        ],
+        missing=list(_missing(runs)),
+    )
+
+
+def write_page(path: Path, content: str, force: bool = False) -> None:
+    """Write the report.
+
+    Raises:
+        ConfigurationError: If the file exists and is not an earlier report, unless `force`; or its folder does not.
+    """
+    if not path.absolute().parent.is_dir():
+        raise _refused(
+            path, f"{path.parent} is not a folder", "a file in a folder that exists", "Make the folder first."
+        )
+    if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
+        allowed = "a new file or an earlier report"
+        raise _refused(path, "it exists and is not an earlier report", allowed, "Name another file, or add --force.")
+    write_file(path, content, replace=True)
+
+
+def _refused(path: Path, problem: str, allowed: str, remedy: str) -> ConfigurationError:
+    problem += "; nothing was written"
+    return ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
+
+
+def number_text(value: float) -> str:
+    """Return a number as people read it: 6.3·10⁻⁷, 65536, 0.25, NaN."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    mantissa, _, exponent = f"{value:.{6 if abs(value) >= 1e4 else 4}g}".partition("e")
+    if not exponent:
+        return mantissa
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
+    return power if mantissa == "1" else f"{mantissa}·{power}"
+
+
+def _measured(panel: Panel, runs: list[Run]) -> Iterator[dict[str, Any]]:
+    """Yield each curve of each run; NaN counts for neither the smallest nor the largest value."""
+    for label, metric in panel.metrics.items():
+        for run in runs:
+            if points := points_of(run, metric):
+                values = list(points.values())
+                numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+                summary = values[0], values[-1], min(numbers), max(numbers)
+                yield {"label": label, "run": run, "points": points, "summary": summary}
+
+
+def _missing(runs: list[Run]) -> Iterator[str]:
+    """Say of each metric which runs have not measured it."""
+    for panel in PANELS:
+        for label, metric in panel.metrics.items():
+            without = [run.name for run in runs if not points_of(run, metric)]
+            who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
+            if without:
+                yield f"{panel.title_of(label)} ({metric}): {who}"

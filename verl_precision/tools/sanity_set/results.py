@@ -1,0 +1,119 @@
+"""What a run leaves: the rows kept, a summary, and the histogram of accuracies."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Column, Table
+
+from verl_precision.base.files import new_file, write_file
+from verl_precision.tools.jobs.problems import DataSet
+from verl_precision.tools.sanity_set.schedule import Schedule
+from verl_precision.tools.sanity_set.window import Verdict
+
+BINS = 10
+_BAR_WIDTH = 40  # characters of the longest bar
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The result in numbers."""
+
+    rows: int  # of the data set
+    duplicates: int  # rows that repeat another; they are sampled and written once
+    unreadable: int  # problems left out because their answer cannot be parsed
+    overlong: int  # problems left out because their prompt is too long
+    kept: int
+    too_easy: int  # problems dropped above the window
+    too_hard: int  # problems dropped below it
+    responses_drawn: int
+    responses_saved: int  # responses not drawn, because the verdict was decided
+    tokens_drawn: int
+    tokens_saved: int  # estimate: responses saved x mean length of that problem's responses
+    histogram: list[int]  # problems by accuracy over the responses drawn, in ten bins from 0 to 1
+
+
+def summarise(data: DataSet, schedule: Schedule, unreadable: int, overlong: int) -> Summary:
+    """Return the result of a schedule whose verdicts are all decided."""
+    window, tallies = schedule.window, schedule.tallies.values()
+    dropped = [tally for name, tally in schedule.tallies.items() if schedule.verdict(name) is Verdict.DROPPED]
+    too_easy = sum(tally.correct_count > window.most for tally in dropped)
+    begun = [tally for tally in tallies if tally.drawn]  # a window from 0 to 1 keeps all, and none is drawn
+    histogram = [0] * BINS
+    for tally in begun:
+        histogram[min(tally.correct_count * BINS // tally.drawn, BINS - 1)] += 1
+    return Summary(
+        rows=data.table.num_rows,
+        duplicates=data.duplicates,
+        unreadable=unreadable,
+        overlong=overlong,
+        kept=len(tallies) - len(dropped),
+        too_easy=too_easy,
+        too_hard=len(dropped) - too_easy,
+        responses_drawn=schedule.drawn,
+        responses_saved=len(tallies) * window.responses - schedule.drawn,
+        tokens_drawn=sum(tally.tokens for tally in tallies),
+        tokens_saved=round(sum((window.responses - tally.drawn) * tally.tokens / tally.drawn for tally in begun)),
+        histogram=histogram,
+    )
+
+
+def table(summary: Summary) -> Table:
+    """Return the result as a table for the terminal."""
+    responses = summary.responses_drawn + summary.responses_saved
+    tokens = max(summary.tokens_drawn + summary.tokens_saved, 1)
+    rows = {
+        "kept": f"[bold]{summary.kept}[/]",
+        "too easy / too hard": f"{summary.too_easy} / {summary.too_hard}",
+        "responses drawn": f"{summary.responses_drawn} of {responses}",
+        "saved by deciding early": f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})",
+        "tokens drawn": f"{summary.tokens_drawn}",
+        "tokens saved (estimate)": f"{summary.tokens_saved} ({summary.tokens_saved / tokens:.0%})",
+    }
+    left_out = {
+        "duplicate rows, taken once": summary.duplicates,
+        "left out: answer cannot be parsed": summary.unreadable,
+        "left out: prompt too long": summary.overlong,
+    }
+    rows |= {f"[yellow]{reason}[/]": str(count) for reason, count in left_out.items() if count}
+    shown = Table("sanity set", Column(justify="right"))
+    for name, value in rows.items():
+        shown.add_row(name, value)
+    return shown
+
+
+def histogram_text(histogram: list[int]) -> str:
+    """Return the histogram in characters, one line a bin."""
+    lines = []
+    for index, count in enumerate(histogram):
+        bar = "#" * -(-count * _BAR_WIDTH // max(histogram))
+        lines.append(f"{index * 100 // BINS:3d}-{(index + 1) * 100 // BINS:3d}%  {count:6d}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def write_summary(path: Path, summary: Summary, schedule: Schedule, settings: Mapping[str, Any]) -> None:
+    """Write summary, settings, and every problem's counts and verdict as JSON."""
+    problems = {
+        name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
+        for name, tally in schedule.tallies.items()
+    }
+    content = {"summary": asdict(summary), "settings": settings, "problems": problems}
+    write_file(path, json.dumps(content, indent=1) + "\n", replace=True)
+
+
+def write_figure(path: Path, schedule: Schedule, title: str) -> None:
+    """Write the histogram of accuracies as PNG, the window shaded."""
+    from matplotlib.figure import Figure
+
+    begun = [tally for tally in schedule.tallies.values() if tally.drawn]
+    most = max((tally.drawn for tally in begun), default=0)
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    axis = figure.subplots()
+    axis.axvspan(float(schedule.window.low), float(schedule.window.high), alpha=0.15, label="kept")
+    axis.hist([tally.correct_count / tally.drawn for tally in begun], bins=2 * BINS, range=(0, 1))
+    axis.set(xlabel=f"accuracy over the responses drawn (up to {most})", ylabel="problems", title=title)
+    axis.legend(frameon=False)
+    with new_file(path, replace=True) as scratch:
+        figure.savefig(scratch, dpi=150)
