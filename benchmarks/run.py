@@ -50,7 +50,7 @@ measured on more than one rank.
 Without FP16 units a CPU takes FP16 products slowly, and a backward one several times as slowly as a forward one: to
 leave out a forward then saves less than on a GPU. A share above 100% says that the products of a small step ran
 faster than the large ones that the limit is taken from. The quickstart's step is about the smallest there is, and
-what is constant weighs most in it. `make quickstart`, `make test` and CI are timed in [log.md](log.md), "minutes".
+what is constant weighs most in it. `make quickstart`, `make test` and CI are timed in [the log](log/speed.md).
 
 Each benchmark's own docstring says what it does; `alarm_rates.py` is a study without a peer, and is run by itself.
 

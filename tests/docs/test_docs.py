@@ -13,7 +13,9 @@ from verl_precision.cli import app
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
+PAGES = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
+LOG = ROOT / "docs" / "log"
+DOCUMENTS = [page for page in PAGES if page.parent != LOG and page.name != "CHANGELOG.md"]  # these two are history
 FENCE = re.compile(r"```bash\n(.*?)```", re.S)
 # A folder (ends in /) or a file (has an extension); `a/b` alone is a metric.
 PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w.-]+\.\w+)?)`")
@@ -70,6 +72,31 @@ def test_our_own_commands_parse(document):
             assert (ROOT / given["config"]).is_file(), command
         if words[1] == "data":
             assert given["name"] in CATALOG and given["template"] in {None, *TEMPLATES}, command
+
+
+def _anchors(page: Path) -> list[str]:
+    """GitHub's anchors of the headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(document):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text()):
+        name, _, anchor = link.partition("#")
+        page = (document.parent / name).resolve() if name else document
+        assert page.exists(), link
+        assert not anchor or anchor in _anchors(page), link
+
+
+def test_index_of_the_log_has_every_entry():
+    rows = re.findall(r"^\| (\S+) \| \[(.+)\]\((\w+\.md)#\S+\) \| .+ \|$", (LOG / "README.md").read_text(), re.M)
+    entries = {
+        (date, subject, page.name)
+        for page in LOG.glob("*.md")
+        for date, subject in re.findall(r"^## (\d{4}-\d\d-\d\d): (.+)$", page.read_text(), re.M)
+    }
+    assert set(rows) == entries and len(rows) == len(entries)
 
 
 def test_shell_is_in_bash_fences():

@@ -75,7 +75,7 @@ def mean(rows, metric: str) -> float:
 
 
 def test_updates_that_a_rounded_rollout_does_not_see_are_clipped(stall):
-    """What stalls a run of 90 steps (the recipe's README) begins in its first eight: docs/log.md has the curves."""
+    """What stalls a run of 90 steps (the recipe's README) begins in its first eight: docs/log/phantom_clipping.md has the curves."""
     clipped, matched = stall("clipped"), stall("fp32")
     for rows in (clipped, matched):
         assert rows[0]["precision/bf16_off_grid_fraction"] == 0

@@ -118,7 +118,7 @@ ADVICE = {
     ),
     "few_effective_responses": Advice(
         "A few responses have nearly all of the weight, and the others no say: the gradient is noise. At an effective "
-        "share of 0.1 a run learned nothing, at 0.02 it lost what it had (docs/log.md, the dose-response curve).",
+        "share of 0.1 a run learned nothing, at 0.02 it lost what it had (docs/log/collapse.md, dose and response).",
         (MATCH_PRECISIONS, MORE_RESPONSES),
         severe=False,
     ),
