@@ -35,7 +35,7 @@ setup(
     packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), "verl_precision.patches"],
     package_dir={"verl_precision.patches": "patches"},
     package_data={
-        "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/page.html", "tools/jobs/prompts.txt"],
+        "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/*.html", "tools/jobs/prompts.txt"],
         "verl_precision.patches": ["README.md", "*/*.patch", "*/hashes.json"],
     },
     install_requires=BASE,

@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "verl_precision"
 # From the bottom up. A room imports rooms that stand before it, and itself.
 ROOMS = (
     *("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "check"),
-    *("tools.export", "tools.patching", "tools.runs", "tools.selftest", "tools.engines", "tools.jobs", "tools.data"),
-    *("tools.evaluate", "tools.gap.pairs", "tools.gap.explain", "tools.gap", "tools.sanity_set", "tools"),
+    *("tools.export", "tools.patching", "tools.show", "tools.runs", "tools.selftest", "tools.engines", "tools.jobs"),
+    *("tools.data", "tools.evaluate", "tools.gap.pairs", "tools.gap.explain", "tools.gap", "tools.sanity_set", "tools"),
     *("plugin", "cli"),
 )
 # Rooms and modules that import verl or vLLM.

@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.runs.read import Run, read_runs
+from verl_precision.tools.show.figures import COLOURS, new_figure, style
+from verl_precision.tools.show.tables import markdown_table
 
 WINDOW = 10  # steps
 REWARD, K3, PEARSON = "critic/score/mean", "mismatch/k3_kl", "mismatch/probs_pearson"
 SPREAD, SAMPLE = "mismatch/sequence_log_ratio_std", "mismatch/sequence_ess"
-COLOURS = {"bf16": "#2563c9", "fp16": "#d9622b"}
 
 
 class Outcome(NamedTuple):
@@ -59,24 +60,25 @@ def outcome_of(run: Run) -> Outcome:
 
 def table(outcomes: list[Outcome]) -> str:
     """Return the outcomes as Markdown, by dose."""
-    lines = ["| logits | precision | seed | steps | k3 | Pearson | spread of log-weights | effective responses | "]
-    lines[0] += "reward, first | best | last | alarms, by step |"
-    lines.append("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for each in sorted(outcomes, key=lambda each: (each.dose, each.precision, each.seed)):
-        lines.append(
-            f"| {each.dose} | {each.precision} | {each.seed} | {each.steps} | {each.k3:.1e} | {each.pearson:.4f} | "
-            f"{each.spread:.2f} | {each.sample:.0f} | {each.reward_first:.2f} | {each.reward_best:.2f} | "
-            f"{each.reward_last:.2f} | {each.alarms} |"
-        )
-    return "\n".join(lines)
+    columns = ["logits", "precision", "seed", "steps", "k3", "Pearson", "spread of log-weights", "effective responses"]
+    columns += ["reward, first", "best", "last", "alarms, by step"]
+    rows = [
+        [
+            *(str(each.dose), each.precision, each.seed, str(each.steps), f"{each.k3:.1e}", f"{each.pearson:.4f}"),
+            *(f"{each.spread:.2f}", f"{each.sample:.0f}", f"{each.reward_first:.2f}", f"{each.reward_best:.2f}"),
+            *(f"{each.reward_last:.2f}", each.alarms),
+        ]
+        for each in sorted(outcomes, key=lambda each: (each.dose, each.precision, each.seed))
+    ]
+    return "\n".join(markdown_table(columns, rows))
 
 
 def draw(outcomes: list[Outcome]) -> Figure:
     """Return the rewards over steps, and the curve: a point for each run, a line through the means of the doses."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     over_steps, curve = figure.subplots(1, 2, sharey=True)
     largest = max(each.dose for each in outcomes) or 1
-    for precision, colour in COLOURS.items():
+    for precision, colour in zip(("bf16", "fp16"), COLOURS, strict=False):
         own = [each for each in outcomes if each.precision == precision]
         for each in own:  # the larger the dose, the stronger the line
             steps = range(WINDOW, WINDOW + len(each.rewards))
@@ -86,8 +88,9 @@ def draw(outcomes: list[Outcome]) -> Figure:
         k3 = [statistics.fmean(each.k3 for each in same) for same in doses]
         reward = [statistics.fmean(each.reward_last for each in same) for same in doses]
         curve.plot(k3, reward, color=colour, label=precision.upper())
-    over_steps.set(xlabel="training step", ylabel=f"reward, mean of {WINDOW} steps")
-    curve.set(xscale="log", xlabel="k3 of the first steps, nats per token", ylim=(0, 1))
+    style(over_steps, "training step", f"reward, mean of {WINDOW} steps")
+    style(curve, "k3 of the first steps, nats per token")
+    curve.set(xscale="log", ylim=(0, 1))
     curve.legend()
     return figure
 

@@ -12,8 +12,9 @@ from verl_precision.cli import app
 from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD
 from verl_precision.tools.runs.expected import expected_of, read_expected
-from verl_precision.tools.runs.figures import EXPECTED, PANELS, draw
+from verl_precision.tools.runs.figures import PANELS, draw
 from verl_precision.tools.runs.read import Run
+from verl_precision.tools.show.figures import GREY
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 FILES = sorted(RECIPES.glob("*/expected.csv"))
@@ -51,7 +52,7 @@ def test_they_are_drawn_beside_the_reward_only():
     chosen = [panel for panel in PANELS if panel.name in ("reward", "k3")]
     figure = draw(chosen, [RUN], expected=read_expected(RECIPES / "lora" / "expected.csv", "grpo_token_tis"))
     reward, k3 = ([to_hex(line.get_color()) for line in axes.get_lines()] for axes in figure.axes)
-    assert (reward.count(EXPECTED), k3.count(EXPECTED)) == (2, 0)
+    assert (reward.count(GREY), k3.count(GREY)) == (2, 0)
     assert {"mine", "paper: bf16", "paper: fp16"} <= {text.get_text() for text in figure.legends[0].get_texts()}
 
 

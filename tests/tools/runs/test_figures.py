@@ -7,10 +7,11 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
-from verl_precision.tools.runs.figures import COLOURS, COMPARED, draw, draw_comparison, parts_of
+from verl_precision.tools.runs.figures import COMPARED, draw, draw_comparison, parts_of
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.panels import PANELS, REWARD
 from verl_precision.tools.runs.read import Run
+from verl_precision.tools.show.figures import COLOURS
 
 K3 = next(panel for panel in PANELS if panel.name == "k3")
 

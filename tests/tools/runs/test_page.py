@@ -14,9 +14,11 @@ from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.remedies import ADVICE
-from verl_precision.tools.runs.figures import COLOURS, PANELS, draw, write_comparison
-from verl_precision.tools.runs.page import number_text, page
+from verl_precision.tools.runs.figures import PANELS, draw, write_comparison
+from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, read_runs
+from verl_precision.tools.show.figures import COLOURS
+from verl_precision.tools.show.tables import number_text
 
 PANEL = {panel.name: panel for panel in PANELS}
 

@@ -21,6 +21,7 @@ from verl_precision.tools.jobs.journal import open_journal
 from verl_precision.tools.jobs.problems import DataSet, read_data_set
 from verl_precision.tools.jobs.reward import Reward, load_reward
 from verl_precision.tools.jobs.work import complete, start_engine
+from verl_precision.tools.show.tables import write_json
 
 OUTPUTS = ("table.md", "summary.json")
 
@@ -87,7 +88,7 @@ def evaluate(
     changes = differences(found)
     table = markdown(evaluation, found, changes, left_out, installed_versions())
     write_file(folder / "table.md", table, replace=True)
-    write_file(folder / "summary.json", summary(found, changes, sets, left_out, settings, sys.argv), replace=True)
+    write_json(folder / "summary.json", summary(found, changes, sets, left_out, settings, sys.argv))
     console.print(Markdown(table))
     console.print(f"wrote {' and '.join(OUTPUTS)} to {folder}", highlight=False, soft_wrap=True)
     return found

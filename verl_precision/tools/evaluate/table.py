@@ -1,12 +1,12 @@
 """The result as Markdown, which is shown too, and as JSON."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_precision.tools.evaluate.accuracy import Accuracy, Difference
 from verl_precision.tools.evaluate.settings import Evaluation
+from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 
 def markdown(
@@ -20,21 +20,19 @@ def markdown(
     places = list(dict.fromkeys((each.data, each.context) for each in found))
     by_place = {(each.data, each.context, each.dtype): _percent(each.average, each.error) for each in found}
     k = evaluation.responses
-    lines = [
-        "# Accuracy",
-        "",
+    about = (
         f"{evaluation.model}; {k} responses to each problem, temperature {evaluation.temperature:g}, top_p "
-        f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}.",
-        ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
-        "",
+        f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}."
+    )
+    lines = [
         f"avg@{k} in percent, ± its standard error over problems:",
         "",
-        *_table(
+        *markdown_table(
             ["dtype", *(f"{data} ({context})" for data, context in places)],
             [[dtype, *(by_place[data, context, dtype] for data, context in places)] for dtype in evaluation.dtypes],
         ),
         "",
-        *_table(
+        *markdown_table(
             ["data", "context", "dtype", f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems"],
             [
                 [
@@ -52,17 +50,18 @@ def markdown(
             [each.data, str(each.context), f"{each.dtype} - {each.reference}", _percent(each.average, each.error, "+")]
             for each in changes
         ]
-        lines += ["", "The same checkpoint in two dtypes, problem by problem, in points:", "", *_table(header, rows)]
+        lines += [
+            "",
+            "The same checkpoint in two dtypes, problem by problem, in points:",
+            "",
+            *markdown_table(header, rows),
+        ]
     lines += [
         f"\nLeft out of {name}, because the reward cannot read the answer: {count} problems."
         for name, count in left_out.items()
         if count
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
+    return markdown_page("Accuracy", about, versions, lines)
 
 
 def _percent(share: float, error: float = math.nan, sign: str = "") -> str:
@@ -76,13 +75,13 @@ def summary(
     left_out: Mapping[str, int],
     settings: Mapping[str, Any],
     command: Sequence[str],
-) -> str:
-    """Return everything measured as JSON, the share of correct responses to each problem included."""
-    content = {
+) -> dict[str, Any]:
+    """Return everything measured for JSON, the share of correct responses to each problem included."""
+    return {
         "results": [
             {
                 **{"data": each.data, "context": each.context, "dtype": each.dtype, "average": each.average},
-                **{"standard_error": _number(each.error), "pass": each.passed, "truncated": each.truncated},
+                **{"standard_error": finite(each.error), "pass": each.passed, "truncated": each.truncated},
                 "mean_tokens": each.mean_tokens,
                 "problems": dict(zip(problems[each.data], each.shares_P.tolist(), strict=True)),
             }
@@ -91,7 +90,7 @@ def summary(
         "differences": [
             {
                 **{"data": each.data, "context": each.context, "dtype": each.dtype, "reference": each.reference},
-                **{"average": each.average, "standard_error": _number(each.error)},
+                **{"average": each.average, "standard_error": finite(each.error)},
             }
             for each in changes
         ],
@@ -99,8 +98,3 @@ def summary(
         "settings": settings,
         "command": command,
     }
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -25,13 +25,13 @@ _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _EXCEPTION = re.compile(
     r"^(?!.*RayTaskError: \S*ray::)(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Fault)(?::\s+|$)"
 )
-_OURS = re.compile(r"^verl_precision(?:: |\.errors\.)")
+_OURS = re.compile(r"^verl_precision(?:: |\.(?:base\.)?errors\.)")
 # How a system ends a process, in the words of the shell, Ray, vLLM, torch and Python.
 _DEATH = re.compile(
     r"SIGBUS|SIGSEGV|SIGILL|SIGKILL|SIGABRT|Bus error|Segmentation fault|Illegal instruction|Killed$|died unexpectedly|"
     r"OutOfMemory|Out of memory|low on memory|memory pressure|No space left on device|Fatal Python error"
 )
-# What is said of an error by those who only heard of it; never the cause while there is anything else.
+# Secondary errors from other processes; never chosen as the cause if any primary error was logged.
 _ECHO = re.compile(
     r"RayTaskError|EngineDeadError|ActorDiedError|CancelledError|KeyboardInterrupt|SystemExit|"
     r"Call to \w+ method failed|Worker failed with error|no materializable trajectories|Engine core \w+ failed"

@@ -3,12 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
@@ -19,30 +16,19 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, points_of
 from verl_precision.tools.runs.read import Run
+from verl_precision.tools.show.figures import COLOURS, GREY, new_figure, style, write_png
 
-# Colours of the runs, in order. Each stands out from a white ground, and from its neighbours for the colour-blind.
-COLOURS = ("#2563c9", "#d9622b", "#2a8f62", "#8a4fc2", "#b8860b", "#c2417f", "#1a8fa3", "#6b7079")
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
-EXPECTED = "#8a9099"
-# Points are marked in short series only.
-MARKED = 60
-
-
+MARKED = 60  # points of the longest series in which each has a mark
 # Panels of a comparison; one with several columns, where each has the room of one panel, leaves the gap out.
 COMPARED, COMPARED_IN_COLUMNS = ("reward", "gap", "k3"), ("reward", "k3")
 COLUMNS = 4  # beside each other
+_WIDTH, _HEIGHT = 4.6, 3.4  # of a panel, in inches
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A panel, drawn for some runs.
-
-    Attributes:
-        panel: What is drawn.
-        runs: The runs.
-        title: Title above the plot.
-        expected: Curves of the reward that are not runs.
-    """
+    """A panel, drawn for some runs; `expected` are curves of the reward that are not runs."""
 
     panel: Panel
     runs: Sequence[Run]
@@ -54,9 +40,7 @@ def write_comparison(
     path: Path, runs: list[Run], title: str, expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED
 ) -> None:
     """Write reward and mismatch over steps as one PNG; see `draw_comparison`."""
-    figure = draw_comparison(runs, expected, panels)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    write_png(path, draw_comparison(runs, expected, panels), title)
 
 
 def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED) -> Figure:
@@ -82,8 +66,7 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
     else:
         chosen = [of_name[name] for name in panels if _is_measured(of_name[name], runs)]
         parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
-    size = 4.6 * max(len(row) for part in parts for row in part), 3.4 * sum(map(len, parts))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
     places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
     for place, part in zip(places, parts, strict=True):
         _draw_plots(place, part, {})
@@ -123,19 +106,6 @@ def _align(axes: Sequence[Axes]) -> None:
             each.set_ylim(min(lows), max(highs))
 
 
-def svg(panel: Panel, runs: list[Run], alarms: Mapping[str, Sequence[Alarm]], expected: Sequence[Run] = ()) -> bytes:
-    """Return a panel as an SVG document; the same runs give the same bytes."""
-    return svg_of(draw([panel], runs, alarms, expected), panel.name)
-
-
-def svg_of(figure: Figure, name: str) -> bytes:
-    """Return a figure as SVG: its text is text, and the same figure gives the same bytes."""
-    out = BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
-
-
 def draw(
     panels: Sequence[Panel],
     runs: list[Run],
@@ -158,7 +128,7 @@ def draw(
     Raises:
         ConfigurationError: If there are more curves than colours.
     """
-    figure = Figure(figsize=(4.6 * len(panels), 3.4), layout="constrained")
+    figure = new_figure(_WIDTH * len(panels), _HEIGHT)
     _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
     return figure
 
@@ -187,12 +157,8 @@ def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapp
         _draw_alarms(axes, plot, colours, alarms)
         legend |= _draw_curves(axes, plot, colours)
         legend |= _draw_expected(axes, plot.expected) if panel is REWARD else {}
-        axes.set_title(plot.title, pad=12)  # leaves room for the mark of an alarm
-        axes.set(xlabel=panel.axis, ylabel=panel.unit)
+        style(axes, panel.axis, panel.unit, plot.title)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axes.grid(color="#e4e5e7", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
 
 
@@ -200,31 +166,32 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
     """Draw every curve; return what the legend says of runs and, where there are several, of curves."""
     panel = plot.panel
     series = [
-        (name, label, style, values)
+        (name, label, dashes, values)
         for name in dict.fromkeys(run.curve for run in plot.runs)
-        for (label, metric), style in zip(panel.metrics.items(), STYLES, strict=False)
+        for (label, metric), dashes in zip(panel.metrics.items(), STYLES, strict=False)
         if (values := _values([run for run in plot.runs if run.curve == name], metric))
     ]
     log = bool(panel.log) and any(each > 0 for *_, values in series for seeds in values.values() for each in seeds)
 
-    def shown(value: float) -> bool:
-        return math.isfinite(value) and (value > 0 or not log)
+    def shown(value: float) -> float:
+        return value if math.isfinite(value) and (value > 0 or not log) else math.nan
 
-    for name, _, style, values in series:
-        colour, steps = colours[name], list(values)
-        means = [fmean(seeds) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
-        look: dict[str, Any] = {"linewidth": 1.6, "markersize": 2.8, "marker": "o" if len(steps) <= MARKED else ""}
-        means = [mean if shown(mean) else math.nan for mean in means]
-        axes.plot(steps, means, color=colour, linestyle=style, **look)
+    for name, _, dashes, values in series:
+        steps, marker = list(values), "o" if len(values) <= MARKED else ""
+        means = [shown(fmean(seeds)) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
+        axes.plot(steps, means, color=colours[name], linestyle=dashes, linewidth=1.6, marker=marker, markersize=2.8)
         if max(map(len, values.values())) > 1:
-            drawn = [[value for value in seeds if shown(value)] or [math.nan] for seeds in values.values()]
-            axes.fill_between(steps, list(map(min, drawn)), list(map(max, drawn)), color=colour, alpha=0.2, linewidth=0)
+            drawn = [
+                [one for one in map(shown, seeds) if not math.isnan(one)] or [math.nan] for seeds in values.values()
+            ]
+            lows, highs = [min(seeds) for seeds in drawn], [max(seeds) for seeds in drawn]
+            axes.fill_between(steps, lows, highs, color=colours[name], alpha=0.2, linewidth=0)
     if log:
         axes.set_yscale("log", base=panel.log)
     elif axes.dataLim.y0 == 0:  # counts and fractions stand on the axis
         axes.set_ylim(0, None if axes.dataLim.y1 > 0 else 1)
     of_runs = {name: Line2D([], [], color=colours[name], linewidth=3) for name, *_ in series}
-    of_curves = {label: Line2D([], [], color="black", linestyle=style) for _, label, style, _ in series}
+    of_curves = {label: Line2D([], [], color="black", linestyle=dashes) for _, label, dashes, _ in series}
     return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
 
 
@@ -239,9 +206,9 @@ def _values(runs: Sequence[Run], metric: str) -> dict[int, list[float]]:
 
 def _draw_expected(axes: Axes, expected: Sequence[Run]) -> dict[str, Line2D]:
     found = {}
-    for run, style in zip(expected, STYLES[1:], strict=False):
+    for run, dashes in zip(expected, STYLES[1:], strict=False):
         steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
-        found[run.name] = axes.plot(steps, rewards, color=EXPECTED, linestyle=style, linewidth=1.4, zorder=1)[0]
+        found[run.name] = axes.plot(steps, rewards, color=GREY, linestyle=dashes, linewidth=1.4, zorder=1)[0]
     return found
 
 

@@ -1,26 +1,22 @@
 """The report: one HTML file with curves, alarms and tables; it loads nothing, and works without a network."""
 
 import math
-from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from verl_precision import __version__
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
-from verl_precision.tools.runs.figures import colours_of, svg
+from verl_precision.tools.runs.figures import colours_of, draw
 from verl_precision.tools.runs.panels import PANELS, Panel, points_of
 from verl_precision.tools.runs.read import Run
+from verl_precision.tools.show.figures import image
+from verl_precision.tools.show.pages import mark_of, render
 
 # By this line an earlier report is known, which may be written over.
-MARK = '<meta name="generator" content="verl-precision report">'
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+MARK = mark_of("report")
 
 
 def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Sequence[Run] = ()) -> str:
@@ -46,13 +42,9 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
             allowed="metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)",
             remedy="Name the run's own metrics file.",
         )
-    environment = Environment(
-        loader=PackageLoader("verl_precision.tools.runs", ""), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters["number"] = number_text
-    return environment.get_template("page.html").render(
-        mark=Markup(MARK),
-        version=__version__,
+    return render(
+        "runs/page.html",
+        "report",
         runs=runs,
         expected=expected,
         colours=colours_of(runs),
@@ -63,7 +55,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
         panels=[
             {
                 "panel": panel,
-                "image": b64encode(svg(panel, runs, alarms, expected)).decode(),
+                "image": image(draw([panel], runs, alarms, expected), panel.name),
                 "curves": curves,
                 "steps": sorted({step for curve in curves for step in curve["points"]}),
             }
@@ -92,17 +84,6 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
 def _refused(path: Path, problem: str, allowed: str, remedy: str) -> ConfigurationError:
     problem += "; nothing was written"
     return ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
-
-
-def number_text(value: float) -> str:
-    """Return a number as people read it: 6.3·10⁻⁷, 65536, 0.25, NaN."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    mantissa, _, exponent = f"{value:.{6 if abs(value) >= 1e4 else 4}g}".partition("e")
-    if not exponent:
-        return mantissa
-    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
-    return power if mantissa == "1" else f"{mantissa}·{power}"
 
 
 def _measured(panel: Panel, runs: list[Run]) -> Iterator[dict[str, Any]]:

@@ -1,17 +1,16 @@
 """What a run leaves: the rows kept, a summary, and the histogram of accuracies."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
-from verl_precision.base.files import new_file, write_file
 from verl_precision.tools.jobs.problems import DataSet
 from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.window import Verdict
+from verl_precision.tools.show.tables import terminal_table, write_json
 
 BINS = 10
 _BAR_WIDTH = 40  # characters of the longest bar
@@ -78,10 +77,7 @@ def table(summary: Summary) -> Table:
         "left out: prompt too long": summary.overlong,
     }
     rows |= {f"[yellow]{reason}[/]": str(count) for reason, count in left_out.items() if count}
-    shown = Table("sanity set", Column(justify="right"))
-    for name, value in rows.items():
-        shown.add_row(name, value)
-    return shown
+    return terminal_table(["sanity set", ""], list(rows.items()), framed=True)
 
 
 def histogram_text(histogram: list[int]) -> str:
@@ -99,21 +95,19 @@ def write_summary(path: Path, summary: Summary, schedule: Schedule, settings: Ma
         name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
         for name, tally in schedule.tallies.items()
     }
-    content = {"summary": asdict(summary), "settings": settings, "problems": problems}
-    write_file(path, json.dumps(content, indent=1) + "\n", replace=True)
+    write_json(path, {"summary": asdict(summary), "settings": settings, "problems": problems})
 
 
 def write_figure(path: Path, schedule: Schedule, title: str) -> None:
     """Write the histogram of accuracies as PNG, the window shaded."""
-    from matplotlib.figure import Figure
+    from verl_precision.tools.show.figures import new_figure, style, write_png
 
     begun = [tally for tally in schedule.tallies.values() if tally.drawn]
     most = max((tally.drawn for tally in begun), default=0)
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    figure = new_figure(5.2, 3.4)
     axis = figure.subplots()
     axis.axvspan(float(schedule.window.low), float(schedule.window.high), alpha=0.15, label="kept")
     axis.hist([tally.correct_count / tally.drawn for tally in begun], bins=2 * BINS, range=(0, 1))
-    axis.set(xlabel=f"accuracy over the responses drawn (up to {most})", ylabel="problems", title=title)
+    style(axis, f"accuracy over the responses drawn (up to {most})", "problems")
     axis.legend(frameon=False)
-    with new_file(path, replace=True) as scratch:
-        figure.savefig(scratch, dpi=150)
+    write_png(path, figure, title)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import lora_rank
@@ -17,6 +16,7 @@ from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded
 from verl_precision.tools.gap.explain.settings import explanation_of
 from verl_precision.tools.gap.explain.variants import path
 from verl_precision.tools.runs.read import Run, read_runs
+from verl_precision.tools.show.tables import terminal_table
 
 
 def read_run(source: Path) -> tuple[Run, DictConfig | None]:
@@ -50,12 +50,10 @@ def show_recorded(source: Path, console: Console) -> None:
     faults = [one for one in found if one.fault]
     named = "; ".join(f"{one.cause}: {CAUSES[one.cause].title}" for one in faults)
     console.print(f"Something is wrong. {named}." if faults else "Nothing that is recorded is wrong.", soft_wrap=True)
-    table = Table("cause", "recorded", "", box=None, header_style="bold")
-    for one in found:
-        words = {True: "FAULT", False: "right", None: "a cost"}[one.fault]
-        table.add_row(one.cause, one.seen, words, style="red" if one.fault else None)
+    words = {True: "FAULT", False: "right", None: "a cost"}
+    rows = [(one.cause, one.seen, words[one.fault]) for one in found]
     if found:
-        console.print(table)
+        console.print(terminal_table(("cause", "recorded", ""), rows, words=3, red=range(len(faults))))
     if alarms := first_alarms(run.rows):
         rung = ", ".join(f"{name} at step {step}" for name, step in alarms.items())
         console.print(f"Alarms: {rung}. What they mean: verl-precision report {run.path}", soft_wrap=True)

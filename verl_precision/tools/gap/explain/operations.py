@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_precision.base.files import write_file
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import model_location
 from verl_precision.tools.gap.explain.attribution import allot
 from verl_precision.tools.gap.explain.error_injection import added
 from verl_precision.tools.gap.explain.operation_error import KINDS, own_errors, whole_head
+from verl_precision.tools.show.tables import write_json
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose layers have been compared
 
@@ -140,8 +140,7 @@ class OperationComparer:
             return []
         request = self._asked.pop(0)
         record = torch.load(request.problem, map_location=self._model.device)
-        result = asdict(compare(self._model, record))
-        write_file(Path(request.record_to), json.dumps(result, indent=1) + "\n", replace=True)
+        write_json(Path(request.record_to), asdict(compare(self._model, record)))
         return [Response(request.problem, request.response, 0)]
 
 

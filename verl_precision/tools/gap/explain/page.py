@@ -1,29 +1,25 @@
 """What was found, in words: a table for the terminal, JSON, and one HTML page with a waterfall of the parts."""
 
-import json
 import shlex
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
-from rich.table import Table
 
 from verl_precision.base.files import write_file
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap.explain.judge import FLOOR, Finding, Result
 from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
 from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.runs.figures import svg_of
+from verl_precision.tools.show.figures import COLOURS, RED, image, new_figure, style
+from verl_precision.tools.show.pages import render
+from verl_precision.tools.show.tables import terminal_table, write_json
 
 FILES = ("explanation.json", "explanation.html")
 _COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
-_FAULT, _COST = "#d9622b", "#2563c9"
 
 
 def verdict(job: Explanation, result: Result) -> str:
@@ -75,10 +71,8 @@ def operations_text(station: str, found: Operations) -> str:
 def show(job: Explanation, result: Result, console: Console) -> None:
     """Print verdict, table and remedies."""
     console.print(verdict(job, result), soft_wrap=True, highlight=False)
-    table = Table(*_COLUMNS, box=None, header_style="bold")
-    for row in rows(result):
-        table.add_row(*row, style="red" if row[-1] else None)
-    console.print(table)
+    faults = {number for number, finding in enumerate(result.findings) if finding.fault}
+    console.print(terminal_table(_COLUMNS, rows(result), words=2, red=faults))
     for station, found in result.operations.items():
         console.print(operations_text(station, found), soft_wrap=True, highlight=False)
     for each in advice(result):
@@ -106,22 +100,21 @@ def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]
         "versions": installed_versions(),
         "command": shlex.join(command),
     }
-    write_file(folder / "explanation.json", json.dumps(content, indent=2) + "\n", replace=True)
-    environment = Environment(
-        loader=PackageLoader("verl_precision.tools.gap.explain", ""), autoescape=True, undefined=StrictUndefined
-    )
-    page = environment.get_template("page.html").render(
+    write_json(folder / "explanation.json", content)
+    page = render(
+        "gap/explain/page.html",
+        "explain",
         content=content,
         model=job.model,
         columns=_COLUMNS,
         rows=rows(result),
         advice=advice(result),
         operations=[
-            (name, found, operations_text(name, found), b64encode(_by_layer(found)).decode())
+            (name, found, operations_text(name, found), _by_layer(found))
             for name, found in result.operations.items()
             if found.operations
         ],
-        waterfall=b64encode(_waterfall(result)).decode(),
+        waterfall=_waterfall(result),
     )
     write_file(folder / "explanation.html", page, replace=True)
 
@@ -144,41 +137,39 @@ def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
     }
 
 
-def _waterfall(result: Result) -> bytes:
-    """Draw the parts of the k3 from the rollout to the trainer, as SVG: each bar begins where the one before ends."""
+def _waterfall(result: Result) -> str:
+    """Draw the parts of the k3 from the rollout to the trainer: each bar begins where the one before ends."""
     faults = {each.station.name for each in result.findings if each.fault}
     parts, start = result.allotment.parts, 0.0
-    figure = Figure(figsize=(9, 0.42 * len(parts) + 1.6), layout="constrained")
+    figure = new_figure(9, 0.42 * len(parts) + 1.6)
     axis = figure.subplots()
     for row, (station, part) in enumerate(zip(result.stations[1:], parts, strict=True)):
-        axis.barh(row, part.k3, left=start, color=_FAULT if station.name in faults else _COST)
+        axis.barh(row, part.k3, left=start, color=COLOURS[station.name in faults])
         axis.text(max(start, start + part.k3), row, f" {result.allotment.share(part):.0%}", va="center")
         start += part.k3
-    axis.barh(len(parts), result.allotment.k3, color="#6b7079")
+    axis.barh(len(parts), result.allotment.k3, color=COLOURS[-1])
     axis.set_yticks(range(len(parts) + 1), [station.cause for station in result.stations[1:]] + ["the whole gap"])
     axis.invert_yaxis()
     axis.margins(x=0.12)
-    axis.set_xlabel("k3 (nats a token)")
-    axis.spines[["top", "right"]].set_visible(False)
-    return svg_of(figure, "waterfall")
+    style(axis, "k3 (nats a token)", grid=False)
+    return image(figure, "waterfall")
 
 
-def _by_layer(found: Operations) -> bytes:
-    """Draw the relative error of each kind of operation over the layers, as SVG; what has no layer is a dashed line."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+def _by_layer(found: Operations) -> str:
+    """Draw the relative error of each kind of operation over the layers; what has no layer is a dashed line."""
+    figure = new_figure(9, 4.2)
     axis = figure.subplots()
     for number, one in enumerate(found.operations):
-        style: dict[str, Any] = {"label": one.kind, "color": f"C{number % 10}"}
+        look: dict[str, Any] = {"label": one.kind, "color": f"C{number % 10}"}
         if one.layer is None:
-            axis.axhline(one.errors[0], linestyle="--", linewidth=0.8, **style)
+            axis.axhline(one.errors[0], linestyle="--", linewidth=0.8, **look)
         else:
             first = max(0, one.layer - one.errors.index(one.error))
-            axis.plot(range(first, first + len(one.errors)), one.errors, marker=("o", "s")[number // 10], **style)
-    axis.axhline(found.bound, color="#b3261e", linewidth=1, linestyle=":", label="largest by rounding")
-    axis.set(xlabel="layer", ylabel="relative error of the operation")
+            axis.plot(range(first, first + len(one.errors)), one.errors, marker=("o", "s")[number // 10], **look)
+    axis.axhline(found.bound, color=RED, linewidth=1, linestyle=":", label="largest by rounding")
+    style(axis, "layer", "relative error of the operation")
     axis.set_yscale("symlog", linthresh=found.bound / 1e3)
     axis.set_ylim(bottom=0)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    axis.spines[["top", "right"]].set_visible(False)
-    return svg_of(figure, "operations")
+    return image(figure, "operations")

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from verl_precision.base.files import new_file
 from verl_precision.tools.gap.pairs.measure import Pair
 from verl_precision.tools.gap.pairs.table import ranked
+from verl_precision.tools.show.figures import COLOURS, new_figure, style, write_png
 
 _TOKENS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
 _RESPONSES: dict[str, Any] = {**_TOKENS, "s": 9, "alpha": 0.5}
@@ -55,9 +55,7 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
         "grid.png": _grid(pairs),
     }
     for name, figure in figures.items():
-        figure.suptitle(title)
-        with new_file(folder / name, replace=True) as scratch:
-            figure.savefig(scratch, dpi=130)
+        write_png(folder / name, figure, title)
     return list(figures)
 
 
@@ -72,13 +70,12 @@ def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes,
     `draw(axis, pair, colour)` returns a note for the panel's corner.
     """
     rollouts, trains = _dtypes(pairs)
-    figure = Figure(figsize=(3.1 * len(trains) + 0.6, 2.7 * len(rollouts) + 0.7), layout="constrained")
+    figure = new_figure(3.1 * len(trains) + 0.6, 2.7 * len(rollouts) + 0.7)
     axes = figure.subplots(len(rollouts), len(trains), sharex=True, sharey=True, squeeze=False)
     for axis, pair in zip(axes.flat, pairs, strict=True):
-        note = draw(axis, pair, "tab:blue" if pair.rollout == pair.train else "tab:orange")
+        note = draw(axis, pair, COLOURS[pair.rollout != pair.train])
         axis.text(0.04, 0.96, note, transform=axis.transAxes, va="top", fontsize=9, bbox=_BOX)
-        axis.grid(alpha=0.25)
-        axis.set_title(f"rollout {pair.rollout.upper()}, train {pair.train.upper()}", fontsize=10)
+        style(axis, title=f"rollout {pair.rollout.upper()}, train {pair.train.upper()}")
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)
     return figure
@@ -88,14 +85,14 @@ def _grid(pairs: list[Pair]) -> Figure:
     """Draw k3 and rank of each pair as a heat map; k3 may be exactly 0 where both engines agree."""
     (rollouts, trains), ranking = _dtypes(pairs), ranked(pairs)
     exponents = np.array([math.log10(pair.k3) if pair.k3 > 0 else math.nan for pair in pairs])
-    figure = Figure(figsize=(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.6), layout="constrained")
+    figure = new_figure(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.6)
     axis = figure.subplots()
     colours = exponents.reshape(len(rollouts), len(trains))
     image = axis.imshow(colours, cmap="YlOrRd", alpha=0.6, aspect="auto")  # pale, so that black text is readable
     for index, pair in enumerate(pairs):
         row, column = divmod(index, len(trains))
         axis.text(column, row, f"{pair.k3:.1e}\nrank {ranking.index(pair) + 1}", ha="center", va="center")
-    axis.set(xlabel="train dtype", ylabel="rollout dtype", title="k3 KL per token (nats)")
+    style(axis, "train dtype", "rollout dtype", "k3 KL per token (nats)", grid=False)
     axis.set_xticks(range(len(trains)), [dtype.upper() for dtype in trains])
     axis.set_yticks(range(len(rollouts)), [dtype.upper() for dtype in rollouts])
     figure.colorbar(image, label="log10 k3")

@@ -21,6 +21,7 @@ from verl_precision.tools.gap.pairs.table import markdown, summary
 from verl_precision.tools.jobs.journal import open_journal
 from verl_precision.tools.jobs.store import Series, Store
 from verl_precision.tools.jobs.work import complete, start_engine
+from verl_precision.tools.show.tables import write_json
 
 
 def measure_mismatch(
@@ -79,7 +80,7 @@ def measure_mismatch(
 def _write(folder: Path, pairs: list[Pair], job: MismatchJob, prompts: int, console: Console) -> None:
     table = markdown(pairs, job, installed_versions(), prompts)
     write_file(folder / "table.md", table, replace=True)
-    write_file(folder / "summary.json", summary(pairs, job, installed_versions(), prompts, sys.argv), replace=True)
+    write_json(folder / "summary.json", summary(pairs, job, installed_versions(), prompts, sys.argv))
     figures = write_figures(folder, pairs, title=Path(job.model).name)
     console.print(Markdown(table))
     names = ", ".join(["table.md", "summary.json", *figures])

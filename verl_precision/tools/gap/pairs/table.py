@@ -1,11 +1,12 @@
 """The result as Markdown, which is shown too, and as JSON. Rank 1 has the smallest mismatch."""
 
-import json
 import math
 from dataclasses import asdict
+from typing import Any
 
 from verl_precision.tools.gap.pairs.measure import Pair
 from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 _COLUMNS = (
     ("mean abs gap", "log_prob_gap_abs_mean", ".2e"),
@@ -42,35 +43,26 @@ def _text(value: float, form: str) -> str:
 
 def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:
     """Return the table with what is needed to make it again; `prompts` is their number."""
-    header, rows = cells(pairs)
-    lines = [
-        "# Training-inference mismatch, offline",
-        "",
+    about = (
         f"{settings.model}; {prompts} prompts ({settings.prompts}), {settings.responses} responses each of up to "
-        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}.",
-        ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
-        "",
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-        "Per token, in nats; ± is the standard error over responses.",
-    ]
-    return "\n".join(lines) + "\n"
+        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}."
+    )
+    lines = [*markdown_table(*cells(pairs)), "", "Per token, in nats; ± is the standard error over responses."]
+    return markdown_page("Training-inference mismatch, offline", about, versions, lines)
 
 
 def summary(
     pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int, command: list[str]
-) -> str:
-    """Return everything measured as JSON, with the pairs ranked; `prompts` is their number."""
-    content = {
+) -> dict[str, Any]:
+    """Return everything measured for JSON, with the pairs ranked; `prompts` is their number."""
+    return {
         "pairs": [
             {
                 "rollout": pair.rollout,
                 "train": pair.train,
                 "empty_responses": pair.empty_responses,
-                "k3_kl_standard_error": None if math.isnan(pair.k3_error) else pair.k3_error,
-                **{key: value if math.isfinite(value) else None for key, value in pair.metrics.items()},
+                "k3_kl_standard_error": finite(pair.k3_error),
+                **{key: finite(value) for key, value in pair.metrics.items()},
             }
             for pair in ranked(pairs)
         ],
@@ -79,4 +71,3 @@ def summary(
         "versions": versions,
         "command": command,
     }
-    return json.dumps(content, indent=2) + "\n"

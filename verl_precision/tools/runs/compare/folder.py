@@ -16,9 +16,9 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import write_file
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.grid import arm_names, run_name
+from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY = "comparison.json", "summary.json"
 
@@ -69,7 +69,7 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
         raise ConfigurationError(
             f"{path.parent} exists, and nothing is overwritten", remedy="Wait a second, or give another --output."
         )
-    write_file(path, json.dumps(command, indent=2) + "\n")
+    write_json(path, command, replace=False)
     with path.open() as file:
         _locked(file)
         yield path.parent

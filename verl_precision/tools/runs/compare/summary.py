@@ -1,6 +1,5 @@
 """A comparison in a few numbers: a summary of each run, its verdict on a pass bar, and the table of all runs."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,9 +9,9 @@ from statistics import fmean, median
 from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import write_file
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
 from verl_precision.tools.runs.read import Rows
+from verl_precision.tools.show.tables import terminal_table, write_json
 
 REWARD = "critic/score/mean"
 LENGTH = "response_length/mean"
@@ -177,14 +176,9 @@ def write_summary(
     verdicts: dict[str, Verdict] | None = None,
 ) -> None:
     """Write everything the table shows, and how it came about, as JSON; with a pass bar also its verdicts."""
-    content = {
-        "runs": [asdict(summary) for summary in summaries],
-        "ratios": ratios(summaries),
-        "command": command,
-        "versions": versions,
-        **({"pass_bar": verdicts} if verdicts else {}),
-    }
-    write_file(path, json.dumps(content, indent=2) + "\n", replace=True)
+    content = {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries)}
+    judged = {"pass_bar": verdicts} if verdicts else {}
+    write_json(path, {**content, "command": command, "versions": versions, **judged})
 
 
 _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
@@ -205,19 +199,18 @@ def table(summaries: list[Summary]) -> Table:
     """
     seeds = any(summary.seed is not None for summary in summaries)
     head = "precision" if all(summary.arm == summary.precision for summary in summaries) else "arm"
-    result = Table(title="Training-inference mismatch (mean over steps)", title_justify="left")
-    for column in (head, *(["seeds"] if seeds else []), *_CELLS):
-        result.add_column(column, justify="left" if column == head else "right", no_wrap=True)
+    rows = []
     for arm, runs in by_arm(summaries).items():
         cells = [_cell([value(run) for run in runs], text) for value, text in _CELLS.values()]
         if len(runs) == 1:
             cells[1] = f"{runs[0].reward_first:.3g} -> {cells[1]}"
         name = arm if len(runs) == 1 else f"{arm}\n  min\n  max"
-        result.add_row(name, *([str(len(runs))] if seeds else []), *cells)
+        rows.append([name, *([str(len(runs))] if seeds else []), *cells])
     before = ("", "", "") if seeds else ("", "")
     for name, ratio in ratios(summaries).items():
-        result.add_row(f"ratio {name}", *before, f"{ratio['log_prob_gap']:.1f}x", f"{ratio['k3_kl']:.1f}x", "", "")
-    return result
+        rows.append([f"ratio {name}", *before, f"{ratio['log_prob_gap']:.1f}x", f"{ratio['k3_kl']:.1f}x", "", ""])
+    columns = [head, *(["seeds"] if seeds else []), *_CELLS]
+    return terminal_table(columns, rows, framed=True, title="Training-inference mismatch (mean over steps)")
 
 
 def _cell(values: list[float], text: str) -> str:

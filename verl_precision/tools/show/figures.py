@@ -1,0 +1,45 @@
+"""Figures of one look: as PNG files, and as images of a page."""
+
+from base64 import b64encode
+from io import BytesIO
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from verl_precision.base.files import new_file
+
+# Each stands out from a white ground, and from its neighbours for the colour-blind.
+COLOURS = ("#2563c9", "#d9622b", "#2a8f62", "#8a4fc2", "#b8860b", "#c2417f", "#1a8fa3", "#6b7079")
+GREY, RED = "#8a9099", "#b3261e"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches, whose parts make room for each other."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def style(axes: Axes, x_label: str = "", y_label: str = "", title: str = "", grid: bool = True) -> None:
+    """Give axes their labels and the look of all: a light grid, and a frame at the bottom alone."""
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set_title(title, pad=12)  # leaves room for a mark above the axes
+    if grid:
+        axes.grid(color="#e4e5e7", linewidth=0.7)
+        axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def write_png(path: Path, figure: Figure, title: str) -> None:
+    """Write a figure with a title; a file that exists is replaced."""
+    figure.suptitle(title)
+    with new_file(path, replace=True) as scratch:
+        figure.savefig(scratch, dpi=150)
+
+
+def image(figure: Figure, name: str) -> str:
+    """Return a figure as the source of an image: SVG whose text is text; the same figure gives the same characters."""
+    out = BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()

@@ -1,0 +1,73 @@
+"""Tables on the terminal and in Markdown, JSON files, and numbers as people read them."""
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import HEAVY_HEAD
+from rich.table import Table
+
+from verl_precision.base.files import write_file
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def terminal_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: int = 1,
+    red: Collection[int] = (),
+    framed: bool = False,
+    title: str | None = None,
+) -> Table:
+    """Return a table for a console.
+
+    Args:
+        columns: Titles of the columns.
+        rows: Cells of each row.
+        words: How many columns, from the first on, are words: these stand at the left, numbers at the right.
+        red: Which rows are red, by their number.
+        framed: Whether it has a frame, in which no cell is wrapped.
+        title: Title above it.
+    """
+    box = HEAVY_HEAD if framed else None
+    table = Table(title=title, title_justify="left", box=box, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < words else "right", no_wrap=framed)
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="red" if number in red else None)
+    return table
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def markdown_page(title: str, about: str, versions: Mapping[str, str], lines: Iterable[str]) -> str:
+    """Return a page in Markdown: what was measured, with which versions, then its lines."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return "\n".join([f"# {title}", "", about, f"{packages}.", "", *lines]) + "\n"
+
+
+def write_json(path: Path, content: Mapping[str, Any], replace: bool = True) -> None:
+    """Write JSON that people can read too; a file that exists is replaced, unless it may not be."""
+    write_file(path, json.dumps(content, indent=2) + "\n", replace=replace)
+
+
+def finite(value: float) -> float | None:
+    """Return a number that every reader of JSON knows: None for NaN and the infinities."""
+    return value if math.isfinite(value) else None
+
+
+def number_text(value: float) -> str:
+    """Return a number as people read it: 6.3·10⁻⁷, 65536, 0.25, NaN."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    mantissa, _, exponent = f"{value:.{6 if abs(value) >= 1e4 else 4}g}".partition("e")
+    if not exponent:
+        return mantissa
+    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
+    return power if mantissa == "1" else f"{mantissa}·{power}"
