@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from verl_precision import __version__
 from verl_precision.cli import app
 from verl_precision.tools.runs.page import MARK
-from verl_precision.tools.runs.quiet import only_errors_of_others
+from verl_precision.tools.runs.quiet import silence_third_party
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_check_says_what_is_wrong_and_exits_1(tmp_path):
 def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):
     importlib.import_module("model_hosting_container_standards.logging_config")  # as vLLM's server does: conftest.py
     other = logging.getLogger("other")
-    with only_errors_of_others():
+    with silence_third_party():
         other.warning("hidden")
         other.error("shown")
         warnings.warn("hidden", stacklevel=1)

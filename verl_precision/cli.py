@@ -23,6 +23,7 @@ from typer import Argument, BadParameter, Context, Exit, Option, Typer
 
 from verl_precision import __version__
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, PatchError, VerlPrecisionError
+from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 
 app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=None if sys.stdout.isatty() else 120)
@@ -115,10 +116,10 @@ def check(
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
-    from verl_precision.tools.runs.quiet import only_errors_of_others
+    from verl_precision.tools.runs.quiet import silence_third_party
 
     ok = True
-    with only_errors_of_others():
+    with silence_third_party():
         if model is not None:
             ok = _check_model(model, activations, loss_scale, as_json)
         elif config is not None:
@@ -202,7 +203,7 @@ def selftest(
         list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
     ] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
-    side_by_side: Annotated[
+    parallel: Annotated[
         int | None,
         Option(min=1, help="Runs of part B at a time. Default: as many as memory holds, at most 3 (2 on a CPU)."),
     ] = None,
@@ -225,7 +226,7 @@ def selftest(
         raise BadParameter(f"--device {device}: allowed: cuda, cpu")
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     with after_ctrl_c(f"every process has ended. --output {folder} continues"):
-        outcomes = run_selftest(folder, device, only or [], side_by_side or runs_that_fit(device), console)
+        outcomes = run_selftest(folder, device, only or [], parallel or runs_that_fit(device), console)
     show_summary(outcomes, console)
     console.print(f"Results: {folder}", soft_wrap=True)
     raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
@@ -253,13 +254,13 @@ def compare(
         list[int] | None,
         Option(min=0, help="Run each arm with this seed, for a recipe with the key `seed`. Repeat it for several."),
     ] = None,
-    side_by_side: Annotated[
+    parallel: Annotated[
         int, Option(min=1, help="Runs at a time. Each needs the whole recipe's memory: on a CPU, 8 GiB.")
     ] = 1,
     output: Annotated[Path, Option(help="Results go to the folder <output>/<recipe>/<time>.")] = Path("outputs"),
-    anew: Annotated[bool, Option("--anew", help="Start anew, whatever was interrupted.")] = False,
-    pass_bar: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
-    pass_steps: Annotated[int, Option(help="With --pass-bar: number of last steps of the mean.")] = 4,
+    restart: Annotated[bool, Option("--restart", help="Start anew, whatever was interrupted.")] = False,
+    pass_score: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
+    pass_steps: Annotated[int, Option(help="With --pass-score: number of last steps of the mean.")] = 4,
 ) -> None:
     """Run one recipe in several precisions and show the mismatch of each: one run after the other, or a whole grid.
 
@@ -276,17 +277,17 @@ def compare(
     from verl_precision.tools.runs.compare.run import check_arguments, compare_runs
     from verl_precision.tools.runs.compare.summary import PassBar
 
-    bar = None if pass_bar is None else PassBar(pass_bar, pass_steps)
+    bar = None if pass_score is None else PassBar(pass_score, pass_steps)
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
     estimators, seeds = estimator or [], seed or []
     runs = check_arguments(config, precisions, chosen, estimators, arm or [], seeds)
     arms = list(dict.fromkeys(run.arm.name for run in runs)) if arm else []
     command = command_of(config, precisions, chosen, estimators, arms, seeds)
-    with comparison_folder(output / config.stem, command, anew) as folder:
+    with comparison_folder(output / config.stem, command, restart) as folder:
         if len(list(folder.iterdir())) > 1:  # more than the command
-            console.print(f"This comparison was interrupted and goes on in {folder}. To start anew, add --anew.")
+            console.print(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
         with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
-            compare_runs(config, runs, chosen, folder, console, bar, side_by_side)
+            compare_runs(config, runs, chosen, folder, console, bar, parallel)
 
 
 @verb("report")
@@ -340,7 +341,6 @@ def mismatch(
     max_response_tokens: Annotated[int, Option(help="Largest number of tokens of a response.")] = 1024,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,
     in_flight: Annotated[int, Option(min=1, help="Responses that each engine samples or scores at a time.")] = 256,
-    shard_responses: Annotated[int | None, Option(min=1, hidden=True, help="Former name of --in-flight.")] = None,
     attention: Annotated[str, Option(help="Attention of the trainer: sdpa or flash_attention_2.")] = "sdpa",
     micro_batch_tokens: Annotated[int, Option(help="Tokens of one forward of the trainer.")] = 16384,
     output: Annotated[Path | None, Option(help="Folder of the results. Default: outputs/mismatch/<model>.")] = None,
@@ -355,9 +355,6 @@ def mismatch(
     from verl_precision.tools.gap.pairs.settings import MismatchJob
     from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
 
-    if shard_responses is not None:
-        errors.print("warning: --shard-responses is now called --in-flight; the old name goes with the next version")
-        in_flight = shard_responses
     values: dict[str, Any] = dict(model=model, responses=responses, max_response_tokens=max_response_tokens, seed=seed)
     values |= dict(attention=attention, micro_batch_tokens=micro_batch_tokens)
     values["prompts"] = BUILT_IN_NAME if prompts is None else str(prompts)
@@ -441,7 +438,7 @@ def explain(
     from verl_precision.tools.gap.explain.session import explain as explain_gap
     from verl_precision.tools.gap.explain.settings import explanation_of
     from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
-    from verl_precision.tools.runs.quiet import only_errors_of_others
+    from verl_precision.tools.runs.quiet import silence_third_party
 
     given = {name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"}
     if (recipe and run) or (overrides and not recipe):
@@ -449,13 +446,13 @@ def explain(
     if run is not None:
         if others := sorted(given - {"run"}):
             raise BadParameter(f"--run tells what is recorded. Leave out --{others[0].replace('_', '-')}.")
-        with only_errors_of_others():
+        with silence_third_party():
             from verl_precision.tools.gap.explain.from_run import show_recorded
 
             show_recorded(run, console)
         return
     if recipe is not None:
-        with only_errors_of_others():
+        with silence_third_party():
             from verl_precision.check.recipe_config import compose_recipe
             from verl_precision.tools.gap.explain.from_config import explained_by
 
@@ -489,7 +486,7 @@ def evaluate(
     top_p: Annotated[float, Option(help="Share of the probability that is drawn from, most probable first.")] = 0.95,
     seed: Annotated[int, Option(help="Sampling seed. Each response gets its own seed from it.")] = 0,
     reward: Annotated[str, Option(help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")] = "verl",
-    correct_at: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
+    pass_score: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
     in_flight: Annotated[int, Option(min=1, help="Responses that each engine draws at a time.")] = 256,
     keep_text: Annotated[bool, Option("--keep-text", help="Write the responses' text into the journal.")] = False,
     output: Annotated[
@@ -510,7 +507,7 @@ def evaluate(
         model=model, data=tuple(data), contexts=tuple(context), dtypes=tuple(dtype or ["fp16"])
     )
     values |= dict(responses=responses, temperature=temperature, top_p=top_p, seed=seed)
-    evaluation = Evaluation(**values, reward=reward, correct_at=correct_at)
+    evaluation = Evaluation(**values, reward=reward, pass_score=pass_score)
     folder = output or _folder_of("evaluate", model)
     with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
         evaluate_model(evaluation, folder, console, ray_address, in_flight, keep_text)
@@ -532,13 +529,13 @@ def export(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-    from verl_precision.tools.runs.quiet import only_errors_of_others
+    from verl_precision.tools.runs.quiet import silence_third_party
 
     path = checkpoint.resolve()
     step = path.parent if path.name == "actor" else path
     output = output or Path("outputs") / "export" / f"{step.parent.name}_{step.name}_{dtype}"
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    with only_errors_of_others(), Progress(*columns, console=errors) as progress:
+    with silence_third_party(), Progress(*columns, console=errors) as progress:
         from verl_precision.tools.export.session import export_checkpoint
 
         task = progress.add_task("reading", total=None)
@@ -554,17 +551,19 @@ def export(
 
 @verb("data")
 def data(
-    name: Annotated[str, Argument(help="Name of the data set. An unknown name lists all names.")],
+    name: Annotated[str, Argument(help=f"Name of the data set: {', '.join(CATALOG)}.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder. The file is called NAME.parquet.")] = Path("data"),
-    template: Annotated[str | None, Option(help="Prompt template. An unknown name lists all names.")] = None,
+    template: Annotated[str | None, Option(help=f"Prompt template: {', '.join(TEMPLATES)}.")] = None,
     source: Annotated[Path | None, Option(help="Local .parquet or .jsonl file, instead of a download.")] = None,
-    stand_in: Annotated[bool, Option("--stand-in", help="Write a few sums instead; needs no network.")] = False,
-    any_count: Annotated[bool, Option("--any-count", help="Accept another number of problems than expected.")] = False,
+    synthetic: Annotated[bool, Option("--synthetic", help="Write a few sums instead; needs no network.")] = False,
+    skip_size_check: Annotated[
+        bool, Option("--skip-size-check", help="Accept another number of problems than expected.")
+    ] = False,
 ) -> None:
     """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size."""
     from verl_precision.tools.data.prepare import prepare
 
-    print(prepare(name, output / f"{name}.parquet", template, source, stand_in, any_count))
+    print(prepare(name, output / f"{name}.parquet", template, source, synthetic, skip_size_check))
 
 
 def _share(text: str) -> Fraction:
@@ -583,7 +582,7 @@ def sanity_set(
     low: Annotated[Fraction, Option(parser=_share, metavar="SHARE", help="Lowest accuracy kept.")] = "0.2",  # type: ignore[assignment]
     high: Annotated[Fraction, Option(parser=_share, metavar="SHARE", help="Highest accuracy kept.")] = "0.8",  # type: ignore[assignment]
     reward: Annotated[str, Option(help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")] = "verl",
-    correct_at: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
+    pass_score: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
     dtype: Annotated[str, Option(help="Dtype of the engine: fp16, bf16 or fp32.")] = "fp16",
     max_prompt_length: Annotated[
         int, Option(min=1, help="Largest number of tokens; longer prompts are left out.")

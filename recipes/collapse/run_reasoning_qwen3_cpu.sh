@@ -24,4 +24,4 @@ for SEED in $SEEDS; do
     CHOICES+=(--seed "$SEED")
 done
 "$PYTHON" -m verl_precision.cli compare recipes/collapse/collapse.yaml "${CHOICES[@]}" \
-    --side-by-side 2 "estimator=$ESTIMATOR" "$@"
+    --parallel 2 "estimator=$ESTIMATOR" "$@"

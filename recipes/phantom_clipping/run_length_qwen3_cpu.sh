@@ -21,4 +21,4 @@ for SEED in $SEEDS; do
     CHOICES+=(--seed "$SEED")
 done
 "$PYTHON" -m verl_precision.cli compare recipes/phantom_clipping/phantom_clipping.yaml "${CHOICES[@]}" \
-    --side-by-side 2 "$@"
+    --parallel 2 "$@"

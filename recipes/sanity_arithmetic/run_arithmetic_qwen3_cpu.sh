@@ -25,5 +25,5 @@ CHOICES=()
 for PRECISION in $PRECISIONS; do
     CHOICES+=(--precision "$PRECISION")
 done
-"${COMMAND[@]}" compare recipes/sanity_arithmetic/sanity_arithmetic.yaml "${CHOICES[@]}" --pass-bar 0.95 \
+"${COMMAND[@]}" compare recipes/sanity_arithmetic/sanity_arithmetic.yaml "${CHOICES[@]}" --pass-score 0.95 \
     "estimator=$ESTIMATOR" "$@"

@@ -140,9 +140,9 @@ COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
 
 
 def test_script_makes_task_and_set_and_compares_and_takes_what_is_there(script):
-    compare = [*COMPARE, *"--precision bf16 --precision fp16 --pass-bar 0.95 estimator=pg_seq_is data.seed=7".split()]
+    compare = [*COMPARE, *"--precision bf16 --precision fp16 --pass-score 0.95 estimator=pg_seq_is data.seed=7".split()]
     assert script("data.seed=7") == [MAKE_TASK, SANITY_SET, compare]
-    compare = [*COMPARE, *"--precision fp32 --pass-bar 0.95 estimator=grpo".split()]
+    compare = [*COMPARE, *"--precision fp32 --pass-score 0.95 estimator=grpo".split()]
     assert script(PRECISIONS="fp32", ESTIMATOR="grpo") == [compare]
 
 

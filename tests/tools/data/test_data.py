@@ -33,9 +33,10 @@ MATH_ROWS = [
 def write(tmp_path):
     """Prepare a data set from rows in its own columns; return what is said, and the rows written."""
 
-    def run(name, rows, any_count=True):
+    def run(name, rows, skip_size_check=True):
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "source.parquet")
-        said = prepare(name, tmp_path / "out.parquet", source=tmp_path / "source.parquet", any_count=any_count)
+        source, target = tmp_path / "source.parquet", tmp_path / "out.parquet"
+        said = prepare(name, target, source=source, skip_size_check=skip_size_check)
         return said, parquet.read_table(tmp_path / "out.parquet").to_pylist()
 
     return run
@@ -60,7 +61,7 @@ def test_the_last_boxed_answer_with_balanced_braces(solution, answer):
 @pytest.mark.parametrize("name", CATALOG)
 def test_stand_in_of_each_is_what_verl_and_its_reward_read(name, tmp_path):
     path = tmp_path / f"{name}.parquet"
-    assert "a stand-in, not the data set" in prepare(name, path, stand_in=True)
+    assert "a stand-in, not the data set" in prepare(name, path, synthetic=True)
     data = read_data_set(path)
     assert len(data.problems) == 64
     assert data.problems[0].extra_info["origin"] == "stand-in"
@@ -85,10 +86,10 @@ def test_rows_by_hand(write):
 
 def test_number_of_problems(write, tmp_path):
     with pytest.raises(ConfigurationError, match="5 distinct problems in 5 rows; expected 7490 to 7500"):
-        write("math", MATH_ROWS, any_count=False)
+        write("math", MATH_ROWS, skip_size_check=False)
     assert not (tmp_path / "out.parquet").exists()
     rows = [{"ID": f"{n}", "Problem": f"P{n}?", "Solution": "", "Answer": n} for n in range(30)]
-    said, written = write("aime_2024", rows, any_count=False)
+    said, written = write("aime_2024", rows, skip_size_check=False)
     assert "30 distinct problems" in said and "; expected" not in said
     assert written[25]["reward_model"]["ground_truth"] == "25"
 
@@ -164,7 +165,7 @@ def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template
 
 
 def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
-    prepare("math", tmp_path / "out.parquet", template="octothinker", stand_in=True)
+    prepare("math", tmp_path / "out.parquet", template="octothinker", synthetic=True)
     problem = read_data_set(tmp_path / "out.parquet").problems[0]
     reward = load_reward("pkg://verl_precision.integration.rewards.answer_tag")
     assert reward.is_correct(problem, f"thought </think> <answer> {problem.ground_truth} </answer>")
@@ -174,7 +175,7 @@ def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
 def test_no_network_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentMismatchError, match="--source FILE.*or --stand-in"):
+    with pytest.raises(EnvironmentMismatchError, match="--source FILE.*or --synthetic"):
         prepare("aime_2024", tmp_path / "out.parquet")
 
 
@@ -184,8 +185,8 @@ def test_no_network_says_what_to_do(tmp_path, monkeypatch):
         (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
         (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
         (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
-        (["math", "--source", "x", "--stand-in"], 1, "Give one of them"),
-        (["sanity", "--stand-in"], 0, "64 distinct problems"),
+        (["math", "--source", "x", "--synthetic"], 1, "Give one of them"),
+        (["sanity", "--synthetic"], 0, "64 distinct problems"),
     ],
 )
 def test_command(tmp_path, arguments, code, words):

@@ -33,7 +33,7 @@ def test_verls_own_rules_agree_on_right_and_wrong(source):
 
 
 @pytest.mark.parametrize(
-    ("body", "correct_at", "correct"),
+    ("body", "pass_score", "correct"),
     [
         ("return 1.0", 1.0, True),
         ("return 0.99", 1.0, False),
@@ -44,8 +44,8 @@ def test_verls_own_rules_agree_on_right_and_wrong(source):
         ("return float(extra_info['index'] == 1 and data_source == 'math' and ground_truth == '2')", 1.0, True),
     ],
 )
-def test_a_function_of_verls_signature(function, body, correct_at, correct):
-    assert load_reward(function(body), correct_at).is_correct(problem(), "text") is correct
+def test_a_function_of_verls_signature(function, body, pass_score, correct):
+    assert load_reward(function(body), pass_score).is_correct(problem(), "text") is correct
 
 
 @pytest.mark.parametrize(

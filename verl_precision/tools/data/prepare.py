@@ -29,8 +29,8 @@ def prepare(
     path: Path,
     template: str | None = None,
     source: Path | None = None,
-    stand_in: bool = False,
-    any_count: bool = False,
+    synthetic: bool = False,
+    skip_size_check: bool = False,
 ) -> str:
     """Write a data set as parquet in verl's format.
 
@@ -39,8 +39,8 @@ def prepare(
         path: The file to write.
         template: Key of `TEMPLATES`; None for the data set's usual one.
         source: A parquet or JSONL file with the data set's own columns, instead of a download.
-        stand_in: Whether to write a few sums in its columns instead, without network.
-        any_count: Whether to write it though the number of problems is not the expected one.
+        synthetic: Whether to write a few sums in its columns instead, without network.
+        skip_size_check: Whether to write it though the number of problems is not the expected one.
 
     Returns:
         What was written, in one line.
@@ -55,33 +55,33 @@ def prepare(
     template = template or wanted.template
     if template not in TEMPLATES:
         raise ConfigurationError("no such template", setting="--template", value=template, allowed=", ".join(TEMPLATES))
-    if stand_in and source is not None:
-        problem = "--stand-in makes its own problems and --source reads a file"
+    if synthetic and source is not None:
+        problem = "--synthetic makes its own problems and --source reads a file"
         raise ConfigurationError(problem, remedy="Give one of them.")
-    if stand_in:
-        rows = _stand_in_rows(wanted.layouts[0])
+    if synthetic:
+        rows = _synthetic_rows(wanted.layouts[0])
     else:
         rows = read_rows(source, "--source") if source else _download(wanted)
     questions = _questions(name, wanted, rows)
     counted = f"{len(questions)} distinct problems in {len(rows)} rows"
-    note = "; a stand-in, not the data set" if stand_in else ""
+    note = "; a stand-in, not the data set" if synthetic else ""
     fewest, most = wanted.problems
-    if not stand_in and not fewest <= len(questions) <= most:
+    if not synthetic and not fewest <= len(questions) <= most:
         expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         note = f"; expected {expected} ({wanted.number_from})"
-        if not any_count:
+        if not skip_size_check:
             raise ConfigurationError(
                 f"{name}: {counted}{note}. It is not the data set that was meant, or it has changed",
-                remedy="Check --source, or give --any-count to write it nevertheless.",
+                remedy="Check --source, or give --skip-size-check to write it nevertheless.",
             )
-    origin = "stand-in" if stand_in else wanted.hub
+    origin = "stand-in" if synthetic else wanted.hub
     verl_rows = [_verl_row(wanted, question, index, template, origin) for index, question in enumerate(questions)]
     with new_file(path, replace=True) as scratch:
         parquet.write_table(pyarrow.Table.from_pylist(verl_rows), scratch)
     return f"wrote {path}: {counted}, template {template}{note}"
 
 
-def _stand_in_rows(layout: str) -> Sequence[Row]:
+def _synthetic_rows(layout: str) -> Sequence[Row]:
     """Return a few sums in a layout's columns: the same code then runs on a machine without network."""
     sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // STAND_INS][:STAND_INS]
     return [stand_in_row(layout, f"What is {first} + {second}?", first + second) for first, second in sums]
@@ -98,7 +98,7 @@ def _download(wanted: PaperDataSet) -> Sequence[Row]:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentMismatchError(
             f"{wanted.hub} cannot be downloaded from Hugging Face ({type(error).__name__}: {reason})",
-            remedy="Give --source FILE with a copy of it, or --stand-in for a few sums in its columns.",
+            remedy="Give --source FILE with a copy of it, or --synthetic for a few sums in its columns.",
         ) from error
     return datasets.concatenate_datasets(splits)
 

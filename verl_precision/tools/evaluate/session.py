@@ -52,7 +52,7 @@ def evaluate(
         RunFailedError: If an engine fails; what was drawn is kept.
     """
     data = {path.stem: read_data_set(path) for path in evaluation.data}
-    reward = load_reward(evaluation.reward, evaluation.correct_at)
+    reward = load_reward(evaluation.reward, evaluation.pass_score)
     problems, left_out = {}, {}
     for name, each in data.items():
         unreadable = {problem.identifier for problem in reward.unreadable(each.problems)}
@@ -98,9 +98,10 @@ def _recorded_settings(
     evaluation: Evaluation, data: dict[str, DataSet], reward: Reward, model: Model
 ) -> dict[str, Any]:
     """Return everything that decides which responses are drawn and how they are judged."""
-    as_given = ("model", "contexts", "dtypes", "responses", "temperature", "top_p", "seed", "correct_at")
+    as_given = ("model", "contexts", "dtypes", "responses", "temperature", "top_p", "seed")
     return {
         **{name: getattr(evaluation, name) for name in as_given},
+        "correct_at": evaluation.pass_score,
         "reward": reward.name,
         "data": {name: each.digest for name, each in data.items()},
         "model_fingerprint": model.fingerprint,

@@ -29,7 +29,7 @@ class Evaluation:
     top_p: float = Field(default=0.95, gt=0, le=1)
     seed: int = 0  # the same in every dtype
     reward: str = "verl"
-    correct_at: float = 1.0
+    pass_score: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what is given twice, and several responses that would be the same one."""

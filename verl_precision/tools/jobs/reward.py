@@ -21,12 +21,12 @@ Score = Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_in
 class Reward:
     """Judges responses.
 
-    A response is correct if its score reaches `correct_at`. Where the function returns a mapping, as verl allows, its
+    A response is correct if its score reaches `pass_score`. Where the function returns a mapping, as verl allows, its
     `acc` decides if there is one, else its `score`.
     """
 
     name: str  # in the settings; it changes when the function does
-    correct_at: float  # smallest score of a correct response
+    pass_score: float  # smallest score of a correct response
     score: Score
     can_read: Callable[[Any], bool]  # whether a ground truth can be compared with at all
 
@@ -54,7 +54,7 @@ class Reward:
         if not isinstance(score, Real) or not math.isfinite(score):
             allowed = "a finite number, or a mapping with `acc` or `score`"
             raise _refusal(self.name, f"it returned {score!r} on row {problem.row}", allowed)
-        return float(score) >= self.correct_at
+        return float(score) >= self.pass_score
 
     def unreadable(self, problems: Sequence[Problem]) -> list[Problem]:
         """Return the problems whose ground truth cannot be compared with; every response to them would be wrong.
@@ -73,14 +73,14 @@ class Reward:
         return found
 
 
-def load_reward(name: str, correct_at: float = 1.0) -> Reward:
+def load_reward(name: str, pass_score: float = 1.0) -> Reward:
     """Return the reward of a name.
 
     Args:
         name: `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the
             recipes train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
             pkg://MODULE[:FUNCTION] as in verl's configs.
-        correct_at: Smallest score of a correct response.
+        pass_score: Smallest score of a correct response.
 
     Raises:
         ConfigurationError: If there is no such reward.
@@ -88,10 +88,10 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
     if name == "verl":
         from verl.utils.reward_score import default_compute_score
 
-        return Reward(name, correct_at, default_compute_score, _is_given)
+        return Reward(name, pass_score, default_compute_score, _is_given)
     if name == "math-verify":
         require_math_verify()
-        return Reward(name, correct_at, boxed_answer.compute_score, _is_given)
+        return Reward(name, pass_score, boxed_answer.compute_score, _is_given)
     if name.startswith(PACKAGE):
         module_name, _, function = name.removeprefix(PACKAGE).partition(":")
         location = PACKAGE + module_name
@@ -114,7 +114,7 @@ def load_reward(name: str, correct_at: float = 1.0) -> Reward:
         raise _refusal(name, f"it cannot be loaded ({type(cause).__name__}: {cause})") from error
     path = Path(module.__file__)
     digest = sha256(path.read_bytes()).hexdigest()[:12]
-    return Reward(f"{path.name}:{function}@{digest}", correct_at, score, lambda ground_truth: True)
+    return Reward(f"{path.name}:{function}@{digest}", pass_score, score, lambda ground_truth: True)
 
 
 def _is_given(ground_truth: Any) -> bool:

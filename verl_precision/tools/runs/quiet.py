@@ -11,7 +11,7 @@ _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 
 @contextmanager
-def only_errors_of_others() -> Iterator[None]:
+def silence_third_party() -> Iterator[None]:
     """Hide every logger's INFO and WARNING, Python's warnings, and progress bars; errors are still shown.
 
     Only in this process and only inside: a run of verl, which is another process, says what it always says.

@@ -44,7 +44,7 @@ class Options:
     output: Path
     window: Window
     reward: str = "verl"
-    correct_at: float = 1.0
+    pass_score: float = 1.0
     dtype: Dtype = "fp16"
     max_prompt_length: int = Field(default=1024, ge=1)
     max_response_length: int = Field(default=6976, ge=1)
@@ -114,7 +114,7 @@ def build_sanity_set(options: Options, console: Console) -> Summary:
         RunFailedError: If an engine fails; what was drawn is kept.
     """
     data = read_data_set(options.data)
-    reward = load_reward(options.reward, options.correct_at)
+    reward = load_reward(options.reward, options.pass_score)
     unreadable = {problem.identifier for problem in reward.unreadable(data.problems)}
     problems = [problem for problem in data.problems if problem.identifier not in unreadable]
     origin, prompts = _origin(options, problems)
@@ -154,9 +154,10 @@ def _origin(options: Options, problems: list[Problem]) -> tuple[str, dict[str, t
 
 def _recorded_settings(options: Options, data: DataSet, reward: Reward, origin: str) -> dict[str, Any]:
     """Return everything that decides which responses are drawn and how they are judged."""
-    as_given = ("model", "dtype", "max_prompt_length", "max_response_length", "seed", "correct_at")
+    as_given = ("model", "dtype", "max_prompt_length", "max_response_length", "seed")
     return {
         **{name: getattr(options, name) for name in as_given},
+        "correct_at": options.pass_score,
         "data": data.digest,
         "responses_from": origin,
         "responses_per_problem": options.window.responses,

@@ -22,7 +22,6 @@ FIGURES = ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
         (["--train-dtype", "fp8"], "--train-dtype fp8: this cannot work"),
         (["--prompts", "setup.py"], "setup.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
         (["--max-response-tokens", "5000"], "the model's context 2048"),
-        (["--shard-responses", "8", "--responses", "0"], "warning: --shard-responses is now called --in-flight"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_written(arguments, words, monkeypatch, root, tmp_path):

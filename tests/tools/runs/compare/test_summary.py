@@ -110,7 +110,7 @@ def test_since_is_the_first_step_of_the_last_stretch_above(rewards, steps, above
 
 @pytest.mark.parametrize(
     ("above", "steps", "words"),
-    [(math.nan, 4, "--pass-bar nan.*0.95"), (math.inf, 4, "--pass-bar inf"), (0.9, 0, "--pass-steps 0.*1 or more")],
+    [(math.nan, 4, "--pass-score nan.*0.95"), (math.inf, 4, "--pass-score inf"), (0.9, 0, "--pass-steps 0.*1 or more")],
 )
 def test_a_bar_that_means_nothing_is_refused(above, steps, words):
     with pytest.raises(ConfigurationError, match=words):

@@ -132,7 +132,7 @@ class PassBar:
         """Check both."""
         if not math.isfinite(self.above):
             raise ConfigurationError(
-                "no reward can be compared with it", setting="--pass-bar", value=self.above, allowed="e.g. 0.95"
+                "no reward can be compared with it", setting="--pass-score", value=self.above, allowed="e.g. 0.95"
             )
         if self.steps < 1:
             raise ConfigurationError(
