@@ -96,10 +96,10 @@ def test_what_does_not_compose_is_said_in_hydras_words(arguments, words):
 def test_this_machine_is_a_warning_and_the_config_an_error(root):
     overrides = ["data.train_files=nowhere.parquet", "estimator=pg_seq_tis"]
     report = check_recipe(root / RECIPE, overrides)
-    (fault,) = [fault for fault in report.faults if fault.name == "check_files"]
+    (fault,) = [fault for fault in report.faults if fault.name == "files-missing"]
     assert report.ok and fault.severity == "warning" and fault.setting == "data.train_files"
     report = check_recipe(root / RECIPE, [*overrides, "algorithm.rollout_correction.bypass_mode=False"])
-    assert not report.ok and "check_estimator" in [fault.name for fault in report.faults]
+    assert not report.ok and "loss-settings" in [fault.name for fault in report.faults]
 
 
 def test_spellings_of_dtypes():

@@ -104,4 +104,4 @@ OUT_OF_BOUNDS = {
 )
 def test_rules_ask_the_bounds_and_name_the_block(compose_verl, overrides, refused):
     faults = find_faults(compose_verl("actor_rollout_ref.rollout.name=vllm", *overrides), Environment())
-    assert {fault.setting: fault.value for fault in faults if fault.name == "check_engines"} == dict(refused)
+    assert {fault.setting: fault.value for fault in faults if fault.name == "engine-settings"} == dict(refused)

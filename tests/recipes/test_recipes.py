@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl_says import objection
 
 from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
-from verl_precision.check.probe import look
+from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.integration.trainer.run_monitor import RunMonitor
@@ -52,7 +52,7 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
     on_cpu = scale.startswith("cpu")
     assert (config.trainer.device == "cpu") is on_cpu
     assert config.actor_rollout_ref.actor.strategy == "fsdp2"
-    found = find_faults(config, look(config), elsewhere=True)
+    found = find_faults(config, probe_environment(config), this_machine=False)
     errors = [fault for fault in found if fault.severity == "error"]
     refused = [str(fault) for fault in errors if not fault.name.startswith("memory-")]
     if (recipe, precision, estimator, scale) in ASKED:

@@ -79,7 +79,7 @@ def test_the_check_finds_its_files(tmp_path):
     kept = tmp_path / "kept.parquet"
     kept.write_text("")  # the check asks whether it is there
     report = check_recipe(RECIPE, [f"task.cpu.train={kept}", f"task.cpu.val={kept}"])
-    assert report.ok and not [fault for fault in report.faults if fault.name == "check_files"]
+    assert report.ok and not [fault for fault in report.faults if fault.name == "files-missing"]
 
 
 def test_is_the_sanity_test_in_miniature():

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import VerlPrecisionError
-from verl_precision.check.probe import look
-from verl_precision.check.rules.memory import OF_THE_GPU
+from verl_precision.check.probe import probe_environment
+from verl_precision.check.rules.memory import GPU_RULES
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.integration.rollout.weight_socket import choose_name
 from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
@@ -87,8 +87,8 @@ def find_problems(config: DictConfig) -> list[str]:
     The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them. The memory of the GPU
     that a scale is named after is not always that of the GPU that is there, so what exceeds it is said and not refused.
     """
-    errors = [fault for fault in find_faults(config, look(config)) if fault.severity == "error"]
+    errors = [fault for fault in find_faults(config, probe_environment(config)) if fault.severity == "error"]
     for fault in errors:
-        if fault.name in OF_THE_GPU:
+        if fault.name in GPU_RULES:
             print(f"verl_precision: warning: {fault}", file=sys.stderr)
-    return [str(fault) for fault in errors if fault.name not in OF_THE_GPU]
+    return [str(fault) for fault in errors if fault.name not in GPU_RULES]

@@ -31,7 +31,7 @@ from verl_precision.integration.cpu.kernels import (
 )
 
 
-def look(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
+def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
     """Look at everything that a rule may ask about.
 
     Args:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
-from verl_precision.check.probe import look
+from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Fault
 from verl_precision.integration.trainer.run_identity import settings_in
@@ -57,7 +57,7 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
         ConfigurationError: If the recipe is missing or does not compose.
     """
     config = compose_recipe(path, overrides)
-    return RecipeReport(list(table(config)), find_faults(config, look(config, gpus), elsewhere=True))
+    return RecipeReport(list(table(config)), find_faults(config, probe_environment(config, gpus), this_machine=False))
 
 
 def table(config: DictConfig) -> Iterator[Row]:

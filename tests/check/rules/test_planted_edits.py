@@ -18,11 +18,11 @@ from verl_says import objection
 
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import engines
-from verl_precision.check.probe import look, model_config
+from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.gpu_memory import GIB, gpu_memory
 from verl_precision.check.rules.layout import VLLM_DTYPES, VLLM_LORA_RANK
 from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import Environment
+from verl_precision.check.rules.rule import RULES, Environment
 from verl_precision.check.verl_refusals import refusals
 
 # Rule, how serious, recipe, scale, edit, and who shows that it is right:
@@ -100,16 +100,16 @@ verl-refuses           E sanity    1x8_a100 actor.optim.optimizer=Adan          
 verl-refuses           E sanity    1x8_a100 actor.optim.lr_scheduler_type=linear       | verl: AssertionError
 attention-refuses-fp32 E sanity    1x8_a100 precision=fp32 model.override_config.attn_implementation=flash_attention_2 \
     | by reading: flash_attn/flash_attn_interface.py, "only support fp16 and bf16"
-check_data             E sanity    1x8_a100 data.val_files=null                        | dataset
-check_data             E quickstart cpu     data.train_files=recipes/quickstart/reward.py | dataset
-check_reward_function  E quickstart cpu     reward.custom_reward_function.name=score   | reward
+data-format-unknown    E sanity    1x8_a100 data.val_files=null                        | dataset
+data-format-unknown    E quickstart cpu     data.train_files=recipes/quickstart/reward.py | dataset
+reward-function-missing E quickstart cpu    reward.custom_reward_function.name=score   | reward
 batch-exceeds-data     E quickstart cpu     data.train_batch_size=512                  | steps_per_epoch
 epochs-end-first       W quickstart cpu     trainer.total_training_steps=100 trainer.total_epochs=2 \
     | by reading: verl/trainer/ppo/v1/trainer_base.py:467
-check_folders          E quickstart cpu     trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints \
+folder-not-writable    E quickstart cpu     trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints \
     | folder
-check_loggers          E quickstart cpu     trainer.logger=clearml                     | logger
-check_model_path       E quickstart cpu     algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
+logger-not-installed   E quickstart cpu     trainer.logger=clearml                     | logger
+model-missing          E quickstart cpu     algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
 """
 # The same for edits that verl survives: no error may be raised.
 SURVIVED = """
@@ -157,8 +157,8 @@ def composed(recipe: str, scale: str, edit: str):
 
 def environment(name: str, config) -> Environment:
     """Look only where the rule asks: the whole takes longer."""
-    if name.startswith("check_") or name in ("batch-exceeds-data", "epochs-end-first"):
-        return look(config)
+    if any(rule.name == name and rule.of_machine for rule in RULES):
+        return probe_environment(config)
     return Environment(model=model_config(config), refusals=refusals(config) if name == "verl-refuses" else ())
 
 
@@ -186,7 +186,11 @@ def test_verl_would_have_refused_it(row):
 def test_what_verl_survives_raises_no_error(line):
     recipe, scale, edit = line.split(maxsplit=2)
     config = composed(recipe, scale, edit)
-    errors = [str(fault) for fault in find_faults(config, look(config), elsewhere=True) if fault.severity == "error"]
+    errors = [
+        str(fault)
+        for fault in find_faults(config, probe_environment(config), this_machine=False)
+        if fault.severity == "error"
+    ]
     assert errors == [] and objection(config) == ""
 
 

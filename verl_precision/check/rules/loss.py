@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, refused, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, as_faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import BANDED, WEIGHTS
 from verl_precision.losses.settings import (
@@ -38,7 +38,7 @@ def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
     """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch."""
     actor = config.actor_rollout_ref.actor
     if actor.loss_agg_mode == NORM_MODE:
-        yield from refused(require_normalizer, actor.get("loss_scale_factor"))
+        yield from as_faults(require_normalizer, actor.get("loss_scale_factor"))
 
 
 @rule("bypass-loss-unconfigured")
@@ -131,7 +131,7 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
     for path, correction in _corrections(config):
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
         bounds = require_band if correction.get("rollout_is") in BANDED else require_threshold
-        said = list(refused(bounds, value, setting)) if ours else []
+        said = list(as_faults(bounds, value, setting)) if ours else []
         yield from said
         if said or not correction.get("rollout_is") or not isinstance(value, int | float):
             continue
@@ -207,22 +207,22 @@ def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults
         )
 
 
-@rule("check_estimator")
+@rule("loss-settings")
 def clip_range(config: DictConfig, environment: Environment) -> Faults:
     """The clip range of a loss of this package."""
     if "clip_low" in _needs(config):
         actor = config.actor_rollout_ref.actor
-        yield from refused(require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
+        yield from as_faults(require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
 
 
-@rule("check_estimator")
+@rule("loss-settings")
 def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
     """A loss that weighs by the rollout's log-probs gets them in bypass mode of verl's V1 trainer only."""
     if "rollout_log_probs" not in _needs(config):
         return
     loss, bypass = _loss(config), _correction(config).get("bypass_mode", False)
     if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
-        yield from refused(require_bypass, _loss_correction(config).get("bypass_mode"), loss)
+        yield from as_faults(require_bypass, _loss_correction(config).get("bypass_mode"), loss)
     else:
         yield Fault(
             setting=f"{CORRECTION}.bypass_mode",
@@ -241,7 +241,7 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
-@rule("check_estimator")
+@rule("loss-settings")
 def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
     """Weights of this package need a loss that applies them, and a verl that leaves them as they are."""
     correction, weights = _correction(config), _correction(config).get("rollout_is")
@@ -271,7 +271,7 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
             problem=f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator",
             allowed="null",
         )
-    yield from refused(require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
+    yield from as_faults(require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 
 def _loss(config: DictConfig) -> str:

@@ -32,7 +32,7 @@ from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 # Shares of a GPU: the arithmetic is good to some GiB either way.
 FILLED, FAR_OVER = 0.9, 1.1
-OF_THE_GPU = ("memory-training", "memory-rollout")  # the rules below
+GPU_RULES = ("memory-training", "memory-rollout")  # the rules below
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"

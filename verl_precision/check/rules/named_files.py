@@ -29,7 +29,7 @@ def written_folders(config: DictConfig) -> list[tuple[str, str]]:
     return [(setting, str(path)) for setting, path in found if path is not None]
 
 
-@rule("check_data")
+@rule("data-format-unknown")
 def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
     for setting in ("data.train_files", "data.val_files"):
@@ -87,7 +87,7 @@ def _train_rows(config: DictConfig, machine: Machine) -> float:
     return min(rows, limit if limit > 0 else math.inf)
 
 
-@rule("check_reward_function", of_machine=True)
+@rule("reward-function-missing", of_machine=True)
 def reward_function(config: DictConfig, machine: Machine) -> Faults:
     """The reward function is in its file."""
     name, names = OmegaConf.select(config, f"{REWARD}.name"), machine.reward_names
@@ -103,7 +103,7 @@ def reward_function(config: DictConfig, machine: Machine) -> Faults:
         )
 
 
-@rule("check_folders", of_machine=True)
+@rule("folder-not-writable", of_machine=True)
 def folders(config: DictConfig, machine: Machine) -> Faults:
     """A run can write where it is told to; the first checkpoint is hours in."""
     for setting, path in written_folders(config):
@@ -117,7 +117,7 @@ def folders(config: DictConfig, machine: Machine) -> Faults:
             )
 
 
-@rule("check_loggers", of_machine=True)
+@rule("logger-not-installed", of_machine=True)
 def loggers(config: DictConfig, machine: Machine) -> Faults:
     """verl imports a logger's package once everything is loaded."""
     for name, package in logger_packages(config).items():

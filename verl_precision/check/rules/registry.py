@@ -15,13 +15,13 @@ for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
         importlib.import_module(_module.name)
 
 
-def find_faults(config: DictConfig, environment: Environment, elsewhere: bool = False) -> list[Fault]:
+def find_faults(config: DictConfig, environment: Environment, this_machine: bool = True) -> list[Fault]:
     """Ask every rule.
 
     Args:
         config: Composed config; with Hydra's own node where a precision preset names two dtypes.
         environment: What is known beyond it.
-        elsewhere: Whether the run may start on another machine: faults of the machine at hand are then warnings.
+        this_machine: Whether the run starts on this machine. If not, faults of this machine are warnings.
 
     Returns:
         The faults, errors first.
@@ -29,5 +29,6 @@ def find_faults(config: DictConfig, environment: Environment, elsewhere: bool = 
     faults: list[Fault] = []
     for rule in RULES:
         found = rule.faults(config, environment)
-        faults += [replace(fault, severity="warning") for fault in found] if elsewhere and rule.of_machine else found
+        warns = rule.of_machine and not this_machine
+        faults += [replace(fault, severity="warning") for fault in found] if warns else found
     return sorted(faults, key=lambda fault: fault.severity)

@@ -131,7 +131,7 @@ class Rule:
 
 
 RULES: list[Rule] = []
-"""Every rule, in the order of import; `book` imports all."""
+"""Every rule, in the order of import; `registry` imports all."""
 
 
 def rule(name: str, severity: Severity = "error", of_machine: bool = False) -> Callable[..., Rule]:
@@ -150,7 +150,7 @@ def rule(name: str, severity: Severity = "error", of_machine: bool = False) -> C
     return add
 
 
-def refused(require: Callable[..., object], *arguments: object) -> Iterator[VerlPrecisionError]:
+def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[VerlPrecisionError]:
     """Yield the error with which a function of another room refuses these arguments; nothing if it accepts them."""
     try:
         require(*arguments)

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import require_tested
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, refused, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
@@ -22,11 +22,11 @@ CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 
 # Rewards of this package, which ask math-verify.
-_ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.{name}" for name in ("boxed_answer", "answer_tag"))
+_ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for name in ("boxed_answer", "answer_tag"))
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 
-@rule("check_plugin")
+@rule("plugin-not-loaded")
 def plugin_not_loaded(config: DictConfig, environment: Environment) -> Faults:
     """verl loads the plugin silently or not at all."""
     if environment.plugin_policy is not None:
@@ -46,15 +46,15 @@ def verl_refuses(config: DictConfig, environment: Environment) -> Faults:
     yield from environment.refusals
 
 
-@rule("check_mismatch")
+@rule("mismatch-settings")
 def measuring(config: DictConfig, environment: Environment) -> Faults:
     """The blocks `mismatch` and `weight_sync`."""
-    yield from refused(settings_of, config)
-    yield from refused(sync_settings, config)
-    yield from refused(canary_settings, config)
+    yield from as_faults(settings_of, config)
+    yield from as_faults(sync_settings, config)
+    yield from as_faults(canary_settings, config)
 
 
-@rule("check_model_path", of_machine=True)
+@rule("model-missing", of_machine=True)
 def model_path(config: DictConfig, machine: Machine) -> Faults:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
     path = config.actor_rollout_ref.model.path
@@ -76,7 +76,7 @@ def model_path(config: DictConfig, machine: Machine) -> Faults:
     yield Fault(setting="actor_rollout_ref.model.path", problem=problem, allowed=allowed, remedy=remedy)
 
 
-@rule("check_tokenizer")
+@rule("tokenizer-refused")
 def tokenizer(config: DictConfig, environment: Environment) -> Faults:
     """verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in."""
     if environment.tokenizer_problem is not None:
@@ -98,7 +98,7 @@ def context(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
-@rule("check_files", of_machine=True)
+@rule("files-missing", of_machine=True)
 def missing_files(config: DictConfig, machine: Machine) -> Faults:
     """Data files and the reward function are there. One missing file is enough."""
     for setting, name in named_files(config):
@@ -113,7 +113,7 @@ def missing_files(config: DictConfig, machine: Machine) -> Faults:
             return
 
 
-@rule("check_reward", of_machine=True)
+@rule("math-verify-missing", of_machine=True)
 def math_verify(config: DictConfig, machine: Machine) -> Faults:
     """The rewards of the paper's recipes compare answers with math-verify."""
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
@@ -135,13 +135,13 @@ def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
                 yield setting, str(name)
 
 
-@rule("check_vllm_cpu", of_machine=True)
+@rule("vllm-cpu-untested", of_machine=True)
 def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
     """A CPU run needs a tested vllm-cpu."""
     if config.trainer.device != "cpu":
         return
     if machine.vllm_cpu is not None:
-        yield from refused(require_tested, "vllm-cpu", machine.vllm_cpu)
+        yield from as_faults(require_tested, "vllm-cpu", machine.vllm_cpu)
     else:
         yield EnvironmentMismatchError(
             "this device needs the distribution vllm-cpu, which is not installed",
@@ -151,7 +151,7 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
         )
 
 
-@rule("check_cpu_kernels", of_machine=True)
+@rule("cpu-kernels-missing", of_machine=True)
 def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
     """vLLM has kernels for this CPU, and an attention kernel for the model's heads."""
     if config.trainer.device != "cpu":
@@ -169,7 +169,7 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
         )
 
 
-@rule("check_memory", of_machine=True)
+@rule("host-memory-too-small", of_machine=True)
 def memory(config: DictConfig, machine: Machine) -> Faults:
     """The processes of a CPU run fit into memory."""
     if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
@@ -181,7 +181,7 @@ def memory(config: DictConfig, machine: Machine) -> Faults:
         )
 
 
-@rule("check_shared_memory", of_machine=True)
+@rule("shared-memory-too-small", of_machine=True)
 def shared_memory(config: DictConfig, machine: Machine) -> Faults:
     """Weights and vLLM's messages go through /dev/shm, and a full one ends in SIGBUS."""
     if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
@@ -193,7 +193,7 @@ def shared_memory(config: DictConfig, machine: Machine) -> Faults:
         )
 
 
-@rule("check_ray_resources")
+@rule("ray-resources-too-few")
 def ray_resources(config: DictConfig, environment: Environment) -> Faults:
     """verl's actors ask logical CPUs and GPUs of a Ray that the run starts; with too few, verl waits for ever."""
     ray_init = config.ray_kwargs.ray_init
