@@ -30,8 +30,8 @@ def clip_fraction(row) -> float:
 def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quickstart):
     for row in run_quickstart(*MISMATCHED):
         assert row["phantom/beta_beyond_clip_fraction"] > 0.005
-        assert row["phantom/fraction"] > 0.002
-        assert row["phantom/clip_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"
+        assert row["phantom/phantom_clipped_fraction"] > 0.002
+        assert row["phantom/clipped_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"
         assert row["actor/ratio_max"] == pytest.approx(math.exp(row["mismatch/log_prob_gap_max"]), rel=1e-5)
         whole = row["phantom/alpha_mean"] + row["phantom/beta_mean"]
         assert whole == pytest.approx(row["mismatch/log_prob_gap_mean"], abs=1e-6)
@@ -40,8 +40,8 @@ def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quick
 def test_ratio_from_the_shadow_has_no_beta(run_quickstart):
     for row in run_quickstart(*MISMATCHED, f"{SHADOW}.ratio_source=shadow"):
         assert row["phantom/avoided_fraction"] > 0.002, "what a ratio from the training forward would have clipped"
-        assert "phantom/fraction" not in row, "beta is not in this loss's ratio"
-        assert row["phantom/clip_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"
+        assert "phantom/phantom_clipped_fraction" not in row, "beta is not in this loss's ratio"
+        assert row["phantom/clipped_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"
         assert row["actor/ratio_max"] == pytest.approx(math.exp(row["phantom/alpha_max"]), rel=1e-5), "r is exp(alpha)"
 
 
@@ -52,7 +52,7 @@ def test_matched_precision_has_none_even_where_the_policy_really_moved(run_quick
     assert clip_fraction(on_policy) < 1e-4
     assert clip_fraction(stale) > 0.01, "what PPO's clip is there for"
     for row in (on_policy, stale):
-        assert row["phantom/fraction"] < 1e-4
+        assert row["phantom/phantom_clipped_fraction"] < 1e-4
         assert row["phantom/beta_abs_mean"] < 1e-5
 
 

@@ -69,7 +69,7 @@ def test_it_trains(run, recipe, precision):
         assert ("actor/entropy" in row) == (estimator not in BYPASS), "it comes from the old-log-prob forward"
         assert row["mismatch/k3_kl"] > 0, "measured by the driver, or in bypass mode by the worker"
         assert row["mismatch/probs_pearson"] > 0.999, "the rollout has the trainer's weights, experts and adapters too"
-        assert row["alarm/active"] == 0
+        assert row["alarm/active_count"] == 0
         assert row["weight_sync/canary_gap"] < 0.5 * row["weight_sync/canary_bound"]
         assert (row["weight_sync/unverified_layers"] > 0) == (recipe == "lora"), "the guard knows all but adapters"
         short = row["response_length/mean"] < 0.55 * 64  # of 64 tokens: 23 where three characters end it, else 45
@@ -85,7 +85,7 @@ def test_trust_regions_train(run_recipe, estimator):
     """At the mismatch of FP16 they hardly ever bind."""
     steps = ("trainer.total_training_steps=2", "precision=fp16", f"{SCALE}.initial={LOSS_SCALE}")
     for row in run_recipe(Path("recipes/quickstart/quickstart.yaml"), f"estimator={estimator}", *steps):
-        assert row["actor/grad_norm"] > 0 and row["alarm/active"] == 0
+        assert row["actor/grad_norm"] > 0 and row["alarm/active_count"] == 0
         assert ("actor/entropy" in row) == (estimator not in BYPASS)
 
 

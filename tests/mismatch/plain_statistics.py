@@ -171,19 +171,19 @@ def clipping(responses, advantage, mu, clip, beta_in_ratio):
     if not beta_in_ratio:
         final = mean(final_tokens(responses, without))
         return {
-            "clip_fraction": without.mean(),
+            "clipped_fraction": without.mean(),
             "avoided_fraction": ghost.mean(),
             "final_token_clip_fraction": final,
         }
     return {
         "final_token_clip_fraction": mean(final_tokens(responses, with_beta)),
         "beta_beyond_clip_fraction": ((beta > clip.high) | (beta < clip.low)).mean(),
-        "fraction": ghost.mean(),
-        "clip_fraction": with_beta.mean(),
+        "phantom_clipped_fraction": ghost.mean(),
+        "clipped_fraction": with_beta.mean(),
         "missed_fraction": (without & ~with_beta).mean(),
-        "fraction_positive_advantage": mean(ghost[advantage > 0]),
-        "fraction_negative_advantage": mean(ghost[advantage < 0]),
-        **{f"{name}/fraction": mean(ghost[inside]) for name, inside in bin_of(mu).items()},
+        "phantom_clipped_fraction_positive_advantage": mean(ghost[advantage > 0]),
+        "phantom_clipped_fraction_negative_advantage": mean(ghost[advantage < 0]),
+        **{f"{name}/phantom_clipped_fraction": mean(ghost[inside]) for name, inside in bin_of(mu).items()},
     }
 
 

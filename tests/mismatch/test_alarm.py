@@ -26,7 +26,7 @@ HEALTHY = {
     names.PROB_GAP_MIN: -0.3,
     names.PROB_GAP_MAX: 0.4,
     names.BETA_BEYOND_CLIP: 1e-4,
-    names.PHANTOM: 1e-4,
+    names.PHANTOM_CLIPPED: 1e-4,
     "actor/" + names.WEIGHT_ESS: 0.8,
     "actor/" + names.LOSS_SCALE: 65536.0,
     "actor/" + names.SKIPPED_STEPS: 0.0,
@@ -40,9 +40,9 @@ KINDS = [
     ("responses_not_finite", "actor/" + names.NONFINITE_RESPONSES, 1.0, 3),
     ("extreme_prob_gap", names.PROB_GAP_MIN, -0.99, 5),
     ("extreme_prob_gap", names.PROB_GAP_MAX, 0.99, 5),
-    ("phantom_clipping", names.PHANTOM, 0.18, 5),
-    ("few_effective_responses", "actor/" + names.WEIGHT_ESS, 0.05, 5),
-    ("skipped_step_storm", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
+    ("phantom_clipping", names.PHANTOM_CLIPPED, 0.18, 5),
+    ("low_effective_sample_size", "actor/" + names.WEIGHT_ESS, 0.05, 5),
+    ("repeated_overflow", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
     ("loss_scale_at_minimum", "actor/" + names.LOSS_SCALE, 1.0, 1),
     ("policies_differ", names.PROBS_PEARSON, 0.01, 2),
 ]
@@ -72,10 +72,10 @@ def test_every_check_has_its_advice_and_matching_precisions_comes_first():
 
 
 def test_text_says_what_since_when_and_what_to_do():
-    (raised,) = feed(MismatchAlarm(), HEALTHY | {names.PHANTOM: 0.18}, 1, 5)
+    (raised,) = feed(MismatchAlarm(), HEALTHY | {names.PHANTOM_CLIPPED: 0.18}, 1, 5)
     lines = str(raised).splitlines()
     assert lines[0] == "ALARM phantom_clipping at step 5, since step 1"
-    assert lines[1] == "  phantom/fraction = 0.18; allowed up to 0.01 of the tokens"
+    assert lines[1] == "  phantom/phantom_clipped_fraction = 0.18; allowed up to 0.01 of the tokens"
     assert [line[:5] for line in lines[4:]] == ["  1. ", "  2. ", "  3. ", "  4. "]
     assert "precision=fp16" in lines[4] and "ratio_source=shadow" in lines[5] and "clip range" in lines[6]
 
@@ -135,7 +135,7 @@ def test_missing_nan_and_huge_values_do_not_break_it():
 
 @pytest.mark.parametrize("cut", [10, 43, 46, 60, 75])
 def test_a_resumed_run_raises_what_an_unbroken_one_does(cut):
-    rows = [HEALTHY] * 40 + [HEALTHY | {names.K3_KL: 1e-4, names.PHANTOM: 0.1}] * 25 + [HEALTHY] * 30
+    rows = [HEALTHY] * 40 + [HEALTHY | {names.K3_KL: 1e-4, names.PHANTOM_CLIPPED: 0.1}] * 25 + [HEALTHY] * 30
     unbroken = MismatchAlarm()
     expected = [raised for step, row in enumerate(rows) for raised in unbroken.update(step, row)]
     assert [raised.name for raised in expected] == ["phantom_clipping", "k3_growth"]
@@ -147,6 +147,17 @@ def test_a_resumed_run_raises_what_an_unbroken_one_does(cut):
             alarm.load_state_dict(state)
         found += alarm.update(step, row)
     assert found == expected and alarm.state_dict() == unbroken.state_dict()
+
+
+def test_metrics_and_states_of_0_1_are_read():
+    old = {"phantom/fraction": 0.18, "actor/is_weight_ess": 0.05}
+    raised = feed(alarm := MismatchAlarm(), old, 1, 5)
+    assert [(each.name, each.step) for each in raised] == [("phantom_clipping", 5), ("low_effective_sample_size", 5)]
+    state = alarm.state_dict()
+    before = {names.FORMER_ALARMS.get(name, name): part for name, part in state.items()}
+    assert {"few_effective_responses", "skipped_step_storm"} <= before.keys()
+    (resumed := MismatchAlarm()).load_state_dict(before)
+    assert resumed.state_dict() == state
 
 
 @pytest.mark.parametrize("state", [{}, {"k3_growth": {"baseline": "x"}}])
@@ -161,7 +172,7 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state):
 
 def test_stop_ends_the_run_on_a_severe_alarm_only():
     severe = feed(MismatchAlarm(), {names.PROBS_PEARSON: 0.0}, 1, 2)
-    mild = feed(MismatchAlarm(), {names.PHANTOM: 0.5}, 1, 5)
+    mild = feed(MismatchAlarm(), {names.PHANTOM_CLIPPED: 0.5}, 1, 5)
     said: list[str] = []
     act_on(severe + mild, AlarmSettings(), said.append)
     act_on(mild, AlarmSettings(on_alarm="stop"), said.append)
@@ -199,7 +210,7 @@ def test_settings_that_switch_a_check_off():
     off = AlarmSettings(
         extreme_gap=1.0, affected_fraction=1.0, effective_fraction=0, loss_scale_minimum=0, sync_pearson=-1
     )
-    sick = {names.PROB_GAP_MIN: -1.0, names.PHANTOM: 1.0, names.LOSS_SCALE: 1.0, names.PROBS_PEARSON: -1.0}
+    sick = {names.PROB_GAP_MIN: -1.0, names.PHANTOM_CLIPPED: 1.0, names.LOSS_SCALE: 1.0, names.PROBS_PEARSON: -1.0}
     assert feed(MismatchAlarm(off), sick, 1, 50) == []
 
 

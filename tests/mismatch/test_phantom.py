@@ -10,6 +10,7 @@ from verl_precision.mismatch.phantom import PhantomStatistics
 
 GRPO = ClipRange(False, math.log(0.8), math.log(1.28))
 GSPO = ClipRange(True, math.log(1 - 3e-4), math.log(1 + 4e-4))
+GHOSTS = "phantom_clipped_fraction"
 
 
 def phantom_of(trainer, shadow, mu, advantages, clip=GRPO, **more):
@@ -40,7 +41,7 @@ def phantom_of(trainer, shadow, mu, advantages, clip=GRPO, **more):
 def test_decision_by_hand(alpha, beta, advantage, expected):
     mu = torch.full((1, 1), -3.0, dtype=torch.float64)
     found = phantom_of(mu + alpha + beta, mu + alpha, mu, torch.tensor([float(advantage)]))
-    assert tuple(found[name] for name in ("fraction", "clip_fraction", "missed_fraction")) == expected
+    assert (found[GHOSTS], found["clipped_fraction"], found["missed_fraction"]) == expected
     assert found["alpha_mean"] == pytest.approx(alpha) and found["beta_mean"] == pytest.approx(beta)
     assert found["beta_beyond_clip_fraction"] == (beta > 0.2469 or beta < -0.22314)
 
@@ -50,12 +51,12 @@ def test_by_sign_and_by_probability():
     mu = torch.tensor([[0.5, 0.5, 1e-5, 1e-5]], dtype=torch.float64).log()
     beta = torch.tensor([[0.0, 0.0, 0.3, -0.3]], dtype=torch.float64)
     found = phantom_of(mu + beta, mu, mu, torch.tensor([[1.0, -1.0, 1.0, -1.0]]))
-    assert found["fraction"] == found["fraction_positive_advantage"] == found["fraction_negative_advantage"] == 0.5
-    assert found["prob_0_1e-4/fraction"] == 1 and found["prob_1e-1_1/fraction"] == 0
+    assert found[GHOSTS] == found[f"{GHOSTS}_positive_advantage"] == found[f"{GHOSTS}_negative_advantage"] == 0.5
+    assert found[f"prob_0_1e-4/{GHOSTS}"] == 1 and found[f"prob_1e-1_1/{GHOSTS}"] == 0
     assert found["prob_0_1e-4/beta_abs_mean"] == pytest.approx(0.3)
     assert found["beta_mean_positive_advantage"] == pytest.approx(0.15)
     assert found["beta_mean_negative_advantage"] == pytest.approx(-0.15)
-    assert "prob_1e-2_1e-1/fraction" not in found
+    assert f"prob_1e-2_1e-1/{GHOSTS}" not in found
 
 
 def test_final_tokens_by_hand():
@@ -67,7 +68,7 @@ def test_final_tokens_by_hand():
     ended = torch.tensor([True, True, True, False])
     for chunk_tokens in (1, None):
         found = phantom_of(mu + gaps, mu, mu, advantages, ended=ended, chunk_tokens=chunk_tokens)
-        assert found["final_token_clip_fraction"] == 0.5 and found["clip_fraction"] == 0.5
+        assert found["final_token_clip_fraction"] == 0.5 and found["clipped_fraction"] == 0.5
     assert "final_token_clip_fraction" not in phantom_of(mu + gaps, mu, mu, -advantages, ended=ended & (advantages > 0))
     by_shadow = phantom_of(mu + gaps, mu, mu, advantages, beta_in_ratio=False)
     assert by_shadow["final_token_clip_fraction"] == 0, "the loss sees a ratio of 1"
@@ -78,7 +79,7 @@ def test_the_ratio_of_a_response_clips_all_of_its_tokens_or_none():
     mu = torch.full((2, 2), -2.0, dtype=torch.float64)
     beta = torch.tensor([[0.05, -0.05], [0.05, -0.04]], dtype=torch.float64)  # means 0 and 5e-3
     found = phantom_of(mu + beta, mu, mu, torch.ones(2), GSPO)
-    assert found["fraction"] == found["clip_fraction"] == found["beta_beyond_clip_fraction"] == 0.5
+    assert found[GHOSTS] == found["clipped_fraction"] == found["beta_beyond_clip_fraction"] == 0.5
 
 
 def test_a_ratio_from_the_shadow_is_clipped_without_beta():
@@ -87,8 +88,8 @@ def test_a_ratio_from_the_shadow_is_clipped_without_beta():
     shadow = mu + torch.tensor([[0.3, 0.1, 0.3]], dtype=torch.float64)
     trainer = shadow + torch.tensor([[0.0, 0.2, -0.2]], dtype=torch.float64)
     found = phantom_of(trainer, shadow, mu, torch.ones(1), beta_in_ratio=False)
-    assert found["clip_fraction"] == pytest.approx(2 / 3) and found["avoided_fraction"] == pytest.approx(1 / 3)
-    assert not {"fraction", "missed_fraction", "beta_beyond_clip_fraction"} & set(found)
+    assert found["clipped_fraction"] == pytest.approx(2 / 3) and found["avoided_fraction"] == pytest.approx(1 / 3)
+    assert not {GHOSTS, "missed_fraction", "beta_beyond_clip_fraction"} & set(found)
 
 
 def test_where_nothing_is_clipped_nothing_is_said_about_clipping():

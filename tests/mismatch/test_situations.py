@@ -93,6 +93,8 @@ class Situation:
 
 PHANTOM = "phantom_clipping"
 NOT_MEASURED = "`phantom/*fraction` absent"
+CLIPPED = "`phantom/clipped_fraction` = `actor/clip_fraction`"
+PHANTOM_CLIPPED = "`phantom/phantom_clipped_fraction`"
 SITUATIONS = [
     Situation(
         "FP16 on both sides, decoupled",
@@ -118,40 +120,40 @@ SITUATIONS = [
     ),
     Situation(
         "FP16's gap, GSPO, bypass: rounding cancels over a response",
-        "`phantom/clip_fraction` = `actor/clip_fraction`; `phantom/fraction` = 0",
+        f"{CLIPPED}; {PHANTOM_CLIPPED} = 0",
         estimator="gspo",
         changes=(BYPASS,),
         gap=FP16,
     ),
     Situation(
         "large gap, GSPO, bypass",
-        "`phantom/clip_fraction` = `actor/clip_fraction`; `phantom/fraction` > 0.3",
+        f"{CLIPPED}; {PHANTOM_CLIPPED} > 0.3",
         PHANTOM,
         estimator="gspo",
         changes=(BYPASS,),
     ),
     Situation(
         "large gap, `grpo`, bypass, no shadow: the rollout stands for one",
-        "`phantom/clip_fraction` = `actor/clip_fraction`; `phantom/fraction` > 0.03; `phantom/alpha_abs_mean` = 0",
+        f"{CLIPPED}; {PHANTOM_CLIPPED} > 0.03; `phantom/alpha_abs_mean` = 0",
         PHANTOM,
         changes=(BYPASS,),
     ),
     Situation(
         "the same, verl's `vanilla`, with `clip_ratio_low=10` (never below)",
-        "`phantom/clip_fraction` = `actor/pg_clipfrac`; `phantom/fraction` > 0.01; `mismatch/failed_measurements` = 0",
+        "`phantom/clipped_fraction` = `actor/pg_clipfrac`; "
+        f"{PHANTOM_CLIPPED} > 0.01; `mismatch/failed_measurements` = 0",
         PHANTOM,
         changes=(BYPASS, f"{LOSS}=vanilla", "actor_rollout_ref.actor.clip_ratio_low=10.0"),
     ),
     Situation(
         "large gap, bypass, a shadow",
-        "`phantom/clip_fraction` = `actor/clip_fraction`; `phantom/fraction` > 0.03; `phantom/beta_abs_mean` > 0.1",
+        f"{CLIPPED}; {PHANTOM_CLIPPED} > 0.03; `phantom/beta_abs_mean` > 0.1",
         PHANTOM,
         changes=(BYPASS, f"{SHADOW}.every_n_steps=1"),
     ),
     Situation(
         "the same, `ratio_source=shadow`",
-        "`phantom/clip_fraction` = `actor/clip_fraction`; `phantom/clip_fraction` = 0; "
-        "`phantom/avoided_fraction` > 0.03; `phantom/fraction` absent",
+        f"{CLIPPED}; `phantom/clipped_fraction` = 0; `phantom/avoided_fraction` > 0.03; {PHANTOM_CLIPPED} absent",
         changes=(BYPASS, f"{SHADOW}.ratio_source=shadow"),
     ),
     Situation(
@@ -227,7 +229,7 @@ SITUATIONS = [
     ),
     Situation(
         "a mini-batch without a valid token",
-        "`actor/is_weight_mean` > 0.9; `actor/is_weight_ess` > 0.3",
+        "`actor/is_weight_mean` > 0.9; `actor/is_weight_ess_fraction` > 0.3",
         estimator="pg_seq_is",
         empty=True,
     ),
@@ -263,14 +265,14 @@ SITUATIONS = [
     Situation(
         "trainer and rollout have different weights",
         "`mismatch/log_prob_gap_abs_mean` > 1",
-        "extreme_prob_gap, few_effective_responses, policies_differ",
+        "extreme_prob_gap, low_effective_sample_size, policies_differ",
         estimator="pg_seq_is",
         gap=2.0,
     ),
     Situation(
         "the same, resumed after every step",
         "`mismatch/log_prob_gap_abs_mean` > 1",
-        "extreme_prob_gap, few_effective_responses, policies_differ",
+        "extreme_prob_gap, low_effective_sample_size, policies_differ",
         estimator="pg_seq_is",
         gap=2.0,
         resumed=True,

@@ -25,7 +25,7 @@ def runs(tmp_path):
             {
                 "critic/score/mean": reward(step),
                 "phantom/final_token_clip_fraction": clipped,
-                "phantom/fraction": clipped,
+                "phantom/fraction": clipped,  # as 0.1 wrote it
             }
             for step in range(1, STEPS + 1)
         )

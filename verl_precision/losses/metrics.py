@@ -91,7 +91,7 @@ def weight_statistics(weights: Tensor, valid: Tensor, name: str = "is_weight") -
     return {
         f"actor/{name}_mean": Mean(total, number),
         f"actor/{name}_max": extremes(weights, valid, "")["_max"],
-        f"actor/{name}_ess": EffectiveSampleSize(total, squares, number),
+        f"actor/{name}_ess_fraction": EffectiveSampleSize(total, squares, number),
     }
 
 

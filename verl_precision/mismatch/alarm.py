@@ -73,7 +73,7 @@ class Limit:
 def _limits(s: AlarmSettings) -> list[Limit]:
     """Return all limits; where a name has two, either counts."""
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
-    storm, scale = f"skipped updates in {s.skipped_steps} steps in a row", f"minimum {s.loss_scale_minimum:g}"
+    overflow, scale = f"skipped updates in {s.skipped_steps} steps in a row", f"minimum {s.loss_scale_minimum:g}"
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
     few = f"allowed down to {s.effective_fraction:g} of the responses"
     persist, skipped = s.persist_steps, s.skipped_steps
@@ -83,9 +83,9 @@ def _limits(s: AlarmSettings) -> list[Limit]:
         Limit("responses_not_finite", NOT_FINITE_STEPS, names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0"),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MIN, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MAX, lambda x: abs(x) > s.extreme_gap, gap),
-        Limit("phantom_clipping", persist, names.PHANTOM, lambda x: x > s.affected_fraction, share),
-        Limit("few_effective_responses", persist, names.WEIGHT_ESS, lambda x: x < s.effective_fraction, few),
-        Limit("skipped_step_storm", skipped, names.SKIPPED_STEPS, lambda x: x > 0, storm),
+        Limit("phantom_clipping", persist, names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share),
+        Limit("low_effective_sample_size", persist, names.WEIGHT_ESS, lambda x: x < s.effective_fraction, few),
+        Limit("repeated_overflow", skipped, names.SKIPPED_STEPS, lambda x: x > 0, overflow),
         Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
         Limit("policies_differ", 2, names.PROBS_PEARSON, lambda x: x < s.sync_pearson, pearson),
@@ -165,7 +165,7 @@ class MismatchAlarm:
         fresh = MismatchAlarm(self.settings)
         try:
             for name, detector in fresh._detectors.items():
-                detector.load(state[name])
+                detector.load(state[name if name in state else names.FORMER_ALARMS.get(name, name)])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointStateError(
                 f"the state of the mismatch alarm cannot be read ({error!r})",

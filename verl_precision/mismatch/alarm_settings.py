@@ -24,7 +24,7 @@ class AlarmSettings:
             of them carry the gradient; in [0, 1). 0 switches the check off.
         persist_steps: Consecutive steps before extremes, tokens clipped for their rounding, or too few responses are
             an alarm.
-        skipped_steps: Consecutive steps with a skipped update before they are a storm.
+        skipped_steps: Consecutive steps with a skipped update before that is an alarm.
         loss_scale_minimum: The scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
             switches the check off (a static scale of 1 is always there).
         sync_pearson: Correlation of trainer and rollout probabilities below which they are not one policy; in [-1, 1).

@@ -145,7 +145,7 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
     final = {"final_token_clip_fraction": Share(silenced, n.new_full((), len(useful_E)), bounds)}
     if not beta_in_ratio:
         return {
-            "clip_fraction": Share(without_N.sum(), n, bounds),
+            "clipped_fraction": Share(without_N.sum(), n, bounds),
             "avoided_fraction": Share((with_beta_N & ~without_N).sum(), n, bounds),
             **final,
         }
@@ -154,8 +154,8 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
     tokens_C, phantom_C = (torch.bincount(classes_N, w, minlength=CLASSES).double() for w in (None, phantom_N.double()))
     return {
         "beta_beyond_clip_fraction": Share(((beta_N > clip.high) | (beta_N < clip.low)).sum(), n, bounds),
-        "fraction": ClassMean(phantom_C, tokens_C, by=("sign", "bin")),
-        "clip_fraction": Share(with_beta_N.sum(), n, bounds),
+        "phantom_clipped_fraction": ClassMean(phantom_C, tokens_C, by=("sign", "bin")),
+        "clipped_fraction": Share(with_beta_N.sum(), n, bounds),
         "missed_fraction": Share((without_N & ~with_beta_N).sum(), n, bounds),
         **final,
     }

@@ -116,13 +116,13 @@ ADVICE = {
         (MATCH_PRECISIONS, SHADOW_RATIO, WIDEN_CLIP, DECOUPLE),
         severe=False,
     ),
-    "few_effective_responses": Advice(
+    "low_effective_sample_size": Advice(
         "A few responses have nearly all of the weight, and the others no say: the gradient is noise. At an effective "
         "share of 0.1 a run learned nothing, at 0.02 it lost what it had (docs/log/collapse.md, dose and response).",
         (MATCH_PRECISIONS, MORE_RESPONSES),
         severe=False,
     ),
-    "skipped_step_storm": Advice(
+    "repeated_overflow": Advice(
         "Updates overflow and are skipped step after step: the policy hardly moves.",
         (
             "look at loss and grad_norm of the steps before the first one named here; lower the learning rate",

@@ -119,7 +119,7 @@ def test_more_estimators_than_fit_beside_each_other_go_on_below():
 
 
 def test_arms_have_the_panels_of_today_and_the_clipped_share_where_it_was_measured():
-    clipped = {"phantom/fraction": 0.25}
+    clipped = {"phantom/phantom_clipped_fraction": 0.25}
     runs = [run_of(f"a/seed_{seed}", arm="a", **clipped) for seed in (1, 2)] + [run_of("b/seed_1", arm="b")]
     figure = draw_comparison(runs, panels=(*COMPARED, "phantom"))
     assert [axes.get_ylabel() for axes in figure.axes] == ["mean score", "nats per token", "nats per token", "fraction"]

@@ -13,6 +13,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.mismatch.alarm_settings import AlarmSettings
+from verl_precision.mismatch.metric_names import PHANTOM_CLIPPED
 from verl_precision.mismatch.remedies import ADVICE
 from verl_precision.tools.runs.figures import PANELS, draw, write_comparison
 from verl_precision.tools.runs.page import page
@@ -86,7 +87,7 @@ def test_two_real_runs_overlaid(quickstart):
     assert {"A > 0", "A < 0"} <= texts_of(html, "clip")
     assert html.count("no alarm") == 2 and html.count("the baseline takes 30") == 2
     assert "Loss scale (precision/loss_scale): not bf16" in html
-    assert "Phantom-clipped tokens (phantom/fraction): no run" in html and 'id="phantom"' not in html
+    assert f"Phantom-clipped tokens ({PHANTOM_CLIPPED}): no run" in html and 'id="phantom"' not in html
     assert page(quickstart) == html, "the same runs give the same page"
 
 
@@ -145,8 +146,8 @@ def test_a_mismatch_of_zero_has_a_linear_axis(run_of):
     assert draw([PANEL["k3"]], [zero, small]).axes[0].get_yscale() == "log"
 
 
-def test_prefixed_and_plain_keys_are_one_and_a_shorter_run_leaves_cells_empty(run_of):
-    runs = [run_of("a", steps=1, **{"actor/phantom/fraction": 0.1}), run_of("b", steps=2, **{"phantom/fraction": 0.2})]
+def test_keys_of_before_prefixed_and_plain_are_one_and_a_shorter_run_leaves_cells_empty(run_of):
+    runs = [run_of("a", steps=1, **{"actor/phantom/fraction": 0.1}), run_of("b", steps=2, **{PHANTOM_CLIPPED: 0.2})]
     rows = rows_of(figure_of(page(runs), "phantom"))
     assert rows == [["step", "a", "b"], ["1", "0.1", "0.2"], ["2", "", "0.2"]]
 

@@ -18,6 +18,7 @@ from verl_precision.integration.ledger import wrap_once
 from verl_precision.losses.metrics import weight_statistics
 from verl_precision.losses.rollout_weights import BANDED, WEIGHTS, require_bounds
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights
+from verl_precision.mismatch.metric_names import with_former_names
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
@@ -56,7 +57,7 @@ def _own_weights(
         beyond = weights == 0
         if rollout_is not in BANDED:  # a response with a tiny ratio has a weight of 0 too
             beyond = torch.where(valid_BT, log_ratio, 0).sum(dim=-1, dtype=torch.float64) > math.log(upper)
-    statistics = weight_statistics(weights, counted & weights.isfinite())
+    statistics = with_former_names(weight_statistics(weights, counted & weights.isfinite()))
     metrics = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
     metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)
     metrics["rollout_is_nonfinite_responses"] = float((weights_BT.isnan().any(dim=-1) & rows_B).sum())

@@ -30,7 +30,7 @@ from verl_precision.integration.trainer.measurement import (
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.metric_names import ACTOR, FAILED_MEASUREMENTS
+from verl_precision.mismatch.metric_names import ACTIVE_ALARMS, ACTOR, FAILED_MEASUREMENTS, with_former_names
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
@@ -161,7 +161,7 @@ class RunMonitor:
         found = {key: value for key, value in numbers.items() if not math.isnan(value)}
         for part in self._sets.values():
             found |= part.metrics()
-        return {**found, FAILED_MEASUREMENTS: failed}
+        return {**with_former_names(found), FAILED_MEASUREMENTS: failed}
 
     def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
         """Add what was measured to the metrics of the step, which ends."""
@@ -173,7 +173,7 @@ class RunMonitor:
 
         Args:
             step: Of training.
-            metrics: Of this step; `alarm/active` and `timing_s/mismatch` are added.
+            metrics: Of this step; `alarm/active_count` and `timing_s/mismatch` are added.
         """
         stop, start = None, time.perf_counter()
         raised = self.alarm.update(step, metrics)
@@ -182,7 +182,7 @@ class RunMonitor:
             act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
-        metrics["alarm/active"] = len(self.alarm.active)
+        metrics |= with_former_names({ACTIVE_ALARMS: len(self.alarm.active)})
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 

@@ -54,7 +54,7 @@ PANELS = (
     Panel("extremes", "Extremes of π - μ", "probability", _EXTREMES, hint="towards ±1 before a collapse"),
     Panel("alpha_beta", "α (policy) and β (precision)", "nats, mean |·|", {"α": keys.ALPHA, "β": keys.BETA}, 10),
     Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", {"beyond": keys.BETA_BEYOND_CLIP}),
-    Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM}, hint="0 is best"),
+    Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM_CLIPPED}, hint="0 is best"),
     Panel("clip", "Clipped tokens", "fraction", _CLIP),
     Panel(
         "routing",
