@@ -1,8 +1,8 @@
 """Run a command on a Ray cluster, and end it when a node is lost: watched_run.py ADDRESS COMMAND [ARGUMENT ...].
 
 A run that has lost a node cannot go on. It does not always end by itself, and it does not say which node it was
-(docs/log/features.md). So a second process asks Ray's head every few seconds which nodes are alive. ADDRESS is host:port, or
-auto. The exit code is the command's, or `LOST`.
+(docs/log/features.md). So a second process asks Ray's head every few seconds which nodes are alive. ADDRESS is
+host:port, or auto. The exit code is the command's, or `LOST`.
 """
 
 import signal

@@ -12,6 +12,7 @@ from verl_precision.check.installation import Finding
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.tools.selftest import engine_checks
 from verl_precision.tools.selftest.checks import CHECKS
+from verl_precision.weight_sync import manifest
 from verl_precision.weight_sync.manifest import digest
 
 # Runs the checks of verl's engine in one process, each with one thing broken, and prints what they say. Of the 50
@@ -148,13 +149,13 @@ def _of_random_bits(tensor):
     ],
 )
 def test_wrong_digest_is_named(tmp_path, monkeypatch, broken, words):
-    monkeypatch.setattr(engine_checks, "digest", broken)
+    monkeypatch.setattr(manifest, "digest", broken)
     with pytest.raises(CheckFailedError, match=words):
-        engine_checks.digests("cpu", tmp_path)
+        engine_checks.digest("cpu", tmp_path)
 
 
 def test_digests_pass_here(tmp_path):
-    figures = engine_checks.digests("cpu", tmp_path)
+    figures = engine_checks.digest("cpu", tmp_path)
     assert figures["gigabytes"] == pytest.approx(0.268, abs=1e-3) and figures["times_a_copy"] > 0
 
 

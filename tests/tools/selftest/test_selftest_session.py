@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -30,22 +32,25 @@ def dies(device, folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def hangs(device, folder):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-    Path(folder, "child").write_text(str(child.pid))
+    Path(folder, "pid").write_text(str(child.pid))
+    Path(folder, "pid").rename(Path(folder, "child"))
     time.sleep(300)
 """
 # What a check's own process needs, to know the planted checks as well.
 PLANT = """
 import planted_functions
 from verl_precision.tools.selftest import checks
-checks.CHECKS = tuple(checks.Check(name, part, "", f"planted_functions:{{name}}") for name, part in {planted})
+checks.CHECKS = tuple(checks.Check(name, part, "", "planted_functions") for name, part in {planted})
 """
+LIMIT = 4321
 PLANTED = (
-    Check("passes", "A", "what a pass looks like", "planted_functions:passes"),
-    Check("fails", "A", "what a failure looks like", "planted_functions:fails"),
-    Check("dies", "B", "a process that is killed", "planted_functions:dies"),
-    Check("hangs", "B", "a check that does not end", "planted_functions:hangs", seconds=5),
-    Check("has_gpu", "B", "what a CPU cannot run", "planted_functions:has_gpu", needs_gpu="the planted reason"),
+    Check("passes", "A", "what a pass looks like", "planted_functions"),
+    Check("fails", "A", "what a failure looks like", "planted_functions"),
+    Check("dies", "B", "a process that is killed", "planted_functions"),
+    Check("hangs", "B", "a check that does not end", "planted_functions", LIMIT),
+    Check("has_gpu", "B", "what a CPU cannot run", "planted_functions", needs_gpu="the planted reason"),
 )
 
 
@@ -60,8 +65,8 @@ def planted(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(session, "CHECKS", PLANTED)
 
 
-def run(folder: Path, *names: str, side_by_side: int = 1) -> dict[str, session.Outcome]:
-    done = session.run_selftest(folder, "cpu", names, side_by_side, Console(quiet=True))
+def run(folder: Path, *names: str, parallel: int = 1) -> dict[str, session.Outcome]:
+    done = session.run_selftest(folder, "cpu", names, parallel, Console(quiet=True))
     return {outcome.name: outcome for outcome in done}
 
 
@@ -140,11 +145,23 @@ def test_unknown_check_is_refused_with_the_names(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_late_check_is_ended_with_its_children_beside_one_that_dies(tmp_path):
-    found = run(tmp_path, "dies", "hangs", side_by_side=2)
+class Late(subprocess.Popen):
+    """A process whose time is up as soon as it has a child, however fast the machine is."""
+
+    def wait(self, timeout=None):
+        if timeout == LIMIT:
+            while self.poll() is None and not (Path(self.args[-1]) / "child").exists():
+                time.sleep(0.05)
+            if self.poll() is None:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        return super().wait(timeout)
+
+
+def test_late_check_is_ended_with_its_children_beside_one_that_dies(tmp_path, monkeypatch):
+    monkeypatch.setattr(session.subprocess, "Popen", Late)
+    found = run(tmp_path, "dies", "hangs", parallel=2)
     assert found["dies"].status == "failed" and "ended by SIGKILL" in found["dies"].message
-    assert found["hangs"].status == "failed" and "not done after 5 s. Log: " in found["hangs"].message
-    assert found["hangs"].seconds < 60
+    assert found["hangs"].status == "failed" and f"not done after {LIMIT} s. Log: " in found["hangs"].message
     (child,) = (tmp_path / "hangs").rglob("child")
     assert not psutil.pid_exists(int(child.read_text())) or _is_zombie(int(child.read_text()))
     content = json.loads((tmp_path / session.REPORT).read_text())

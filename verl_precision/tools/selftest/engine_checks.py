@@ -18,7 +18,7 @@ from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.tools.selftest.checks import Figures
-from verl_precision.weight_sync.manifest import StreamDigest, bit_view, digest
+from verl_precision.weight_sync import manifest
 
 GIB = 2**30
 _OVERFLOWS, _SCALE = 500, 1024.0
@@ -76,24 +76,24 @@ def log_probs(device: str, folder: Path) -> Figures:
     return {"tokens": tokens, "logits_gib": size, "extra_gib": extra, "ms": seconds * 1e3, "error_nats": error}
 
 
-def digests(device: str, folder: Path) -> Figures:
+def digest(device: str, folder: Path) -> Figures:
     """Flip one bit of a large tensor and compare digests; time the digest beside a copy of the same bytes."""
     elements, small_tensors = (2**31, 19000) if device == "cuda" else (2**27, 2000)
     large = torch.empty(elements, dtype=torch.bfloat16, device=device)
     for part in large.split(2**26):
         part.copy_(torch.randn(part.shape, device=device))
-    first = digest(large)
-    bits = bit_view(large)
+    first = manifest.digest(large)
+    bits = manifest.bit_view(large)
     bits[elements // 3] ^= 1
-    require(digest(large) != first, "a flipped bit of a large tensor was not seen")
+    require(manifest.digest(large) != first, "a flipped bit of a large tensor was not seen")
     bits[elements // 3] ^= 1
-    require(digest(large) == first, "the same tensor has two digests")
+    require(manifest.digest(large) == first, "the same tensor has two digests")
     copied = torch.empty_like(large)
-    seconds, copy_seconds = timed(lambda: digest(large), device), timed(lambda: copied.copy_(large), device)
+    seconds, copy_seconds = timed(lambda: manifest.digest(large), device), timed(lambda: copied.copy_(large), device)
     small = list(large[: small_tensors * 4096].view(small_tensors, 64, 64))
 
     def stream() -> None:
-        digests = StreamDigest()
+        digests = manifest.StreamDigest()
         for number, tensor in enumerate(small):
             digests.add(str(number), tensor)
         digests.fetch()

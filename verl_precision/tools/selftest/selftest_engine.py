@@ -1,7 +1,6 @@
 """Checks of `verl-precision selftest` that need verl's FSDP engine with ours on top, on one device."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.integration.engine.engine_batch import engine_batch
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.tools.selftest.checks import Figures
 
 _UPDATES, _SAVED_AFTER = 50, 25
 _GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0
@@ -26,21 +26,17 @@ _PLANTED = {3, 4, 17, 30, 41}  # two in a row; before and after the checkpoint
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
-def fp16_updates(device: str, folder: Path) -> dict[str, float | int | str]:
-    """Train 50 updates in FP16 under FSDP2, with planted overflows and a restart."""
-    return _fp16_updates(device, folder, "fsdp2")
-
-
-def fp16_updates_fsdp1(device: str, folder: Path) -> dict[str, float | int | str]:
+def fp16_updates_fsdp1(device: str, folder: Path) -> Figures:
     """Train 50 updates in FP16 under FSDP1, with planted overflows and a restart."""
-    return _fp16_updates(device, folder, "fsdp")
+    return fp16_updates(device, folder, "fsdp")
 
 
-def _fp16_updates(device: str, folder: Path, strategy: str) -> dict[str, float | int | str]:
+def fp16_updates(device: str, folder: Path, strategy: str = "fsdp2") -> Figures:
+    """Train 50 updates in FP16 under FSDP2, with planted overflows and a restart."""
     settings = LossScaleSettings(initial=_FIRST_SCALE, growth_interval=_GROWTH_INTERVAL)
-    with one_rank(device), _verls_platform(device):
-        engine = build_engine(device, "fp16", strategy, loss_scale=settings)
-        exact = _gradient(build_engine(device, "fp32", strategy))
+    with one_rank(device):
+        engine = _build_engine(device, "fp16", strategy, loss_scale=settings)
+        exact = _gradient(_build_engine(device, "fp32", strategy))
         found = _gradient(engine)
         error = float((found - exact).norm() / exact.norm())
         require(error < 4e-3, f"gradients in FP16 are off by {error:.1e} of FP32's; FP16 makes 1.4e-3, BF16 8e-3")
@@ -50,7 +46,7 @@ def _fp16_updates(device: str, folder: Path, strategy: str) -> dict[str, float |
         for update in range(_UPDATES):
             if update == _SAVED_AFTER:
                 engine.save_checkpoint(checkpoint, global_step=update)
-                resumed = build_engine(device, "fp16", strategy, loss_scale=settings)
+                resumed = _build_engine(device, "fp16", strategy, loss_scale=settings)
                 resumed.load_checkpoint(checkpoint)
             before = _weights(engine)
             for one in filter(None, (engine, resumed)):
@@ -73,14 +69,13 @@ def _fp16_updates(device: str, folder: Path, strategy: str) -> dict[str, float |
     return {"skipped": skipped, "gradient_error": error, "resumed_apart": apart, "last_scale": scale}
 
 
-def shadow_offload(device: str, folder: Path) -> dict[str, float | int | str]:
+def shadow_offload(device: str, folder: Path) -> Figures:
     """Offload actor and optimizer between updates; a BF16 shadow's log-probs must stay those of the actor's weights."""
-    with one_rank(device), _verls_platform(device):
+    with one_rank(device):
         settings = ShadowSettings(dtype="bf16", ratio_source="shadow")
-        offloaded = build_engine(
-            device, "fp32", shadow=settings, param_offload=device != "cpu", optimizer_offload=device != "cpu"
-        )
-        plain = build_engine(device, "fp32")
+        on_gpu = device != "cpu"
+        offloaded = _build_engine(device, "fp32", shadow=settings, param_offload=on_gpu, optimizer_offload=on_gpu)
+        plain = _build_engine(device, "fp32")
         gaps = []
         for _ in range(4):
             shadows, actors = (_log_probs(engine) for engine in (offloaded, plain))
@@ -92,15 +87,10 @@ def shadow_offload(device: str, folder: Path) -> dict[str, float | int | str]:
     return {"gap_nats": gaps[-1], "one_update_nats": moved}
 
 
-def build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) -> Any:
-    """Build verl's engine with our settings around a tiny model.
-
-    Args:
-        device: "cuda" or "cpu".
-        dtype: Compute dtype, "fp16", "bf16" or "fp32".
-        strategy: "fsdp2" or "fsdp".
-        ours: Fields of `PrecisionFSDPConfig`.
-    """
+def _build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) -> Any:
+    """Build verl's engine around a tiny model. What else is ours in its config: fields of `PrecisionFSDPConfig`."""
+    if device == "cpu":
+        torch.set_num_threads(1)  # the model is tiny
     model = HFModelConfig(
         path=str(cached_tiny_model("qwen3")),
         use_remove_padding=True,
@@ -125,32 +115,11 @@ def build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) 
     return engine
 
 
-@contextmanager
-def _verls_platform(device: str) -> Iterator[None]:
-    from verl.plugin.platform import get_platform, set_platform
-
-    before = get_platform()
-    if device == "cpu":
-        from verl_precision.integration.cpu.platform import PlatformCPU
-
-        set_platform(PlatformCPU())
-        torch.set_num_threads(1)  # the model is tiny
-    try:
-        yield
-    finally:
-        set_platform(before)
-
-
 def _batch() -> Any:
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(3, 90, (length,), generator=generator) for length in (12, 20, 7)]
-    return engine_batch(
-        sequences,
-        max_token_len_per_gpu=32,
-        use_remove_padding=True,
-        calculate_entropy=True,
-        update_lr_scheduler=True,
-    )
+    switches = {"use_remove_padding": True, "calculate_entropy": True, "update_lr_scheduler": True}
+    return engine_batch(sequences, max_token_len_per_gpu=32, **switches)
 
 
 def _loss(planted: bool) -> Loss:

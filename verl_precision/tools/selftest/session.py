@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,15 +38,7 @@ _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check.
-
-    Attributes:
-        name: The check's.
-        status: "passed", "failed" or "not run".
-        seconds: Wall-clock time.
-        message: What failed, or why it was not run.
-        figures: What was measured.
-    """
+    """A check's name, "passed", "failed" or "not run", wall-clock seconds, why it has not passed, what it measured."""
 
     name: str
     status: str
@@ -52,68 +46,63 @@ class Outcome:
     message: str = ""
     figures: Figures = field(default_factory=dict)
 
+    @property
+    def line(self) -> str:
+        """One line, in the markup of rich."""
+        values = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in self.figures.items()}
+        text = self.message or ", ".join(f"{key} {value}" for key, value in values.items())
+        return f"[{_COLOURS[self.status]}]{self.status:8}[/] {self.name:20} {self.seconds:5.0f} s  {escape(text)}"
 
-def run_selftest(folder: Path, device: str, names: Sequence[str], side_by_side: int, console: Console) -> list[Outcome]:
+
+def run_selftest(folder: Path, device: str, names: Sequence[str], parallel: int, console: Console) -> list[Outcome]:
     """Run checks, show each as it ends, and write selftest.json after each.
 
-    A check that passed in this folder is not repeated. What came of earlier checks stays in selftest.json.
+    A check that passed in this folder is not repeated. Earlier results of other checks stay in selftest.json.
 
     Args:
         folder: Folder of the results, one subfolder a check.
         device: "cuda" or "cpu".
         names: Names of checks, "A" or "B" for a part; empty for all.
-        side_by_side: How many checks of part B run at the same time.
+        parallel: How many checks of part B run at the same time.
         console: Where progress goes.
 
     Raises:
         ConfigurationError: If there is no check of a name, or the folder has results of another machine.
     """
-    chosen = _chosen(names)
-    machine = _machine(device)
-    earlier = _earlier(folder / REPORT, machine)
-    done: list[Outcome] = []
+    chosen, machine = _chosen(names), _machine(device)
+    known = _earlier(folder / REPORT, machine)
     under_way: set[subprocess.Popen] = set()
     interrupted = threading.Event()
 
-    def finish(outcome: Outcome) -> None:
-        done.append(outcome)
-        known = earlier | {one.name: one for one in done}
-        ordered = [known[check.name] for check in CHECKS if check.name in known]
-        content = {**machine, "checks": [asdict(one) for one in ordered]}
-        write_file(folder / REPORT, json.dumps(content, indent=2) + "\n", replace=True)
-        text = outcome.message or ", ".join(f"{key} {_short(value)}" for key, value in outcome.figures.items())
-        colour = _COLOURS[outcome.status]
-        head = f"[{colour}]{outcome.status:8}[/] {outcome.name:20} {outcome.seconds:5.0f} s  "
-        console.print(head + escape(text), highlight=False, soft_wrap=True)
-
     def run(check: Check) -> None:
-        if check.name in earlier and earlier[check.name].status == "passed":
-            finish(earlier[check.name])
-        elif check.needs_gpu and device == "cpu":
-            finish(Outcome(check.name, "not run", message=f"on a CPU: {check.needs_gpu}"))
-        elif not interrupted.is_set():
-            outcome = _run_in_process(check, device, folder / check.name, under_way)
-            if not interrupted.is_set():
-                finish(outcome)
+        if check.needs_gpu and device == "cpu":
+            known[check.name] = Outcome(check.name, "not run", message=f"on a CPU: {check.needs_gpu}")
+        elif check.name not in known or known[check.name].status != "passed":
+            outcome = None if interrupted.is_set() else _run_in_process(check, device, folder / check.name, under_way)
+            if outcome is None or interrupted.is_set():
+                return
+            known[check.name] = outcome
+        results = [asdict(known[each.name]) for each in CHECKS if each.name in known]
+        write_file(folder / REPORT, json.dumps({**machine, "checks": results}, indent=2) + "\n", replace=True)
+        console.print(known[check.name].line, highlight=False, soft_wrap=True)
 
+    together = [check for check in chosen if check.part == "B" and not check.alone]
     for check in chosen:
-        if check.part == "A" or check.alone:
+        if check not in together:
             run(check)
-    with ThreadPoolExecutor(side_by_side) as pool:
+    with ThreadPoolExecutor(parallel) as pool:
         try:
-            list(pool.map(run, (check for check in chosen if check.part == "B" and not check.alone)))
+            list(pool.map(run, together))
         except KeyboardInterrupt:  # only this thread gets it
             interrupted.set()
             for process in list(under_way):
                 process.send_signal(signal.SIGINT)
             raise
-    return done
+    return [known[check.name] for check in chosen]
 
 
 def runs_that_fit(device: str) -> int:
     """Return how many runs of part B the free memory holds: at least one, at most 3, on a CPU at most 2."""
-    import torch
-
     fit = min(psutil.virtual_memory().available // _RUN_BYTES, 3 if device == "cuda" else 2)
     if device == "cuda":
         fit = min(fit, torch.cuda.mem_get_info()[0] // _RUN_GPU_BYTES)
@@ -121,10 +110,8 @@ def runs_that_fit(device: str) -> int:
 
 
 def show_summary(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print one line a check: what it shows, and what came of it."""
-    table = Table(box=None)
-    for column in ("part", "check", "shows", "result"):
-        table.add_column(column)
+    """Print one line a check: what it shows, and its result."""
+    table = Table("part", "check", "shows", "result", box=None)
     status = {outcome.name: outcome.status for outcome in outcomes}
     for check in CHECKS:
         result = status.get(check.name, "not asked for")
@@ -136,31 +123,28 @@ def _chosen(names: Sequence[str]) -> list[Check]:
     known = {check.name for check in CHECKS} | {check.part for check in CHECKS}
     for name in names:
         if name not in known:
-            raise ConfigurationError(
-                "there is no such check", setting="--only", value=name, allowed=", ".join(sorted(known))
-            )
+            allowed = ", ".join(sorted(known))
+            raise ConfigurationError("there is no such check", setting="--only", value=name, allowed=allowed)
     return [check for check in CHECKS if not names or check.name in names or check.part in names]
 
 
 def _machine(device: str) -> dict[str, Any]:
-    import torch
-
-    hardware = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    on_gpu = device == "cuda"
     return {
         "device": device,
-        "hardware": hardware,
+        "hardware": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "cuda": torch.version.cuda if device == "cuda" else None,
+        "cuda": torch.version.cuda if on_gpu else None,
         "versions": installed_versions(),
     }
 
 
 def _earlier(path: Path, machine: dict[str, Any]) -> dict[str, Outcome]:
-    """Return what came of the checks of earlier calls."""
+    """Return the results of earlier calls, by check."""
     if not path.exists():
         return {}
     content = json.loads(path.read_text())
-    found = [Outcome(**one) for one in content.pop("checks")]
+    found = {one["name"]: Outcome(**one) for one in content.pop("checks")}
     if content != machine:
         raise ConfigurationError(
             "the folder has results of another machine or of other versions",
@@ -168,14 +152,14 @@ def _earlier(path: Path, machine: dict[str, Any]) -> dict[str, Outcome]:
             value=str(path.parent),
             remedy="Name another folder.",
         )
-    return {outcome.name: outcome for outcome in found}
+    return found
 
 
 def _run_in_process(check: Check, device: str, folder: Path, under_way: set[subprocess.Popen]) -> Outcome:
     """Run a check in a process of its own: what it breaks ends with it."""
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=time.strftime("%H-%M-%S-"), dir=folder))  # of this attempt
-    log, mark, start = scratch / "check.log", uuid.uuid4().hex, time.monotonic()
+    log, result, mark, start = scratch / "check.log", scratch / "outcome.json", uuid.uuid4().hex, time.monotonic()
     command = [sys.executable, "-m", "verl_precision.tools.selftest.session", check.name, device, str(scratch)]
     environment = {**os.environ, RUN_MARK: mark, **({"VERL_PLATFORM": "cpu"} if device == "cpu" else {})}
     with log.open("wb") as sink:
@@ -183,20 +167,18 @@ def _run_in_process(check: Check, device: str, folder: Path, under_way: set[subp
             command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     under_way.add(process)
+    late = ""
     try:
         process.wait(check.seconds)
-        late = ""
     except subprocess.TimeoutExpired:
-        late = f"not done after {check.seconds} s. Log: {log}"
+        late = f"not done after {check.seconds} s."
     finally:
         end_processes(process, mark, grace_seconds=_GRACE_SECONDS)
         under_way.discard(process)
     seconds = time.monotonic() - start
-    result = scratch / "outcome.json"
     if result.exists():
         return Outcome(check.name, seconds=seconds, **json.loads(result.read_text()))
-    message = late or f"{reason(log, process.returncode)} Log: {log}"
-    return Outcome(check.name, "failed", seconds, message)
+    return Outcome(check.name, "failed", seconds, f"{late or reason(log, process.returncode)} Log: {log}")
 
 
 def _in_this_process(name: str, device: str, folder: Path) -> None:
@@ -205,16 +187,10 @@ def _in_this_process(name: str, device: str, folder: Path) -> None:
     try:
         outcome = {"status": "passed", "figures": check.load()(device, folder)}
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         words = sentence(f"{type(error).__name__}: {error}")
         outcome = {"status": "failed", "message": f"{words} Log: {folder / 'check.log'}"}
     write_file(folder / "outcome.json", json.dumps(outcome))
-
-
-def _short(value: float | int | str) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.mismatch.metric_names import K3_KL
@@ -12,20 +14,61 @@ from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.selftest.checks import Figures
 
 RECIPE = Path(__file__).with_name("stack.yaml")
-_EXTENSION = (
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_precision.tools.selftest.selftest_faults.{}"
-)
+_ROOM = "verl_precision.tools.selftest"
+_EXTENSION = f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={_ROOM}.selftest_faults"
+_MODEL = "actor_rollout_ref.model"
+_LORA = (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora_alpha=16", f"{_MODEL}.target_modules=all-linear")
+_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+
+StackCheck = Callable[[str, Path], Figures]
 
 
 class _KilledError(Exception):
     """Ends a run from outside."""
 
 
-def tied_model(device: str, folder: Path) -> Figures:
-    """Train three steps with tied embeddings: the rollout sleeps and wakes, and every layer is verified."""
-    rows = _run(device, folder, "tiny_architecture=qwen3_tied", sleeps=True)
-    _healthy(rows, steps=3)
-    return {"verified_layers": rows[-1]["weight_sync/verified_layers"], K3_KL: rows[-1][K3_KL]}
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    """Return the reward in all of these runs, minus the response's length: any policy can learn to be shorter."""
+    return -float(len(solution_str))
+
+
+def _trains(*overrides: str, steps: int, reports: str = "", sleeps: bool = False) -> StackCheck:
+    """Return a check: a run with overrides does its steps and is healthy."""
+
+    def check(device: str, folder: Path) -> Figures:
+        rows = _run(device, folder, f"trainer.total_training_steps={steps}", *overrides, sleeps=sleeps)
+        _healthy(rows, steps)
+        layers = {reports: rows[-1][f"weight_sync/{reports}"]} if reports else {}
+        return {**layers, K3_KL: rows[-1][K3_KL]}
+
+    return check
+
+
+def _stops(words: str, *overrides: str, module: str = "") -> StackCheck:
+    """Return a check: a run with a fault, in overrides or in a module that verl loads, stops with these words."""
+
+    def check(device: str, folder: Path) -> Figures:
+        if module:
+            os.environ["VERL_USE_EXTERNAL_MODULES"] = module  # of this check's own process
+        try:
+            _run(device, folder, "trainer.total_training_steps=1", *overrides)
+        except RunFailedError as error:
+            first = next((line for line in str(error).splitlines() if words in line), None)
+            require(first is not None, f"the run stopped for another reason: {error}")
+            return {"message": str(first).strip()[:200]}
+        raise CheckFailedError("the run went on with the planted fault")
+
+    return check
+
+
+tied_model = _trains("tiny_architecture=qwen3_tied", steps=3, reports="verified_layers", sleeps=True)
+moe = _trains("tiny_architecture=qwen3_moe", steps=3, reports="unverified_layers")
+lora_merged = _trains(*_LORA, f"{_MODEL}.lora.merge=True", steps=2, reports="verified_layers")
+lora_adapter = _trains(*_LORA, f"{_MODEL}.lora.merge=False", steps=2)
+fsdp1 = _trains(*(f"{role}.strategy=fsdp" for role in _ROLES), steps=2)
+flipped_bit = _stops("arrived with other values", f"{_EXTENSION}.FlippedBit")
+lost_tensor = _stops("never received", f"{_EXTENSION}.LostTensor")
+bf16_sender = _stops("too coarse for a rollout in float16", module=f"{_ROOM}.selftest_bf16_sender")
 
 
 def precision_gap(device: str, folder: Path) -> Figures:
@@ -38,67 +81,6 @@ def precision_gap(device: str, folder: Path) -> Figures:
     times = gaps["bf16"] / gaps["fp16"]
     require(times > 10, f"the k3 KL is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
-
-
-def moe(device: str, folder: Path) -> Figures:
-    """Train three steps with a mixture of experts in FP16."""
-    rows = _run(device, folder, "tiny_architecture=qwen3_moe")
-    _healthy(rows, steps=3)
-    return {"unverified_layers": rows[-1]["weight_sync/unverified_layers"], K3_KL: rows[-1][K3_KL]}
-
-
-def lora_merged(device: str, folder: Path) -> Figures:
-    """Train two steps with LoRA; the rollout gets merged weights."""
-    rows = _run(device, folder, *_lora(merge=True))
-    _healthy(rows, steps=2)
-    return {"verified_layers": rows[-1]["weight_sync/verified_layers"], K3_KL: rows[-1][K3_KL]}
-
-
-def lora_adapter(device: str, folder: Path) -> Figures:
-    """Train two steps with LoRA; the rollout gets the adapter."""
-    rows = _run(device, folder, *_lora(merge=False))
-    _healthy(rows, steps=2)
-    return {K3_KL: rows[-1][K3_KL]}
-
-
-def _lora(merge: bool) -> list[str]:
-    model = "actor_rollout_ref.model"
-    adapter = [f"{model}.lora_rank=8", f"{model}.lora_alpha=16", f"{model}.target_modules=all-linear"]
-    return [*adapter, f"{model}.lora.merge={merge}", "trainer.total_training_steps=2"]
-
-
-def fsdp1(device: str, folder: Path) -> Figures:
-    """Train two steps under FSDP1."""
-    strategies = [f"{role}.strategy=fsdp" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")]
-    rows = _run(device, folder, *strategies, "trainer.total_training_steps=2")
-    _healthy(rows, steps=2)
-    return {K3_KL: rows[-1][K3_KL]}
-
-
-def flipped_bit(device: str, folder: Path) -> Figures:
-    """Flip one bit of one tensor on its way to the rollout."""
-    return _fault_stops_the_run(device, folder, "arrived with other values", _EXTENSION.format("FlippedBit"))
-
-
-def lost_tensor(device: str, folder: Path) -> Figures:
-    """Lose one tensor on its way to the rollout."""
-    return _fault_stops_the_run(device, folder, "never received", _EXTENSION.format("LostTensor"))
-
-
-def bf16_sender(device: str, folder: Path) -> Figures:
-    """Round the weights to BF16 before they are sent to an FP16 rollout."""
-    os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_precision.tools.selftest.selftest_bf16_sender"  # of this process
-    return _fault_stops_the_run(device, folder, "too coarse for a rollout in float16")
-
-
-def _fault_stops_the_run(device: str, folder: Path, words: str, *plant: str) -> Figures:
-    try:
-        _run(device, folder, "trainer.total_training_steps=1", *plant)
-    except RunFailedError as error:
-        first = next((line for line in str(error).splitlines() if words in line), None)
-        require(first is not None, f"the run stopped for another reason: {error}")
-        return {"message": str(first).strip()[:200]}
-    raise CheckFailedError("the run went on with the planted fault")
 
 
 def resume(device: str, folder: Path) -> Figures:
@@ -141,12 +123,14 @@ def _healthy(rows: Rows, steps: int) -> None:
 
 
 def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_progress=lambda progress: None) -> Rows:
-    data = _prompts(folder / "prompts.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in map(_prompt, range(32))))
     own = [
         f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}",
         f"data.train_files={quoted(data)}",
         f"data.val_files={quoted(data)}",
-        f"reward.custom_reward_function.path={quoted(Path(__file__).with_name('reward.py'))}",
+        f"reward.custom_reward_function.path={quoted(__file__)}",
     ]
     if device != "cpu":  # start-up is the check's time: no graphs; no profiling of memory that others may use as well
         rollout = "actor_rollout_ref.rollout"
@@ -157,12 +141,7 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_pr
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
-def _prompts(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for index in range(32):
-            prompt = [{"role": "user", "content": f"say {index}"}]
-            model = {"style": "rule", "ground_truth": ""}
-            row = {"data_source": "selftest", "prompt": prompt, "ability": "length", "reward_model": model}
-            file.write(json.dumps({**row, "extra_info": {"index": index}}) + "\n")
-    return path
+def _prompt(index: int) -> dict[str, Any]:
+    prompt, answer = [{"role": "user", "content": f"say {index}"}], {"style": "rule", "ground_truth": ""}
+    row = {"data_source": "selftest", "prompt": prompt, "ability": "length", "reward_model": answer}
+    return {**row, "extra_info": {"index": index}}
