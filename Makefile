@@ -8,12 +8,12 @@
 #                   then every recipe with every combination of presets (make test tries every pair; an hour)
 # make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
 # make bench        measure all that benchmarks/ has, and write docs/benchmarks.md (10 minutes on 2 idle cores)
-# make plantings    plant fifty faults for `explain`, and write docs/plantings.md (25 minutes on 2 cores)
+# make fault-injection  inject fifty faults for `explain`, and write docs/fault_injection.md (25 minutes on 2 cores)
 # make bench-check  measure again: which ratios are worse by more than a fifth than those recorded?
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity phantom collapse test test-e2e test-matrix test-gpu bench plantings bench-check check venv lock clean
+.PHONY: quickstart sanity phantom collapse test test-e2e test-matrix test-gpu bench fault-injection bench-check check venv lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -55,8 +55,8 @@ test-gpu:
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
-plantings: $(STAMP)
-	$(BIN)/python tests/tools/gap/explain/plantings.py outputs/plantings --page docs/plantings.md
+fault-injection: $(STAMP)
+	$(BIN)/python tests/tools/gap/explain/fault_injection.py outputs/fault_injection --page docs/fault_injection.md
 
 bench-check: $(STAMP)
 	$(BIN)/python benchmarks/run.py --check

@@ -447,9 +447,9 @@ def explain(
         if others := sorted(given - {"run"}):
             raise BadParameter(f"--run tells what is recorded. Leave out --{others[0].replace('_', '-')}.")
         with silence_third_party():
-            from verl_precision.tools.gap.explain.from_run import show_recorded
+            from verl_precision.tools.gap.explain.from_run import show_run
 
-            show_recorded(run, console)
+            show_run(run, console)
         return
     if recipe is not None:
         with silence_third_party():

@@ -1,6 +1,6 @@
-"""`explain` on real engines: what is planted is found, and nothing else is called a fault.
+"""`explain` on real engines: an injected fault is found, and nothing else is called a fault.
 
-`tests/tools/gap/explain/plantings.py` plants fifty (docs/plantings.md).
+`tests/tools/gap/explain/fault_injection.py` injects fifty (docs/fault_injection.md).
 """
 
 import io
@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gap" / "explain"))
-import planted
+import injected_faults
 
 from verl_precision.tools.gap.explain.session import explain
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -20,22 +20,22 @@ from verl_precision.tools.jobs.prompts import read_prompts
 
 
 def test_another_epsilon_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(planted.__file__).parent))  # a process of an engine imports the fault
+    monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))  # for the processes of the engines
     job = Explanation(model="tiny:qwen3", prompts="built-in", max_response_tokens=32)
     prompts, console = read_prompts(None, "prompt", 6), Console(file=io.StringIO())
-    vllm = partial(planted.faulty_vllm, plants={"epsilon": 100})
+    vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 100})
     result = explain(job, prompts, tmp_path, console, vllm=vllm)
-    by_cause = {finding.station.cause: finding for finding in result.findings}
-    assert [finding.station.cause for finding in result.findings if finding.fault] == ["engine"]
-    assert result.findings[0] is by_cause["engine"] and result.allotment.share(by_cause["engine"].part) > 0.8
+    by_cause = {finding.variant.cause: finding for finding in result.findings}
+    assert [finding.variant.cause for finding in result.findings if finding.fault] == ["engine"]
+    assert result.findings[0] is by_cause["engine"] and result.attribution.share(by_cause["engine"].part) > 0.8
     # What is healthy here: BF16 costs the same in both engines, within a fifth.
     for side in ("rollout_precision", "trainer_precision"):
         assert by_cause[side].part.size == pytest.approx(result.bf16_cost, rel=0.2)
 
-    parts = result.allotment.parts
-    assert sum(part.k3 for part in parts) == pytest.approx(result.allotment.k3, rel=1e-6)
-    assert sum(part.nats for part in parts) == pytest.approx(result.allotment.nats, rel=1e-6)
-    assert result.allotment.left_out == 0
+    parts = result.attribution.parts
+    assert sum(part.k3 for part in parts) == pytest.approx(result.attribution.k3, rel=1e-6)
+    assert sum(part.nats for part in parts) == pytest.approx(result.attribution.nats, rel=1e-6)
+    assert result.attribution.left_out == 0
 
     in_fp32 = result.operations["rollout_fp32"]
     assert in_fp32.first is not None and in_fp32.first.startswith("input norm (model.layers.0.")
@@ -47,14 +47,14 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
 
 def test_ties_in_the_router_are_found(tmp_path):
     """FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
-    model = planted.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)
+    model = injected_faults.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)
     job = Explanation(model=model, prompts="built-in", train_dtype="fp16", rollout_dtype="fp16", max_response_tokens=32)
     prompts, console = read_prompts(None, "prompt", 6), Console(file=io.StringIO())
     result = explain(job, prompts, tmp_path / "job", console)
-    assert [finding.station.cause for finding in result.findings if finding.fault] == ["routing"]
+    assert [finding.variant.cause for finding in result.findings if finding.fault] == ["routing"]
     routing = result.findings[0]
-    assert result.allotment.share(routing.part) > 0.8 and routing.part.without < 0.2 * result.allotment.k3
+    assert result.attribution.share(routing.part) > 0.8 and routing.part.without < 0.2 * result.attribution.k3
     assert float(routing.evidence.partition("%")[0]) > 1, "per cent of the choices"
     # With the choices taken out, what is left is FP16's rounding: an eighth of BF16's.
-    of_trainer = next(each for each in result.findings if each.station.cause == "trainer_precision")
+    of_trainer = next(each for each in result.findings if each.variant.cause == "trainer_precision")
     assert of_trainer.part.size == pytest.approx(result.bf16_cost / 8, rel=0.3)

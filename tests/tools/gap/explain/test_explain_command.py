@@ -128,7 +128,7 @@ def test_healthy_pair(explain, tmp_path):
 def test_fault_between_the_engines(explain):
     run, _ = explain
     result, shown = run(lambda name: (-1.2, -2.0) if name.startswith("rollout") else rounding(name))
-    assert result.findings[0].station.cause == "engine" and result.findings[0].fault
+    assert result.findings[0].variant.cause == "engine" and result.findings[0].fault
     assert "Something is wrong. engine: the two engines do not compute the same function" in shown
 
 
@@ -145,7 +145,7 @@ def test_tokens_that_a_second_drawing_changes_are_left_out(explain, monkeypatch)
 
     monkeypatch.setattr(MadeUp, "poll", other_second_token)
     result, shown = run(rounding, top_p=0.8)
-    assert (result.allotment.tokens, result.allotment.left_out) == (3, 3)
+    assert (result.attribution.tokens, result.attribution.left_out) == (3, 3)
     assert "3 tokens have no finite log-prob" in shown
 
 

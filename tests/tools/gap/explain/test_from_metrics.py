@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
-from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded
+from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded_causes
 
 SETTINGS = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "raw_log_probs": False, "train_dtype": "fp16",
@@ -20,7 +20,7 @@ def row(step, **metrics):
 
 
 def found_in(rows=(), masks=False, **settings):
-    return {one.cause: one for one in recorded({**SETTINGS, **settings}, masks, rows)}
+    return {one.cause: one for one in recorded_causes({**SETTINGS, **settings}, masks, rows)}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_the_canary():
     assert found_in(within)["weights"].fault is False
     for wrong in (2e-3, None):  # verl's file writes NaN as null
         beyond = [*within, row(4, weight_sync__canary_gap=wrong, weight_sync__canary_bound=1e-3)]
-        found = recorded(SETTINGS, False, beyond)[0]
+        found = recorded_causes(SETTINGS, False, beyond)[0]
         assert (found.cause, found.fault) == ("weights", True), "faults come first"
         assert "after 1 of 4 syncs, first at step 4" in found.seen
     assert "weights" not in found_in([row(1, weight_sync__canary_gap=1e-4)]), "there is no bound yet"

@@ -26,21 +26,21 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Allotment:
+class Attribution:
     """A gap and its parts."""
 
     parts: tuple[Part, ...]
     nats: float  # mean |g|
     k3: float  # mean of e^g - 1 - g: KL(μ‖π) a token
     tokens: int
-    left_out: int  # tokens without a finite log-prob at some station
+    left_out: int  # tokens without a finite log-prob in some variant
 
     def share(self, part: Part) -> float:
         """Return a part's share of the k3; 0 where there is no gap."""
         return part.k3 / self.k3 if self.k3 else 0.0
 
 
-def allot(stations: Sequence[np.ndarray]) -> Allotment:
+def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
     """Share the gap g = ℓ_K - ℓ_0 of each token among the steps δ_i = ℓ_i - ℓ_{i-1}, whose sum it is.
 
     A step's part of |g| is δ_i sign(g), and of k3(g) = e^g - 1 - g it is δ_i k3(g)/g. Both sum to the whole token by
@@ -48,10 +48,10 @@ def allot(stations: Sequence[np.ndarray]) -> Allotment:
     which only δ_i² contributes: parts are shares of the variance.
 
     Args:
-        stations: ℓ_0 to ℓ_K, float64 [N] each, log-probs of the same tokens, nats. Tokens with a value that is not
+        log_probs: ℓ_0 to ℓ_K, float64 [N] each, log-probs of the same tokens, nats. Tokens with a value that is not
             finite are left out, and counted.
     """
-    log_probs_KN = np.stack(stations)
+    log_probs_KN = np.stack(log_probs)
     finite_N = np.isfinite(log_probs_KN).all(axis=0)
     log_probs_KN = log_probs_KN[:, finite_N]
     tokens = log_probs_KN.shape[1]
@@ -71,7 +71,7 @@ def allot(stations: Sequence[np.ndarray]) -> Allotment:
             strict=True,
         )
     )
-    return Allotment(parts, float(np.abs(gap_N).sum() * mean), float((gap_N * slope_N).sum() * mean), tokens,
+    return Attribution(parts, float(np.abs(gap_N).sum() * mean), float((gap_N * slope_N).sum() * mean), tokens,
                      int((~finite_N).sum()))  # fmt: skip
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verl_precision.tools.gap.explain.operation_error import AddedToScores, OwnError, modeling
+from verl_precision.tools.gap.explain.operation_error import AddedToScores, OperationError, modeling
 
 
 @contextmanager
-def added(model: Any, errors: Sequence[OwnError]) -> Iterator[None]:
+def injected(model: Any, errors: Sequence[OperationError]) -> Iterator[None]:
     """Inside, add errors to the same places of transformers' forward."""
     inner, layers = model.model, model.model.layers
-    rotations: dict[int, OwnError] = {}
+    rotations: dict[int, OperationError] = {}
     with ExitStack() as stack:
 
         def after(module: nn.Module, value: Tensor) -> None:
@@ -103,7 +103,7 @@ def _with_scores(forward: Callable[..., Any], value: Tensor, weight: Tensor, *ar
 class _Rotated:
     """transformers' rotary function, with an error added in each layer; the layers call it one after the other."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, Tensor]], errors: dict[int, OwnError]) -> None:
+    def __init__(self, function: Callable[..., tuple[Tensor, Tensor]], errors: dict[int, OperationError]) -> None:
         self.function, self.errors, self.layer = function, errors, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ Rows = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedCause:
     """What is known of one cause.
 
     Attributes:
@@ -30,7 +30,7 @@ class Recorded:
     remedy: str = ""
 
 
-def recorded(settings: Mapping[str, Any] | None, replays_sampling: bool, rows: Rows) -> list[Recorded]:
+def recorded_causes(settings: Mapping[str, Any] | None, replays_sampling: bool, rows: Rows) -> list[RecordedCause]:
     """Return what a run tells, in the order of the path, faults first.
 
     Args:
@@ -38,7 +38,7 @@ def recorded(settings: Mapping[str, Any] | None, replays_sampling: bool, rows: R
         replays_sampling: Whether its trainer knows the tokens that top-p and top-k left out.
         rows: Metrics of each step.
     """
-    found: dict[str, Recorded] = {}
+    found: dict[str, RecordedCause] = {}
     for one in (*(_of_config(settings, replays_sampling) if settings else ()), *_of_metrics(rows)):
         before = found.get(one.cause)
         found[one.cause] = one if before is None else replace(one, seen=f"{before.seen}; {one.seen}")
@@ -56,7 +56,7 @@ def gap_of(rows: Rows) -> str:
     return text + (f"; mean |gap| {fmean(gap.values()):.2e} nats." if gap else ".")
 
 
-def _of_config(settings: Mapping[str, Any], replays_sampling: bool) -> Iterator[Recorded]:
+def _of_config(settings: Mapping[str, Any], replays_sampling: bool) -> Iterator[RecordedCause]:
     if settings["raw_log_probs"]:
         untempered = settings["temperature"] != 1
         seen = f"logprobs_mode=raw_logprobs at temperature {settings['temperature']:g}"
@@ -75,7 +75,7 @@ def _of_config(settings: Mapping[str, Any], replays_sampling: bool) -> Iterator[
         yield _of("log_probs", "16-bit log-probs, by the config", True)
 
 
-def _of_metrics(rows: Rows) -> Iterator[Recorded]:
+def _of_metrics(rows: Rows) -> Iterator[RecordedCause]:
     gaps, bounds = _values(rows, CANARY_GAP), _values(rows, CANARY_BOUND)
     compared = sorted(gaps.keys() & bounds.keys())
     if wrong := [step for step in compared if not gaps[step] <= bounds[step]]:  # NaN is beyond, too
@@ -100,8 +100,8 @@ def _of_metrics(rows: Rows) -> Iterator[Recorded]:
         yield _of("routing", f"{1 - fmean(agreement.values()):.2%} of the choices differ", None)
 
 
-def _of(cause: str, seen: str, fault: bool | None) -> Recorded:
-    return Recorded(cause, seen, fault, CAUSES[cause].remedy if fault else "")
+def _of(cause: str, seen: str, fault: bool | None) -> RecordedCause:
+    return RecordedCause(cause, seen, fault, CAUSES[cause].remedy if fault else "")
 
 
 def _values(rows: Rows, key: str) -> dict[float, float]:

@@ -12,9 +12,9 @@ from verl_precision.check.recipe_config import recorded_config
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.gap.explain.causes import CAUSES
 from verl_precision.tools.gap.explain.from_config import as_options, explained_by, replays_sampling
-from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded
+from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded_causes
 from verl_precision.tools.gap.explain.settings import explanation_of
-from verl_precision.tools.gap.explain.variants import path
+from verl_precision.tools.gap.explain.variants import variants
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import terminal_table
 
@@ -41,11 +41,11 @@ def read_run(source: Path) -> tuple[Run, DictConfig | None]:
     return run, next((config for config in found if config is not None), None)
 
 
-def show_recorded(source: Path, console: Console) -> None:
+def show_run(source: Path, console: Console) -> None:
     """Print what a run has recorded of the causes, and what a rerun would add."""
     run, config = read_run(source)
     settings = None if config is None else explained_by(config)
-    found = recorded(settings, config is not None and replays_sampling(config), run.rows)
+    found = recorded_causes(settings, config is not None and replays_sampling(config), run.rows)
     console.print(gap_of(run.rows), highlight=False, soft_wrap=True)
     faults = [one for one in found if one.fault]
     named = "; ".join(f"{one.cause}: {CAUSES[one.cause].title}" for one in faults)
@@ -65,7 +65,7 @@ def show_recorded(source: Path, console: Console) -> None:
         return
     job = explanation_of(settings)
     known = {one.cause for one in found if one.fault is not None}
-    causes = ", ".join(one.cause for one in path(job)[1:] if one.cause not in known)
+    causes = ", ".join(one.cause for one in variants(job)[1:] if one.cause not in known)
     console.print(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:", soft_wrap=True)
     options = shlex.join(as_options(settings))
     console.print(f"verl-precision explain {options}", highlight=False, soft_wrap=True)

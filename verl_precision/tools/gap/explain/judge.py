@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl_precision.tools.gap.explain.attribution import Allotment, Part, allot
+from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
 from verl_precision.tools.gap.explain.causes import CAUSES, Cause
 from verl_precision.tools.gap.explain.operations import Operations
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
 from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.gap.explain.variants import Station, reference
+from verl_precision.tools.gap.explain.variants import Variant, reference
 
 _BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of the significand
 FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
@@ -20,7 +20,7 @@ FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
 class Finding:
     """What is said of one step."""
 
-    station: Station
+    variant: Variant
     cause: Cause
     part: Part
     expected: float  # nats: the size that rounding alone would have
@@ -33,16 +33,16 @@ class Result:
     """What was found.
 
     Attributes:
-        stations: The path, and with a mixture of experts the step `routing` at its end.
+        chain: The variants from rollout to trainer, and with a mixture of experts `routing` at the end.
         findings: Of each step, faults first.
-        allotment: The gap and its parts, in the order of the path.
+        attribution: The gap and its parts, in the order of the path.
         bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts.
-        operations: Station of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
+        operations: Variant of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
     """
 
-    stations: list[Station]
+    chain: list[Variant]
     findings: list[Finding]
-    allotment: Allotment
+    attribution: Attribution
     bf16_cost: float
     operations: dict[str, Operations]
 
@@ -53,7 +53,7 @@ _NO_ROUNDING = frozenset(cause for cause, known in CAUSES.items() if not known.r
 
 def judge(
     job: Explanation,
-    stations: list[Station],
+    chain: list[Variant],
     log_probs: Mapping[str, np.ndarray],
     routing: Routing | None,
     operations: dict[str, Operations],
@@ -63,35 +63,35 @@ def judge(
 
     Args:
         job: What is explained.
-        stations: The path.
-        log_probs: Of each station, and of the reference, nats.
+        chain: The variants from rollout to trainer.
+        log_probs: Of each variant, and of the reference, nats.
         routing: What other choices of experts do; None without experts.
-        operations: Station of vLLM -> what its operations do.
+        operations: Variant of vLLM -> what its operations do.
         evidence: Cause -> what else was seen, in words.
     """
-    before, after = (one.name for one in reference(job, stations))
+    before, after = (one.name for one in reference(job, chain))
     cost = log_probs[after] - log_probs[before]
     if routing is not None:
         cost = cost - (routing.log_probs[after] - routing.log_probs[before])
     bf16_cost = float(np.nanmean(np.abs(cost)))
 
     def judged(kept: Collection[str]) -> Result:
-        steps, values = stations, [log_probs[one.name] for one in stations]
+        steps, values = chain, [log_probs[one.name] for one in chain]
         if routing is not None:
-            steps, values = with_routing(stations, log_probs, routing, kept)
-        allotment = allot(values)
-        found = findings(job, steps, allotment, bf16_cost, evidence)
-        return Result(steps, found, allotment, bf16_cost, operations)
+            steps, values = with_routing(chain, log_probs, routing, kept)
+        attribution = attribute(values)
+        found = findings(job, steps, attribution, bf16_cost, evidence)
+        return Result(steps, found, attribution, bf16_cost, operations)
 
     first = judged(_NO_ROUNDING)
-    faults = {each.station.cause for each in first.findings if each.fault}
+    faults = {each.variant.cause for each in first.findings if each.fault}
     return judged(_NO_ROUNDING | faults) if routing is not None else first
 
 
 def findings(
     job: Explanation,
-    stations: Sequence[Station],
-    allotment: Allotment,
+    chain: Sequence[Variant],
+    attribution: Attribution,
     bf16_cost: float,
     evidence: Mapping[str, str],
 ) -> list[Finding]:
@@ -99,18 +99,18 @@ def findings(
 
     Args:
         job: What is explained.
-        stations: The path.
-        allotment: Its parts.
+        chain: The variants from rollout to trainer.
+        attribution: Its parts.
         bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats. A dtype with n more bits is expected to make
             2⁻ⁿ of it.
         evidence: Cause -> what else was seen, in words.
     """
     dtypes = {"rollout": job.rollout_dtype, "trainer": job.train_dtype, "neither": "fp32"}
     found = []
-    for station, part in zip(stations[1:], allotment.parts, strict=True):
-        cause = CAUSES[station.cause]
+    for variant, part in zip(chain[1:], attribution.parts, strict=True):
+        cause = CAUSES[variant.cause]
         bits = [_BITS[dtypes[side]] for side in cause.rounding_of]
         expected = bf16_cost * 2.0 ** (_BITS["bf16"] - min(bits)) if bits else 0.0
         fault = part.size > max(cause.most * expected, FLOOR)
-        found.append(Finding(station, cause, part, expected, fault, evidence.get(station.cause, "")))
+        found.append(Finding(variant, cause, part, expected, fault, evidence.get(variant.cause, "")))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

@@ -36,7 +36,7 @@ _OF_MODULE = {
 
 
 @dataclass(frozen=True)
-class OwnError:
+class OperationError:
     """An operation's own error: vLLM's output less that of transformers on the same input, [T, ...]."""
 
     kind: str
@@ -46,7 +46,7 @@ class OwnError:
     relative: float
 
 
-def own_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[OwnError]:
+def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[OperationError]:
     """Compute every recorded operation again from its inputs; leave out what has no counterpart."""
     inner, layer, rotations = model.model, None, 0
     routers: dict[int | None, Tensor] = {}  # layer -> error of the router's scores
@@ -79,10 +79,12 @@ def own_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[OwnError
 
 def _error(
     kind: str, layer: int | None, name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
-) -> OwnError:
+) -> OperationError:
     value = tuple(a.reshape(b.shape) - b for a, b in zip(found, expected, strict=True))
     size = sum(float(b.square().sum()) for b in expected) ** 0.5
-    return OwnError(kind, layer, name, value, sum(float(v.square().sum()) for v in value) ** 0.5 / max(size, 1e-30))
+    return OperationError(
+        kind, layer, name, value, sum(float(v.square().sum()) for v in value) ** 0.5 / max(size, 1e-30)
+    )
 
 
 def _again(

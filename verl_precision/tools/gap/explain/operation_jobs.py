@@ -40,11 +40,11 @@ class FileWork:
 
 
 class Record(FileWork):
-    """What every operation gets and gives at a station, for the beginning of the longest sequence."""
+    """What every operation gets and gives at a variant, for the beginning of the longest sequence."""
 
-    def __init__(self, store: Store, folder: Path, station: str) -> None:
-        super().__init__(folder / f"record-{station}.pt", f"operations recorded: {station}")
-        self._store, self._compared = store, Comparison(folder, station)
+    def __init__(self, store: Store, folder: Path, variant: str) -> None:
+        super().__init__(folder / f"record-{variant}.pt", f"operations recorded: {variant}")
+        self._store, self._compared = store, Comparison(folder, variant)
 
     @property
     def done(self) -> int:
@@ -61,11 +61,11 @@ class Record(FileWork):
 
 
 class Comparison(FileWork):
-    """A record of a station, beside transformers."""
+    """A record of a variant, beside transformers."""
 
-    def __init__(self, folder: Path, station: str) -> None:
-        super().__init__(folder / f"operations-{station}.json", f"operations compared: {station}")
-        self._record = folder / f"record-{station}.pt"
+    def __init__(self, folder: Path, variant: str) -> None:
+        super().__init__(folder / f"operations-{variant}.json", f"operations compared: {variant}")
+        self._record = folder / f"record-{variant}.pt"
 
     def request(self) -> Request:
         """Name the record and the result."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import model_location
-from verl_precision.tools.gap.explain.attribution import allot
-from verl_precision.tools.gap.explain.error_injection import added
-from verl_precision.tools.gap.explain.operation_error import KINDS, own_errors, whole_head
+from verl_precision.tools.gap.explain.attribution import attribute
+from verl_precision.tools.gap.explain.error_injection import injected
+from verl_precision.tools.gap.explain.operation_error import KINDS, operation_errors, whole_head
 from verl_precision.tools.show.tables import write_json
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose layers have been compared
@@ -78,33 +78,33 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
         return Operations((), None, 0.0, 0.0, 0.0)
     bound = max(_BOUND_IN_EPSILONS * torch.finfo(getattr(torch, record["dtype"])).eps, _LEAST_BOUND)
     ids = torch.tensor([record["token_ids"]], device=model.device)
-    errors = list(own_errors(model, record["calls"]))
+    errors = list(operation_errors(model, record["calls"]))
     head = whole_head(record["calls"])["outputs"][0]
     labels = ids[0, 1 : len(head) + 1]
 
     def log_probs(*kinds: str) -> Any:
-        with torch.no_grad(), added(model, [error for error in errors if error.kind in kinds]):
+        with torch.no_grad(), injected(model, [error for error in errors if error.kind in kinds]):
             logits = model(input_ids=ids, use_cache=False).logits[0, : len(head)]
         return _of_labels(logits, labels)
 
     plain, found = log_probs(), _of_labels(head, labels)
     kinds = [kind for kind in KINDS if any(error.kind == kind for error in errors)]
-    stations = [plain]
+    steps = [plain]
     for kind in kinds:
-        stations.append(stations[-1] + log_probs(kind) - plain)
-    allotment = allot([*stations, found])
+        steps.append(steps[-1] + log_probs(kind) - plain)
+    attribution = attribute([*steps, found])
     operations = []
-    for kind, part in zip(kinds, allotment.parts, strict=False):
+    for kind, part in zip(kinds, attribution.parts, strict=False):
         of_kind = [error for error in errors if error.kind == kind]
         worst = max(of_kind, key=lambda error: error.relative)
         layers = sorted({-1 if error.layer is None else error.layer for error in of_kind})
         largest = tuple(max(e.relative for e in of_kind if e.layer in (layer, None)) for layer in layers)
-        operations.append(Operation(kind, worst.layer, worst.relative, allotment.share(part), largest))
+        operations.append(Operation(kind, worst.layer, worst.relative, attribution.share(part), largest))
     return Operations(
         operations=tuple(sorted(operations, key=lambda one: -one.share)),
         first=next((f"{e.kind} ({e.name})" for e in errors if e.relative > bound), None),
         bound=bound,
-        nats=allotment.nats,
+        nats=attribution.nats,
         remainder=float(abs(log_probs(*kinds) - found).mean()),
     )
 
@@ -114,7 +114,7 @@ def _of_labels(logits: Tensor, labels: Tensor) -> Any:
 
 
 class OperationComparer:
-    """An engine: asked for a station, it compares the station's record, and writes what it finds."""
+    """An engine: asked for a variant, it compares the variant's record, and writes what it finds."""
 
     def __init__(self, model: str) -> None:
         """Load the model with transformers, in FP32.

@@ -25,9 +25,9 @@ _COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |g
 def verdict(job: Explanation, result: Result) -> str:
     """Return the answer in a sentence or two."""
     faults = [finding for finding in result.findings if finding.fault]
-    gap = f"Mean |gap| {result.allotment.nats:.2e} nats, k3 {result.allotment.k3:.2e}."
+    gap = f"Mean |gap| {result.attribution.nats:.2e} nats, k3 {result.attribution.k3:.2e}."
     if faults:
-        named = "; ".join(f"{each.station.cause}: {each.cause.title}" for each in faults)
+        named = "; ".join(f"{each.variant.cause}: {each.cause.title}" for each in faults)
         return f"{gap} Something is wrong. {named}."
     pair = f"{job.train_dtype} training with a {job.rollout_dtype} rollout"
     return f"{gap} Nothing is wrong: this is what {pair} costs on this model."
@@ -37,12 +37,12 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     """Return a row for each step, faults first: `_COLUMNS`."""
     return [
         (
-            each.station.cause,
-            each.station.words,
+            each.variant.cause,
+            each.variant.words,
             f"{each.part.size:.1e}",
             f"{each.expected:.1e}",
             f"{each.part.nats:.1e}",
-            f"{result.allotment.share(each.part):.1%}",
+            f"{result.attribution.share(each.part):.1%}",
             f"{each.part.without:.1e}",
             "FAULT" if each.fault else "",
         )
@@ -56,16 +56,16 @@ def advice(result: Result) -> list[Finding]:
     return faults or [each for each in result.findings if each.part.k3 > 0][:1]
 
 
-def operations_text(station: str, found: Operations) -> str:
-    """Return what the operations of a station do, in a sentence."""
+def operations_text(variant: str, found: Operations) -> str:
+    """Return what the operations of a variant do, in a sentence."""
     if not found.operations:
         families = ", ".join(FAMILIES)
-        return f"Operations at {station}: not compared. It takes a model of type {families}, and a vLLM not compiled."
+        return f"Operations at {variant}: not compared. It takes a model of type {families}, and a vLLM not compiled."
     first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
     most = ", ".join(f"{one.kind} {one.share:.0%}" for one in found.operations[:4] if one.share > 0)
     if found.first is None and found.nats < FLOOR:  # shares of nothing
-        return f"Operations at {station}: {first}."
-    return f"Operations at {station}: {first}. They add most: {most or 'nothing'}."
+        return f"Operations at {variant}: {first}."
+    return f"Operations at {variant}: {first}. They add most: {most or 'nothing'}."
 
 
 def show(job: Explanation, result: Result, console: Console) -> None:
@@ -73,14 +73,14 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     console.print(verdict(job, result), soft_wrap=True, highlight=False)
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), words=2, red=faults))
-    for station, found in result.operations.items():
-        console.print(operations_text(station, found), soft_wrap=True, highlight=False)
+    for variant, found in result.operations.items():
+        console.print(operations_text(variant, found), soft_wrap=True, highlight=False)
     for each in advice(result):
         seen = f" Seen: {each.evidence}." if each.evidence else ""
-        what = f"{each.station.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}"
+        what = f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}"
         console.print(what, soft_wrap=True, highlight=False)
-    if result.allotment.left_out:
-        left_out = f"{result.allotment.left_out} tokens have no finite log-prob at some station, and are left out."
+    if result.attribution.left_out:
+        left_out = f"{result.attribution.left_out} tokens have no finite log-prob in some variant, and are left out."
         console.print(left_out, style="red", soft_wrap=True)
 
 
@@ -88,14 +88,14 @@ def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]
     """Write `FILES`."""
     content = {
         "verdict": verdict(job, result),
-        "nats": result.allotment.nats,
-        "k3": result.allotment.k3,
-        "tokens": result.allotment.tokens,
-        "tokens_left_out": result.allotment.left_out,
+        "nats": result.attribution.nats,
+        "k3": result.attribution.k3,
+        "tokens": result.attribution.tokens,
+        "tokens_left_out": result.attribution.left_out,
         "bf16_cost": result.bf16_cost,
         "steps": [_as_dict(each, result) for each in result.findings],
         "operations": {name: asdict(found) for name, found in result.operations.items()},
-        "path": [one.name for one in result.stations],
+        "path": [one.name for one in result.chain],
         "settings": asdict(job),
         "versions": installed_versions(),
         "command": shlex.join(command),
@@ -121,16 +121,16 @@ def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]
 
 def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
     return {
-        "cause": finding.station.cause,
+        "cause": finding.variant.cause,
         "what": finding.cause.title,
-        "changed": finding.station.words,
+        "changed": finding.variant.words,
         "fault": finding.fault,
         "size_nats": finding.part.size,
         "expected_nats": finding.expected,
         "nats": finding.part.nats,
         "k3": finding.part.k3,
         "k3_without": finding.part.without,
-        "share": result.allotment.share(finding.part),
+        "share": result.attribution.share(finding.part),
         "evidence": finding.evidence,
         "remedy": finding.cause.remedy,
         "effect": finding.cause.effect,
@@ -139,16 +139,16 @@ def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
 
 def _waterfall(result: Result) -> str:
     """Draw the parts of the k3 from the rollout to the trainer: each bar begins where the one before ends."""
-    faults = {each.station.name for each in result.findings if each.fault}
-    parts, start = result.allotment.parts, 0.0
+    faults = {each.variant.name for each in result.findings if each.fault}
+    parts, start = result.attribution.parts, 0.0
     figure = new_figure(9, 0.42 * len(parts) + 1.6)
     axis = figure.subplots()
-    for row, (station, part) in enumerate(zip(result.stations[1:], parts, strict=True)):
-        axis.barh(row, part.k3, left=start, color=COLOURS[station.name in faults])
-        axis.text(max(start, start + part.k3), row, f" {result.allotment.share(part):.0%}", va="center")
+    for row, (variant, part) in enumerate(zip(result.chain[1:], parts, strict=True)):
+        axis.barh(row, part.k3, left=start, color=COLOURS[variant.name in faults])
+        axis.text(max(start, start + part.k3), row, f" {result.attribution.share(part):.0%}", va="center")
         start += part.k3
-    axis.barh(len(parts), result.allotment.k3, color=COLOURS[-1])
-    axis.set_yticks(range(len(parts) + 1), [station.cause for station in result.stations[1:]] + ["the whole gap"])
+    axis.barh(len(parts), result.attribution.k3, color=COLOURS[-1])
+    axis.set_yticks(range(len(parts) + 1), [variant.cause for variant in result.chain[1:]] + ["the whole gap"])
     axis.invert_yaxis()
     axis.margins(x=0.12)
     style(axis, "k3 (nats a token)", grid=False)

@@ -19,28 +19,28 @@ import torch
 from verl_precision.base.mergeable import Mean
 from verl_precision.engine.router_replay import equal_choices
 from verl_precision.tools.engines.engine import Request
-from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Station
+from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant
 from verl_precision.tools.jobs.store import Series, Store
 from verl_precision.tools.jobs.work import Key
 
 
-def series_of(station: Station) -> tuple[str, str | None]:
-    """Return a station's series in the store."""
-    return (station.name, None) if station.draws else (ROLLOUT, station.name)
+def series_of(variant: Variant) -> tuple[str, str | None]:
+    """Return a variant's series in the store."""
+    return (variant.name, None) if variant.draws else (ROLLOUT, variant.name)
 
 
 class Replay(Series):
-    """Scores of the responses for which a station chose other experts than the trainer's engine in FP32."""
+    """Scores of the responses for which a variant chose other experts than the trainer's engine in FP32."""
 
-    def __init__(self, store: Store, station: Station, engine: Station) -> None:
-        """Find what is missing; both stations are complete."""
-        self._station = station
-        keys = [key for key in store.keys if _equal(store, station, engine, key).value() < 1]
-        what = f"responses scored: with the experts of {station.name}"
-        super().__init__(store, ROLLOUT, f"{REPLAYED} {station.name}", what, keys)
+    def __init__(self, store: Store, variant: Variant, engine: Variant) -> None:
+        """Find what is missing; both variants are complete."""
+        self._variant = variant
+        keys = [key for key in store.keys if _equal(store, variant, engine, key).value() < 1]
+        what = f"responses scored: with the experts of {variant.name}"
+        super().__init__(store, ROLLOUT, f"{REPLAYED} {variant.name}", what, keys)
 
     def _request(self, problem: str, response: int) -> Request:
-        experts = _experts(self._store, self._station, (problem, response))
+        experts = _experts(self._store, self._variant, (problem, response))
         return replace(super()._request(problem, response), routed_experts=experts)
 
 
@@ -49,7 +49,7 @@ class Routing:
     """What other choices do.
 
     Attributes:
-        log_probs: Station -> H of its choices, all tokens, nats.
+        log_probs: Variant -> H of its choices, all tokens, nats.
         changed: Share of the choices that differ between rollout and trainer, over all layers and tokens.
     """
 
@@ -57,63 +57,63 @@ class Routing:
     changed: float
 
 
-def read_routing(store: Store, stations: Sequence[Station], others: Sequence[Station], engine: Station) -> Routing:
+def read_routing(store: Store, chain: Sequence[Variant], others: Sequence[Variant], engine: Variant) -> Routing:
     """Return what was scored.
 
     Args:
         store: Complete, with the series of `Replay`.
-        stations: The path.
-        others: Stations that are not on it.
+        chain: The variants from rollout to trainer.
+        others: Variants that are not among them.
         engine: The trainer's engine in FP32.
     """
     found = {
         one.name: np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
-        for one in (*stations, *others)
+        for one in (*chain, *others)
     }
-    equal = reduce(Mean.merge, (_equal(store, stations[0], stations[-1], key) for key in store.keys))
+    equal = reduce(Mean.merge, (_equal(store, chain[0], chain[-1], key) for key in store.keys))
     return Routing(found, 1 - equal.value())
 
 
 def with_routing(
-    stations: Sequence[Station], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
-) -> tuple[list[Station], list[np.ndarray]]:
+    chain: Sequence[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
+) -> tuple[list[Variant], list[np.ndarray]]:
     """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
 
     Args:
-        stations: The path.
-        log_probs: Of each station.
+        chain: The variants from rollout to trainer.
+        log_probs: Of each variant.
         routing: What the choices of each do.
         kept: Causes whose steps keep what they do to the choices: other weights choose other experts, and that is not
             rounding.
     """
-    moved = np.zeros_like(log_probs[stations[0].name])
-    found = [log_probs[stations[0].name]]
-    for before, after in pairwise(stations):
+    moved = np.zeros_like(log_probs[chain[0].name])
+    found = [log_probs[chain[0].name]]
+    for before, after in pairwise(chain):
         if after.cause not in kept:
             moved = moved + routing.log_probs[after.name] - routing.log_probs[before.name]
         found.append(log_probs[after.name] - moved)
-    step = replace(stations[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
-    return [*stations, step], [*found, log_probs[stations[-1].name]]
+    step = replace(chain[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
+    return [*chain, step], [*found, log_probs[chain[-1].name]]
 
 
-def _replayed(store: Store, station: Station, engine: Station, key: Key) -> np.ndarray:
-    """Return H of a station's choices for one response."""
-    scored = store.positions[ROLLOUT, f"{REPLAYED} {station.name}"]
+def _replayed(store: Store, variant: Variant, engine: Variant, key: Key) -> np.ndarray:
+    """Return H of a variant's choices for one response."""
+    scored = store.positions[ROLLOUT, f"{REPLAYED} {variant.name}"]
     position = scored[key] if key in scored else store.positions[ROLLOUT, engine.name][key]
     return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
 
 
-def _equal(store: Store, one: Station, other: Station, key: Key) -> Mean:
-    """Return the share of the choices for one response that two stations have in common, over all layers."""
+def _equal(store: Store, one: Variant, other: Variant, key: Key) -> Mean:
+    """Return the share of the choices for one response that two variants have in common, over all layers."""
     ours, theirs = (torch.from_numpy(_experts(store, each, key)).flatten(0, 1) for each in (one, other))
     return equal_choices(ours, theirs, torch.ones(len(ours), dtype=torch.bool))
 
 
-def _experts(store: Store, station: Station, key: Key) -> Any:
-    """Return a station's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
-    found = store.routed_experts(*series_of(station), key)
+def _experts(store: Store, variant: Variant, key: Key) -> Any:
+    """Return a variant's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
+    found = store.routed_experts(*series_of(variant), key)
     if found is None:
-        raise RuntimeError(f"station {station.name} did not say which experts it chose")
+        raise RuntimeError(f"variant {variant.name} did not say which experts it chose")
     drawn = store.journal.read(store.positions[ROLLOUT, None][key])["token_ids"]
     length = len(store.prompt_ids[int(key[0])]) + len(drawn) - 1
     fitted = np.zeros((length, *found.shape[1:]), found.dtype)

@@ -1,4 +1,4 @@
-"""An explanation from end to end: the stations that are missing are computed, then the page is written."""
+"""An explanation from end to end: missing variants are computed, then the page is written."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from verl_precision.tools.gap.explain.operation_jobs import Comparison, Record
 from verl_precision.tools.gap.explain.operations import OperationComparer, read_operations
 from verl_precision.tools.gap.explain.routing import Replay, read_routing, series_of
 from verl_precision.tools.gap.explain.settings import Explanation, check_model
-from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Station, path, reference, replayed
+from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant, reference, replayed, variants
 from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
 from verl_precision.tools.jobs.journal import open_journal
 from verl_precision.tools.jobs.store import Series, Store
@@ -70,9 +70,9 @@ def explain(
         "prompt_token_ids": prompt_ids,
     }
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
-    stations = path(job, routed)
-    wanted = list(dict.fromkeys([*stations, *reference(job, stations)]))
-    of_record = [one.name for one in stations if one.engine == "vllm" and one.alone and not one.compiled]
+    chain = variants(job, routed)
+    wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
+    of_record = [one.name for one in chain if one.engine == "vllm" and one.alone and not one.compiled]
     recorded_at = of_record if ray_address is None else []
     with closing(open_journal(folder, recorded)) as journal:
         store = Store(journal, job, prompt_ids)
@@ -84,14 +84,14 @@ def explain(
                     for work, together in unfinished:
                         work_through(engine, work, together, console)
 
-        def engine_of(station: Station) -> partial:
-            return _engine(job, station, models, folder, longest, vllm, trainer)
+        def engine_of(variant: Variant) -> partial:
+            return _engine(job, variant, models, folder, longest, vllm, trainer)
 
         for stops in _by_process(wanted):
             works: list[tuple[Work, int]] = [(_series(store, one), 1 if one.alone else in_flight) for one in stops]
             records = [Record(store, folder, one.name) for one in stops if one.name in recorded_at]
             fill(stops[0].name, [*works, *((record, 1) for record in records)], partial(engine_of, stops[0]))
-        engine_fp32 = next(one for one in stations if one.cause == "engine")
+        engine_fp32 = next(one for one in chain if one.cause == "engine")
         compared: list[tuple[Work, int]] = [(Comparison(folder, name), 1) for name in recorded_at]
         fill("operations", compared, lambda: partial(OperationComparer, _weights(job, engine_fp32, models, folder)))
         operations = {name: read_operations(Comparison(folder, name).path) for name in recorded_at}
@@ -99,8 +99,8 @@ def explain(
         routing, evidence = None, {}
         if routed:
             replays: list[tuple[Work, int]] = [(Replay(store, one, engine_fp32), 1) for one in wanted]
-            fill(REPLAYED, replays, partial(engine_of, replayed(stations)))
-            routing = read_routing(store, stations, wanted[len(stations) :], engine_fp32)
+            fill(REPLAYED, replays, partial(engine_of, replayed(chain)))
+            routing = read_routing(store, chain, wanted[len(chain) :], engine_fp32)
             evidence["routing"] = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
         if job.rollout_model is not None:
             evidence["weights"] = different_weights(models["rollout"].name, models["trainer"].name)
@@ -108,77 +108,77 @@ def explain(
         record.unlink()
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
-    return judge(job, stations, found, routing, operations, evidence)
+    return judge(job, chain, found, routing, operations, evidence)
 
 
-def _by_process(stations: Sequence[Station]) -> list[list[Station]]:
-    """Group stations that one process computes, in the order in which their first one stands."""
-    groups: dict[Station, list[Station]] = {}
-    for one in stations:
+def _by_process(chain: Sequence[Variant]) -> list[list[Variant]]:
+    """Group variants that one process computes, in the order in which their first one stands."""
+    groups: dict[Variant, list[Variant]] = {}
+    for one in chain:
         groups.setdefault(one.process, []).append(one)
     return list(groups.values())
 
 
-def _series(store: Store, station: Station) -> Series:
-    done = "drawn" if station.draws else "scored"
-    return Series(store, *series_of(station), what=f"responses {done}: {station.words}")
+def _series(store: Store, variant: Variant) -> Series:
+    done = "drawn" if variant.draws else "scored"
+    return Series(store, *series_of(variant), what=f"responses {done}: {variant.words}")
 
 
 def _engine(
     job: Explanation,
-    station: Station,
+    variant: Variant,
     models: dict[str, Model],
     folder: Path,
     longest: int,
     vllm: Maker,
     trainer: Maker,
 ) -> partial:
-    model = _weights(job, station, models, folder)
-    if station.engine == "vllm":
-        mode = "processed_logprobs" if station.processed else "raw_logprobs"
+    model = _weights(job, variant, models, folder)
+    if variant.engine == "vllm":
+        mode = "processed_logprobs" if variant.processed else "raw_logprobs"
         settings: dict[str, Any] = {
             "top_p": job.top_p,
             "top_k": job.top_k,
             # vLLM divides what it draws alone; so that scores are divided too, the logits are.
-            "temperature": 1.0 if station.tempered else job.temperature,
-            "divide_logits_by": job.temperature if station.tempered else 1.0,
-            "enforce_eager": not station.compiled,
-            "enable_prefix_caching": station.cached,
-            "enable_chunked_prefill": station.cached,
-            "enable_return_routed_experts": bool(station.routing),
+            "temperature": 1.0 if variant.tempered else job.temperature,
+            "divide_logits_by": job.temperature if variant.tempered else 1.0,
+            "enforce_eager": not variant.compiled,
+            "enable_prefix_caching": variant.cached,
+            "enable_chunked_prefill": variant.cached,
+            "enable_return_routed_experts": bool(variant.routing),
         }
         length = longest + job.max_response_tokens + 1
-        return partial(vllm, model, station.dtype, length, log_probs=True, logprobs_mode=mode, **settings)
+        return partial(vllm, model, variant.dtype, length, log_probs=True, logprobs_mode=mode, **settings)
     return partial(
         trainer,
         model,
-        station.dtype,
-        station.attention,
+        variant.dtype,
+        variant.attention,
         job.micro_batch_tokens,
-        packed=station.packed,
-        fp32_log_probs=station.fp32_log_probs,
+        packed=variant.packed,
+        fp32_log_probs=variant.fp32_log_probs,
         temperature=job.temperature,
-        adapter=job.adapter if station.adapter else None,
-        fp32_output_head=station.fp32_output_head,
-        router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[station.routing],
+        adapter=job.adapter if variant.adapter else None,
+        fp32_output_head=variant.fp32_output_head,
+        router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
     )
 
 
-def _weights(job: Explanation, station: Station, models: dict[str, Model], folder: Path) -> str:
-    """Return the model that a station loads."""
-    name, dtype = models[station.model].name, station.rounded_to
-    if job.adapter is not None and not station.adapter:
+def _weights(job: Explanation, variant: Variant, models: dict[str, Model], folder: Path) -> str:
+    """Return the model that a variant loads."""
+    name, dtype = models[variant.model].name, variant.rounded_to
+    if job.adapter is not None and not variant.adapter:
         name = merged_copy(name, job.adapter, folder / "weights-merged")
-    return name if dtype is None else rounded_copy(name, dtype, folder / f"weights-{station.model}-{dtype}")
+    return name if dtype is None else rounded_copy(name, dtype, folder / f"weights-{variant.model}-{dtype}")
 
 
-def _log_probs(store: Store, station: Station) -> np.ndarray:
-    """Return a station's log-probs of all tokens; NaN from where it has drawn other tokens than the rollout."""
+def _log_probs(store: Store, variant: Variant) -> np.ndarray:
+    """Return a variant's log-probs of all tokens; NaN from where it has drawn other tokens than the rollout."""
     values = []
     for key in store.keys:
-        found = store.journal.read(store.positions[series_of(station)][key])
+        found = store.journal.read(store.positions[series_of(variant)][key])
         log_probs = found["log_probs"]
-        if station.draws:
+        if variant.draws:
             drawn = store.journal.read(store.positions[ROLLOUT, None][key])["token_ids"]
             equal = zip(drawn, found["token_ids"])  # noqa: B905 - they may end elsewhere
             same = np.cumprod([a == b for a, b in equal]).sum(dtype=int)

@@ -1,4 +1,4 @@
-"""The path from the rollout's log-probs to the trainer's: at each station one thing is different from the one before.
+"""The path from the rollout's log-probs to the trainer's: each variant changes one thing of the one before.
 
     vLLM, as it samples            μ
      │ temperature                 divided by the temperature
@@ -36,16 +36,16 @@ from verl_precision.tools.gap.explain.settings import Explanation
 
 ROLLOUT = "rollout"
 REFERENCE = "reference"  # off the path: the trainer's engine in BF16
-REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the experts that another station chose
+REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the experts that another variant chose
 
 
 @dataclass(frozen=True)
-class Station:
+class Variant:
     """Something that gives log-probs to the tokens.
 
     Attributes:
         name: Its name in the journal.
-        cause: What separates it from the station before.
+        cause: What separates it from the variant before.
         words: What it is, in words.
         engine: Which engine computes.
         model: Whose weights it has: those of the rollout, or the trainer's.
@@ -86,32 +86,32 @@ class Station:
     routing: Literal["", "recorded", "replayed"] = ""
 
     @property
-    def process(self) -> "Station":
-        """What one process can compute: stations with the same differ in what they are asked alone."""
+    def process(self) -> "Variant":
+        """What one process can compute: variants with the same differ in what they are asked alone."""
         return replace(self, name="", cause="", words="", alone=False, draws=False)
 
 
-def path(job: Explanation, routed: bool = False) -> list[Station]:
-    """Return the stations, the rollout first and the trainer last.
+def variants(job: Explanation, routed: bool = False) -> list[Variant]:
+    """Return the variants, the rollout first and the trainer last.
 
     Args:
         job: What is explained.
         routed: Whether the model is a mixture of experts, whose choices are recorded.
     """
-    return [replace(one, routing="recorded" if routed else "") for one in _stations(job)]
+    return [replace(one, routing="recorded" if routed else "") for one in _variants(job)]
 
 
 class _Step(NamedTuple):
-    name: str  # of the station that it leads to
+    name: str  # of the variant that it leads to
     cause: str
     words: str
     changes: dict[str, Any]
     wanted: bool = True  # whether the job has it
 
 
-def _stations(job: Explanation) -> Iterator[Station]:
+def _variants(job: Explanation) -> Iterator[Variant]:
     rollout, train = job.rollout_dtype, job.train_dtype
-    one = Station(
+    one = Variant(
         name=ROLLOUT,
         cause="",
         words=f"vLLM as it samples, {rollout}",
@@ -187,16 +187,16 @@ def _stations(job: Explanation) -> Iterator[Station]:
             yield one
 
 
-def reference(job: Explanation, stations: Sequence[Station]) -> tuple[Station, Station]:
-    """Return two stations between which lies BF16 in the trainer's engine alone; the second may be off the path."""
+def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Variant]:
+    """Return two variants between which lies BF16 in the trainer's engine alone; the second may be off the path."""
     if job.train_dtype == "bf16":
-        after = next(one for one in stations if one.cause == "trainer_precision")
-        return stations[stations.index(after) - 1], after
-    before = next(one for one in stations if one.cause == "engine")
+        after = next(one for one in chain if one.cause == "trainer_precision")
+        return chain[chain.index(after) - 1], after
+    before = next(one for one in chain if one.cause == "engine")
     return before, replace(before, name=REFERENCE, cause="", words="the trainer's engine in bf16", dtype="bf16")
 
 
-def replayed(stations: Sequence[Station]) -> Station:
-    """Return the trainer's engine in FP32, which computes with the experts that another station chose."""
-    engine = next(one for one in stations if one.cause == "engine")
-    return replace(engine, name=REPLAYED, cause="", words="with the experts of another station", routing="replayed")
+def replayed(chain: Sequence[Variant]) -> Variant:
+    """Return the trainer's engine in FP32, which computes with the experts that another variant chose."""
+    engine = next(one for one in chain if one.cause == "engine")
+    return replace(engine, name=REPLAYED, cause="", words="with the experts of another variant", routing="replayed")

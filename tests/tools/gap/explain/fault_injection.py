@@ -1,9 +1,9 @@
-"""Fifty random plantings: which faults `explain` names, which it misses, and what it names that was not planted.
+"""Fifty random fault injections: which faults `explain` names, which it misses, and which false ones it names.
 
-    python tests/tools/gap/explain/plantings.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
+    python tests/tools/gap/explain/fault_injection.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
 
-Each planting has a random model, pair of dtypes, seed, and none, one or two random faults of random size, in real
-engines. What is in FOLDER is not computed again. It takes about a minute a planting and process.
+Each case has a random model, pair of dtypes, seed, and none, one or two random faults of random size, in real
+engines. What is in FOLDER is not computed again. It takes about a minute a case and process.
 """
 
 import argparse
@@ -13,14 +13,15 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import injected_faults
 import numpy as np
-import planted
 from rich.console import Console
 
 from verl_precision.tools.engines.engine import Request
@@ -30,6 +31,7 @@ from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.session import explain
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
+from verl_precision.tools.show.tables import markdown_table
 
 MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")
 FOUND = "found.json"
@@ -38,14 +40,14 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp16", "bf16"))
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what `explain` calls its step, its sizes (from, to), and where it cannot be planted."""
+    """A fault: what `explain` calls its step, its sizes (from, to), and where it cannot be injected."""
 
     cause: str
     sizes: tuple[float, float]
     what: str
     only_models: tuple[str, ...] = MODELS
     only_pairs: tuple[tuple[str, str], ...] = PAIRS
-    place: str = "vllm"  # where it is planted; two faults have two places
+    place: str = "vllm"  # where it is injected; two faults have two places
 
 
 FAULTS = {
@@ -72,8 +74,8 @@ FAULTS = {
 
 
 @dataclass
-class Planting:
-    """What is planted, and how it is asked about."""
+class Case:
+    """What is injected, and how it is asked about."""
 
     number: int
     model: str
@@ -87,8 +89,8 @@ class Planting:
         return "; ".join(FAULTS[name].what.format(size) for name, size in self.faults.items()) or "nothing"
 
 
-def draw(count: int, seed: int) -> list[Planting]:
-    """Return the plantings; the first three are healthy, each fault is once alone, and the rest are random."""
+def draw(count: int, seed: int) -> list[Case]:
+    """Return the cases; the first three are healthy, each fault is once alone, and the rest are random."""
     generator = random.Random(seed)
     wanted: list[list[str]] = [[], [], [], *([name] for name in FAULTS)]
     while len(wanted) < count:
@@ -109,19 +111,19 @@ def draw(count: int, seed: int) -> list[Planting]:
             elif len(names) == 2 and generator.random() < 0.2:  # perhaps no model and pair has both
                 names = generator.sample(list(FAULTS), 2)
         sizes = {name: float(np.exp(generator.uniform(*np.log(FAULTS[name].sizes)))) for name in names}
-        found.append(Planting(number, model, *pair, generator.randrange(1000), sizes))
+        found.append(Case(number, model, *pair, generator.randrange(1000), sizes))
     return found
 
 
-def plant(planting: Planting, folder: Path) -> dict[str, Any]:
-    """Run `explain`, and return what it said beside what was planted."""
-    faults, model, rollout_model = planting.faults, planting.model, None
+def inject(case: Case, folder: Path) -> dict[str, Any]:
+    """Run `explain`, and return what it said beside what was injected."""
+    faults, model, rollout_model = case.faults, case.model, None
     settings: dict[str, Any] = {}
     if "near_tie" in faults:
-        model = _once(planted.near_tie, model, folder / "model", faults["near_tie"])
+        model = _once(injected_faults.near_tie, model, folder / "model", faults["near_tie"])
     for name in ("stale_head", "version_behind"):
         if name in faults:
-            rollout_model = _once(getattr(planted, name), model, folder / "rollout_model", faults[name])
+            rollout_model = _once(getattr(injected_faults, name), model, folder / "rollout_model", faults[name])
     if "top_p" in faults:
         settings |= {"temperature": 0.8, "top_p": faults["top_p"]}
     if "raw_log_probs" in faults:
@@ -130,16 +132,16 @@ def plant(planting: Planting, folder: Path) -> dict[str, Any]:
         if name in faults:
             settings["attention"] = name
     settings["packed"] = "across_sequences" in faults
-    in_vllm = {name: size for name, size in faults.items() if name in planted.IN_VLLM}
+    in_vllm = {name: size for name, size in faults.items() if name in injected_faults.IN_VLLM}
     job = Explanation(
-        model=model, rollout_model=rollout_model, prompts=BUILT_IN_NAME, train_dtype=planting.train,
-        rollout_dtype=planting.rollout, seed=planting.seed, max_response_tokens=48,
+        model=model, rollout_model=rollout_model, prompts=BUILT_IN_NAME, train_dtype=case.train,
+        rollout_dtype=case.rollout, seed=case.seed, max_response_tokens=48,
         fp32_log_probs="16_bit_log_probs" not in faults, **settings,
     )  # fmt: skip
-    vllm = partial(planted.faulty_vllm, plants=in_vllm) if in_vllm else VllmEngine
+    vllm = partial(injected_faults.faulty_vllm, faults=in_vllm) if in_vllm else VllmEngine
     trainer = TrainerEngine
     if "attention" in settings or "trainer_epsilon" in faults:
-        trainer = partial(planted.faulty_trainer, epsilon=faults.get("trainer_epsilon", 1.0))
+        trainer = partial(injected_faults.faulty_trainer, epsilon=faults.get("trainer_epsilon", 1.0))
     prompts = read_prompts(None, "prompt", None)
     result = explain(job, prompts, folder / "job", Console(file=io.StringIO()), vllm=vllm, trainer=trainer)
     made = None
@@ -147,18 +149,18 @@ def plant(planting: Planting, folder: Path) -> dict[str, Any]:
         made = _made(job, folder / "job", "rollout")
     elif "trainer_epsilon" in faults and len(faults) == 1:
         made = _made(job, folder / "job", "trainer")
-    shares = {each.station.cause: result.allotment.share(each.part) for each in result.findings}
+    shares = {each.variant.cause: result.attribution.share(each.part) for each in result.findings}
     return {
-        "planted": sorted({FAULTS[name].cause for name in faults}),
-        "named": [each.station.cause for each in result.findings if each.fault],
-        "first": result.findings[0].station.cause,
-        "k3": result.allotment.k3,
+        "injected": sorted({FAULTS[name].cause for name in faults}),
+        "named": [each.variant.cause for each in result.findings if each.fault],
+        "first": result.findings[0].variant.cause,
+        "k3": result.attribution.k3,
         "made": made,
         "shares": shares,
-        "undone": {each.station.cause: 1 - each.part.without / result.allotment.k3 for each in result.findings},
-        "sizes": {each.station.cause: [each.part.size, each.expected] for each in result.findings},
+        "undone": {each.variant.cause: 1 - each.part.without / result.attribution.k3 for each in result.findings},
+        "sizes": {each.variant.cause: [each.part.size, each.expected] for each in result.findings},
         "operations": {name: found.first for name, found in result.operations.items()},
-        "evidence": {each.station.cause: each.evidence for each in result.findings if each.evidence},
+        "evidence": {each.variant.cause: each.evidence for each in result.findings if each.evidence},
     }
 
 
@@ -205,24 +207,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", type=int, help="one planting, by its number")
-    parser.add_argument("--page", type=Path, help="where the table goes, e.g. docs/plantings.md")
+    parser.add_argument("--only", type=int, help="one case, by its number")
+    parser.add_argument("--page", type=Path, help="where the table goes, e.g. docs/fault_injection.md")
     return parser.parse_args()
 
 
-PAGE = """# Fifty plantings
+PAGE = """# Fault injection: fifty cases
 
-What [`verl-precision explain`](explain.md) said of faults that were planted in real engines: in vLLM's model, in the
-trainer's attention and norms, in weights, routers and settings. Model, dtypes, seed, faults and their sizes are random;
-the first three are healthy, and then each fault is once alone. 16 prompts, 48 tokens each, on a CPU. `make plantings`
-writes this page, in about 25 minutes on two cores.
+Faults were injected into real engines, and [`verl-precision explain`](explain.md) was asked for the cause: in vLLM's
+model, in the trainer's attention and norms, in weights, routers and settings. Model, dtypes, seed, faults and their
+sizes are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48
+tokens, on a CPU. `make fault-injection` writes this page, in about 25 minutes on two cores.
 
-**{right} of {count} answers are right: every planted fault is named, and nothing else.** {named} of {planted} planted
-faults are named, and {false} that were not planted. What was missed makes at most {missed:.0%} of its gap.
+**{right} of {count} answers are right: every injected fault is named, and nothing else.** {named} of {injected}
+injected faults are named, and {false} that were not injected. What was missed makes at most {missed:.0%} of its gap.
 
-- **Its share**: the planted step's part of k3. **Undone without it**: how much smaller k3 is without the step, from the
-  column "k3 without". **Measured**: how much smaller k3 is with a right engine in place of the wrong one, on the same
-  tokens; only where one fault is in an engine.
+- **Its share**: the injected step's part of k3. **Undone without it**: how much smaller k3 is without the step, from
+  the column "k3 without". **Measured**: how much smaller k3 is with a right engine in place of the wrong one, on the
+  same tokens; only where one fault is in an engine.
 - Wrong answers are in **bold**. What moves log-probs less than 1.7 times as far as the dtype's rounding is not called a
   fault: two right computations may differ by nearly that.
 
@@ -231,67 +233,66 @@ faults are named, and {false} that were not planted. What was missed makes at mo
 
 def page(founds: list[dict[str, Any]]) -> str:
     """Return what was found in Markdown."""
-    missed = [one["undone"][cause] for one in founds for cause in set(one["planted"]) - set(one["named"])]
+    missed = [one["undone"][cause] for one in founds for cause in set(one["injected"]) - set(one["named"])]
     heading = PAGE.format(
-        right=sum(sorted(one["named"]) == one["planted"] for one in founds),
+        right=sum(sorted(one["named"]) == one["injected"] for one in founds),
         count=len(founds),
-        named=sum(len(set(one["planted"]) & set(one["named"])) for one in founds),
-        planted=sum(len(one["planted"]) for one in founds),
-        false=sum(len(set(one["named"]) - set(one["planted"])) for one in founds),
+        named=sum(len(set(one["injected"]) & set(one["named"])) for one in founds),
+        injected=sum(len(one["injected"]) for one in founds),
+        false=sum(len(set(one["named"]) - set(one["injected"])) for one in founds),
         missed=max(missed, default=0.0),
     )
     return heading + _table(founds)
 
 
 def _table(founds: list[dict[str, Any]]) -> str:
-    lines = [
-        "| | model | trainer, rollout | planted | k3 | named | its share | undone without it | measured |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["", "model", "trainer, rollout", "injected", "k3", "named", "its share", "undone without it", "measured"]
+    rows = []
     for one in founds:
-        right = sorted(one["named"]) == one["planted"]
-        named = ", ".join(f"`{cause}`" for cause in one["named"]) or "nothing"
-        missed = [cause for cause in one["planted"] if cause not in one["named"]]
-        false = [cause for cause in one["named"] if cause not in one["planted"]]
-        for what, causes in (("missed", missed), ("not planted", false)):
-            named += f" ({what}: {', '.join(f'`{cause}`' for cause in causes)})" if causes else ""
-        shares = ", ".join(f"{one['shares'][cause]:.0%}" for cause in one["planted"])
-        undone = ", ".join(f"{one['undone'][cause]:.0%}" for cause in one["planted"])
-        made = "" if one["made"] is None else f"{one['made']:.0%}"
-        model = one["model"].removeprefix("tiny:")
-        cells = (one["number"], model, f"{one['train']}, {one['rollout']}", one["words"], f"{one['k3']:.1e}",
-                 named if right else f"**{named}**", shares, undone, made)  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        named = _names(one["named"]) or "nothing"
+        missed = [cause for cause in one["injected"] if cause not in one["named"]]
+        false = [cause for cause in one["named"] if cause not in one["injected"]]
+        for what, causes in (("missed", missed), ("not injected", false)):
+            named += f" ({what}: {_names(causes)})" if causes else ""
+        shares, undone = (
+            ", ".join(f"{one[key][cause]:.0%}" for cause in one["injected"]) for key in ("shares", "undone")
+        )
+        rows.append(
+            [
+                *(str(one["number"]), one["model"].removeprefix("tiny:"), f"{one['train']}, {one['rollout']}"),
+                *(one["words"], f"{one['k3']:.1e}", f"**{named}**" if missed or false else named, shares, undone),
+                "" if one["made"] is None else f"{one['made']:.0%}",
+            ]
+        )
+    return "\n".join(markdown_table(columns, rows)) + "\n"
+
+
+def _names(causes: list[str]) -> str:
+    return ", ".join(f"`{cause}`" for cause in causes)
 
 
 def main() -> None:
     options = _arguments()
-    plantings = draw(options.count, options.seed)
+    cases = draw(options.count, options.seed)
     if options.only is not None:
-        planting = plantings[options.only]
-        folder = options.folder / f"{planting.number:02d}"
+        case = cases[options.only]
+        folder = options.folder / f"{case.number:02d}"
         folder.mkdir(parents=True, exist_ok=True)
-        found = plant(planting, folder)
-        (folder / FOUND).write_text(json.dumps({**vars(planting), "words": planting.words, **found}, indent=1))
+        found = inject(case, folder)
+        (folder / FOUND).write_text(json.dumps({**vars(case), "words": case.words, **found}, indent=1))
         return
-    running: list[subprocess.Popen] = []
-    for planting in plantings:
-        if (options.folder / f"{planting.number:02d}" / FOUND).exists():
-            continue
-        while len(running) >= options.processes:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            running = [process for process in running if process.poll() is None]
+    paths = [Path(__file__).parent, Path(__file__).parents[4]]
+    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+
+    def compute(case: Case) -> None:
         command = [sys.executable, __file__, str(options.folder), "--count", str(options.count)]
-        command += ["--seed", str(options.seed), "--only", str(planting.number)]
-        package = Path(__file__).parents[4]
-        environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{package}", "OMP_NUM_THREADS": "1"}
-        running.append(subprocess.Popen(command, env=environment))
-        print(planting.number, planting.model, planting.train, planting.rollout, planting.words, flush=True)
-    for process in running:
-        process.wait()
+        print(case.number, case.model, case.train, case.rollout, case.words, flush=True)
+        subprocess.run([*command, "--seed", str(options.seed), "--only", str(case.number)], env=environment)
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        list(pool.map(compute, (one for one in cases if not (options.folder / f"{one.number:02d}" / FOUND).exists())))
     if options.page is not None:
-        found = [json.loads((options.folder / f"{one.number:02d}" / FOUND).read_text()) for one in plantings]
+        found = [json.loads((options.folder / f"{one.number:02d}" / FOUND).read_text()) for one in cases]
         options.page.write_text(page(found))
 
 

@@ -1,4 +1,4 @@
-"""Faults that are planted for `explain`: each in a real engine, in a model's folder, or in the settings of a job."""
+"""Faults that are injected for `explain`: each in a real engine, in a model's folder, or in the settings of a job."""
 
 import shutil
 from collections.abc import Callable
@@ -97,10 +97,10 @@ IN_VLLM = {
 }
 
 
-def faulty_vllm(*args: Any, plants: dict[str, float], **settings: Any) -> VllmEngine:
+def faulty_vllm(*args: Any, faults: dict[str, float], **settings: Any) -> VllmEngine:
     """Return a right engine with faults of `IN_VLLM`, each with its size."""
     engine = VllmEngine(*args, **settings)
-    for name, size in plants.items():
+    for name, size in faults.items():
         engine._engine.apply_model(partial(IN_VLLM[name], size=size))
     return engine
 
