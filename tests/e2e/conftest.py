@@ -1,12 +1,14 @@
 """Real runs: verl's main_ppo, V1 trainer, FSDP2, vLLM, Ray, TransferQueue, on a CPU.
 
-A run takes a minute on two cores, most of it imports on one core, so that two run side by side (`-n 2`), each test
-file in one process (`--dist loadfile`), and tests of a file share runs where they can.
+A run takes most of a minute on one core, so that two run side by side (`-n 2`). Tests that share a run are a group that
+one process has (`--dist loadgroup`): a file, or the group that the file names. The subject of tests that are marked
+`matrix` is shown by a shorter test too: `make test-matrix` runs them, `make test-e2e` leaves them out.
 """
 
 import io
+import shlex
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from verl_precision.tools.runs import fork_server as workers
+from verl_precision.tools.runs import launch
 from verl_precision.tools.runs.compare.run import check_arguments, compare_runs
-from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.processes import marked_processes
 from verl_precision.tools.runs.read import read_metrics
 
@@ -24,15 +26,37 @@ QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 TEST_MARK = "VERL_PRECISION_TEST"
 
 
-# The longest first, so that two processes end together.
-FIRST = ("test_recipes_train", "test_resume", "test_collapse", "test_killed_run", "test_quickstart")
+# The groups that take longest, longest first, so that two processes end together.
+FIRST = (
+    *("test_collapse", "slurm", "test_resume", "test_explain", "test_quickstart", "lora", "test_routed_experts"),
+    *(
+        "test_phantom_clipping",
+        "tied",
+        "test_sanity_set",
+        "test_cluster_check",
+        "moe",
+        "stall",
+        "test_offline_mismatch",
+    ),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        return FIRST.index(name) if (name := group(item)) in FIRST else len(FIRST)
+
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+            if not group(item):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=place)
+
+
+def group(item: pytest.Item) -> str | None:
+    """Return the name of the tests that one process has together."""
+    marker = item.get_closest_marker("xdist_group")
+    return None if marker is None else marker.args[0]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,13 +84,21 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[str]:
-    """What forks the workers of most runs; test_cluster_check.py and test_resume.py's kills have Ray start them."""
+    """What forks the workers of most runs; for the tied model of test_weight_sync.py and for kills Ray starts them."""
     with workers.fork_server() as python:
         yield python
 
 
+@pytest.fixture(scope="session")
+def forked_driver() -> Iterator[Callable[[Path, Sequence[str]], list[str]]]:
+    """`verl_command`, forked from a process that has imported just that module: nine seconds of each run."""
+    with workers.fork_server(["verl.trainer.main_ppo"], idle_seconds=600.0) as python:
+        verl_command = launch.verl_command
+        yield lambda config, overrides: [*shlex.split(python), *verl_command(config, overrides)[1:]]
+
+
 @pytest.fixture(scope="module")
-def run_recipe(tmp_path_factory, fork_server) -> Callable[..., list[dict[str, float]]]:
+def run_recipe(tmp_path_factory, fork_server, forked_driver) -> Callable[..., list[dict[str, float]]]:
     """Run a recipe with overrides; return the metrics of each step. The same run is done once."""
     done: dict[tuple[Path | str, ...], list[dict[str, float]]] = {}
 
@@ -74,7 +106,9 @@ def run_recipe(tmp_path_factory, fork_server) -> Callable[..., list[dict[str, fl
         key = (recipe, *overrides)
         if key not in done:
             folder = tmp_path_factory.mktemp("e2e") / "run"
-            run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(launch, "verl_command", forked_driver)
+                launch.run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
             done[key] = read_metrics(folder / "metrics.jsonl")
         return done[key]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl_precision.tools.runs.launch import quoted
 from verl_precision.tools.runs.read import read_metrics
 
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
@@ -37,12 +38,13 @@ def second_node(script: subprocess.Popen) -> list[psutil.Process]:
     return [node, *node.children(recursive=True)]
 
 
-def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(environment, tmp_path):
+def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(environment, tmp_path, fork_server):
     log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
     overrides = [
         *("trainer.total_training_steps=50", "trainer.val_before_train=False", "trainer.logger=[console,file]"),
         *(f"hydra.run.dir={tmp_path / 'hydra'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"),
         "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024",
+        f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(fork_server)}",
     ]
     with log.open("wb") as sink:
         script = subprocess.Popen([*SCRIPT, *overrides], env=environment, stdout=sink, stderr=sink)

@@ -29,7 +29,7 @@ def mean(rows, metric: str) -> float:
 
 
 def test_a_run_dies_in_bf16_and_lives_in_fp16(trained):
-    """128 responses a step: a mean of eight steps has a standard error of 0.02. The curves are in docs/log/collapse.md."""
+    """128 responses a step: a mean of eight steps has a standard error of 0.02. Curves: docs/log/collapse.md."""
     bf16, fp16 = trained
     assert len(bf16) == len(fp16) == STEPS
     assert mean(bf16, "mismatch/k3_kl") > 20 * mean(fp16, "mismatch/k3_kl")

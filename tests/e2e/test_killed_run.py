@@ -1,12 +1,13 @@
 """`repeatable=bitwise`: a run that was killed and resumed has the weights of one that was not, bit for bit.
 
-On two ranks: test_resume.py.
+`make test-e2e` shows the same of two ranks with two replicas, in test_resume.py.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from same_run import differing
 
 from verl_precision.tools.runs.read import read_metrics
@@ -20,6 +21,7 @@ def command(output: Path) -> list[str]:
     return [sys.executable, "-m", "verl_precision.cli", *words, "+repeatable=bitwise", "actor_rollout_ref.rollout.n=4"]
 
 
+@pytest.mark.matrix
 def test_a_run_that_was_killed_equals_one_that_was_not(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     subprocess.run(command(straight), check=True, capture_output=True)

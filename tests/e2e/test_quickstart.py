@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -65,6 +66,7 @@ def test_nothing_is_left_running(comparison, own_processes):
     assert own_processes() == []
 
 
+@pytest.mark.matrix
 def test_packed_and_padded_runs_learn_alike(comparison, run_quickstart):
     """The scale packs sequences, sizes micro-batches by tokens and checkpoints; here all three are off."""
     packed = read_metrics(comparison[0] / "fp16" / "metrics.jsonl")
@@ -90,6 +92,7 @@ def test_packed_and_padded_runs_learn_alike(comparison, run_quickstart):
     assert apart("mismatch/k3_kl", slice(0, 5)) < 3
 
 
+@pytest.mark.matrix
 def test_verls_documented_fp16_switch_gives_bf16s_mismatch(comparison, run_quickstart, monkeypatch):
     """Trap 3.1: the trainer goes on in BF16. The preflight refuses this config, so that it is left out here."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")  # what the preflight would have seen to

@@ -1,16 +1,26 @@
 """The rollout follows the trainer, or the run stops and says why."""
 
+from pathlib import Path
+
 import pytest
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.read import read_metrics
+
+QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 
 # FP32: vLLM repacks linear weights for its FP32 kernel on every x86 CPU; for 16-bit kernels it depends on the CPU.
 TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
 
 
-def test_tied_model_trains_and_the_rollout_follows(run_quickstart):
+@pytest.mark.xdist_group("tied")
+def test_tied_model_trains_and_the_rollout_follows(tmp_path):
+    """Without a fork server: Ray starts the workers, as it does on GPUs."""
     # 7 logical CPUs: what the preflight says is enough.
-    rows = run_quickstart(*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")
+    settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")
+    run_verl(QUICKSTART, settings, tmp_path / "run", lambda progress: None)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4
     assert rows[-1]["mismatch/probs_pearson"] > 0.99
     assert rows[-1]["mismatch/log_prob_gap_abs_mean"] < 1e-4
@@ -21,8 +31,12 @@ def test_tied_model_trains_and_the_rollout_follows(run_quickstart):
         assert row["weight_sync/seconds"] > 0
 
 
+@pytest.mark.matrix
 def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path, monkeypatch):
-    """Take the repair of tied heads away in every process: upstream's stale head, which nothing else notices."""
+    """Take the repair of tied heads away in every process: upstream's stale head, which nothing else notices.
+
+    A guard that stops its run: test_planted_faults.py. The stale head: tests/weight_sync/test_worker.py.
+    """
     (tmp_path / "break_tied_heads.py").write_text(
         "from verl_precision.integration.cpu import vllm_reload\n"
         "vllm_reload.shared_parameter_layers = lambda model: iter(())\n"

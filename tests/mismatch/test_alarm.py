@@ -224,7 +224,7 @@ def alarms_of(path: Path, **settings: int) -> list[tuple[int, str]]:
 
 
 def test_a_seeded_collapse_is_caught_before_the_reward_falls():
-    """Recorded (docs/log/collapse.md): from step 31 on, weights reached the rollout with noise that grew by 1.35 a step."""
+    """Recorded (docs/log/collapse.md): from step 31 on, weights reached the rollout with noise, 1.35 times more a step."""
     path = RECORDED / "seeded_collapse.jsonl"
     reward = {int(row["step"]): row[REWARD] for row in read_metrics(path)}
     healthy = min(reward[step] for step in range(25, 41))

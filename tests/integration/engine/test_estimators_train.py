@@ -1,0 +1,108 @@
+"""Every estimator preset trains a real engine: verl's rollout correction, its `ppo_loss`, FSDP2 in FP16, an update."""
+
+import functools
+import math
+
+import pytest
+import torch
+from composer import actor_config, compose_estimator
+
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.integration.engine.engine_batch import engine_batch, nested
+from verl_precision.presets import preset_names
+
+PROMPT, RESPONSES, RESPONSE = 4, 4, 6
+SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0
+
+
+@pytest.fixture(scope="module")
+def engine():
+    from verl.plugin.platform import get_platform, set_platform
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from verl_precision.engine.process_group import one_rank
+    from verl_precision.engine.settings import LossScaleSettings
+    from verl_precision.integration.cpu.platform import PlatformCPU
+    from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+
+    before = get_platform()
+    set_platform(PlatformCPU())
+    with one_rank("cpu"):
+        attention = {"attn_implementation": "sdpa"}
+        engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
+            model_config=HFModelConfig(path=str(cached_tiny_model("qwen3")), override_config=attention),
+            engine_config=PrecisionFSDPConfig(
+                strategy="fsdp2",
+                use_torch_compile=False,
+                dtype="float16",
+                mixed_precision={"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                loss_scale=LossScaleSettings(initial=SCALE),
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
+            checkpoint_config=CheckpointConfig(),
+        )
+        engine.initialize()
+        yield engine
+    set_platform(before)
+
+
+def make_batch(**settings):
+    """Return a batch of prompts with responses, packed into micro-batches of two."""
+    token_ids = torch.randint(3, 90, (RESPONSES, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    batch = engine_batch(
+        list(token_ids),
+        max_token_len_per_gpu=2 * SEQUENCE,
+        use_remove_padding=True,
+        calculate_entropy=False,
+        update_lr_scheduler=True,
+        global_batch_size=RESPONSES,
+        max_response_len=-1,
+        **settings,
+    )
+    batch["prompts"], batch["responses"] = (nested(list(part)) for part in token_ids.split([PROMPT, RESPONSE], dim=1))
+    in_response = torch.arange(SEQUENCE) >= PROMPT
+    batch["loss_mask"] = nested([in_response.float()] * RESPONSES)
+    return batch
+
+
+def as_the_driver_makes_it(config, trainer_log_probs):
+    """Return the tensors that verl's driver makes for the update: old log-probs, advantages, mask, perhaps weights."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    generator = torch.Generator().manual_seed(1)
+    rollout_log_probs = trainer_log_probs + 1e-4 * torch.randn(trainer_log_probs.shape, generator=generator)
+    mask = torch.ones_like(rollout_log_probs)
+    correction = config.algorithm.rollout_correction
+    found = {"response_mask": mask, "advantages": torch.tensor([1.0, -1, 0.5, -0.5])[:, None] * mask}
+    if correction is not None and correction.get("bypass_mode"):
+        return found | {"old_log_probs": rollout_log_probs}
+    found |= {"old_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+    if correction is None:
+        return found
+    return dict(compute_rollout_correction_and_add_to_batch(DataProto.from_dict(found), correction)[0].batch)
+
+
+def weights(engine):
+    return torch.cat([parameter.full_tensor().flatten() for parameter in engine.module.parameters()]).detach()
+
+
+@pytest.mark.parametrize("estimator", preset_names("estimator"))
+def test_an_update_reaches_the_weights(engine, estimator):
+    from verl.workers.utils.losses import ppo_loss
+
+    config = compose_estimator(estimator)
+    with engine.eval_mode():
+        scored = engine.infer_batch(make_batch())["model_output"]["log_probs"].unbind()
+    batch, trainer_log_probs = make_batch(), torch.stack([row[PROMPT - 1 : -1].float() for row in scored])
+    for name, values in as_the_driver_makes_it(config, trainer_log_probs).items():
+        batch[name] = nested(list(values))
+    before = weights(engine)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, functools.partial(ppo_loss, actor_config(config)))["metrics"]
+    assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
+    assert not torch.equal(weights(engine), before) and torch.isfinite(weights(engine)).all()
+    assert metrics["precision/loss_scale"] == [SCALE] and metrics["precision/skipped_steps"] == [0]
+    assert math.isfinite(metrics["actor/pg_loss"].aggregate())
