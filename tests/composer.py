@@ -1,20 +1,22 @@
 """The one composer of configs for all tests; conftest.py offers two of its functions as fixtures.
 
-A composition costs half a second, a third of it to read the same forty YAML files again. So each text is parsed once in
-a process, each choice of groups is composed once, and settings are put on top of a copy, by Hydra's own function. Every
-caller gets a copy that it may change.
+A composition costs half a second, a third of it to read the same forty YAML files again. So each text and each
+interpolation is parsed once in a process, each choice of groups is composed once, and settings are put on top of a copy,
+by Hydra's own function. Every caller gets a copy that it may change; unpickling takes a seventh of copying deeply.
 """
 
-import copy
 import functools
+import pickle
 import types
 from pathlib import Path
 
+import omegaconf.base
 import omegaconf.omegaconf
 import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
@@ -32,17 +34,32 @@ def _parse(stream, Loader):
     return _parsed(stream if isinstance(stream, str) else stream.read())
 
 
+# The tree of an interpolation is only ever read.
+omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 omegaconf.omegaconf.yaml = types.SimpleNamespace(**{**vars(yaml), "load": _parse})
+
+
+def _load_once(source, config_path: str):
+    """`load_config` of a package's file, which no test changes."""
+    key = source.provider, source.path, config_path
+    if key not in _LOADED:
+        _LOADED[key] = pickle.dumps(_load_config(source, config_path))
+    return pickle.loads(_LOADED[key])
+
+
+_LOADED: dict[tuple[str, str, str], bytes] = {}
+_load_config = ImportlibResourcesConfigSource.load_config
+ImportlibResourcesConfigSource.load_config = _load_once
 
 
 def compose_verl(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
     """Compose verl's own `ppo_trainer` with overrides; presets come from the plugin's search path."""
-    return _copy(_composed(None, overrides), return_hydra_config)
+    return _loaded(_composed(None, overrides), return_hydra_config)
 
 
 def compose_recipe(path: str | Path, *overrides: str, return_hydra_config: bool = False) -> DictConfig:
     """Compose a recipe, named from the repository's root, with overrides."""
-    return _copy(_composed(ROOT / path, overrides), return_hydra_config)
+    return _loaded(_composed(ROOT / path, overrides), return_hydra_config)
 
 
 def compose_estimator(name: str, *overrides: str) -> DictConfig:
@@ -63,15 +80,15 @@ def actor_config(config: DictConfig, **global_batch_info: int):
 
 
 @functools.cache
-def _composed(recipe: Path | None, overrides: tuple[str, ...]) -> DictConfig:
+def _composed(recipe: Path | None, overrides: tuple[str, ...]) -> bytes:
     settings = [override for override in overrides if _is_setting(override)]
     if not settings:
-        return compose_in_full(recipe, overrides)
-    config = copy.deepcopy(_composed(recipe, tuple(each for each in overrides if each not in settings)))
+        return pickle.dumps(compose_in_full(recipe, overrides))
+    config = pickle.loads(_composed(recipe, tuple(each for each in overrides if each not in settings)))
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(settings), config)
     with open_dict(config):
         config.hydra.overrides.task = [each for each in overrides if not each.startswith("hydra.")]
-    return config
+    return pickle.dumps(config)
 
 
 def _is_setting(override: str) -> bool:
@@ -92,8 +109,8 @@ def compose_in_full(recipe: Path | None, overrides: tuple[str, ...]) -> DictConf
         return compose(recipe.stem, overrides=searched, return_hydra_config=True)
 
 
-def _copy(config: DictConfig, with_hydra: bool) -> DictConfig:
-    config = copy.deepcopy(config)
+def _loaded(pickled: bytes, with_hydra: bool) -> DictConfig:
+    config = pickle.loads(pickled)
     if not with_hydra:
         with open_dict(config):
             del config["hydra"]
