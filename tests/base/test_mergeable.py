@@ -6,9 +6,18 @@ import math
 import pytest
 from torch import tensor
 
-from verl_precision.base.mergeable import Count, Deviation, Maximum, Mean, Minimum, merge_by_name
+from verl_precision.base.mergeable import (
+    Correlation,
+    Count,
+    Deviation,
+    Maximum,
+    Mean,
+    Minimum,
+    RatioSampleSize,
+    Slope,
+    merge_by_name,
+)
 from verl_precision.losses.metrics import EffectiveSampleSize, Quantile, extremes
-from verl_precision.mismatch.kinds import Correlation, RatioSampleSize, Slope
 
 NAN, INF = math.nan, math.inf
 

@@ -11,8 +11,8 @@ import pytest
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.remedies import ADVICE, remedies_in_use
+from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.compare.summary import REWARD
 from verl_precision.tools.runs.read import read_metrics
 
@@ -224,7 +224,7 @@ def alarms_of(path: Path, **settings: int) -> list[tuple[int, str]]:
 
 
 def test_a_seeded_collapse_is_caught_before_the_reward_falls():
-    """Recorded (docs/log/collapse.md): from step 31 on, weights reached the rollout with noise, 1.35 times more a step."""
+    """Recorded (docs/log/collapse.md): from step 31 on, noise on the rollout's weights grew by 1.35 a step."""
     path = RECORDED / "seeded_collapse.jsonl"
     reward = {int(row["step"]): row[REWARD] for row in read_metrics(path)}
     healthy = min(reward[step] for step in range(25, 41))

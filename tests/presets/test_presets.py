@@ -11,7 +11,7 @@ from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.search_path import VerlPrecisionSearchPath, register_search_path
+from verl_precision.integration.resolvers import register_search_path
 from verl_precision.presets import PRESETS_DIR, preset_names
 
 PROMISED = {
@@ -237,4 +237,5 @@ def test_search_path_is_registered_once():
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     register_search_path(None)
-    assert Plugins.instance().discover(SearchPathPlugin).count(VerlPrecisionSearchPath) == 1
+    names = [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
+    assert names.count("VerlPrecisionSearchPath") == 1

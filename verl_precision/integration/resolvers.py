@@ -1,4 +1,4 @@
-"""Resolvers of this package's configs: `${verl_precision.<name>:<arguments>}`, one function each."""
+"""What configs find of this package: the preset groups, and the resolvers `${verl_precision.<name>:<arguments>}`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
+def register_search_path(hydra_main: ModuleType) -> None:
+    """Put the presets on Hydra's search path, once, after the user's own: `+precision=fp16` works with any config."""
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class VerlPrecisionSearchPath(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            search_path.append(provider="verl_precision", path="pkg://verl_precision.presets")
+
+    plugins = Plugins.instance()
+    if VerlPrecisionSearchPath.__name__ not in {known.__name__ for known in plugins.discover(SearchPathPlugin)}:
+        plugins.register(VerlPrecisionSearchPath)
+
+
 def register_resolvers(omegaconf: ModuleType) -> None:
     """Register the functions below with OmegaConf under their names, once."""
-    for function in (
-        tiny_model,
-        fraction,
-        per_rank,
-        sequence_length,
-        sync_is_verified,
-        stochastic_rounding_to,
-        run_name,
-    ):
+    of_a_config = (sync_is_verified, stochastic_rounding_to, run_name)
+    for function in (tiny_model, fraction, per_rank, sequence_length, *of_a_config):
         name = f"verl_precision.{function.__name__}"
         if not omegaconf.OmegaConf.has_resolver(name):
             omegaconf.OmegaConf.register_new_resolver(name, function)

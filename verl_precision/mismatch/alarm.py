@@ -14,9 +14,9 @@ from typing import Any
 
 from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.drift_detector import Growth, Persistence
 from verl_precision.mismatch.remedies import ADVICE, Advice
+from verl_precision.mismatch.settings import AlarmSettings
 
 # Below these a mismatch is held to be none: |gap| of 1e-5 nats is some ten units of float32's last place at a log-prob
 # of 10, and a seventh of what FP16 shows on the tiny model of the quickstart (7e-5). k3 ≈ gap²/2.

@@ -17,12 +17,16 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.base.mergeable import (
+    Correlation,
     Count,
     Deviation,
     Maximum,
     Mean,
     Minimum,
+    Perplexity,
+    RatioSampleSize,
     Share,
+    Slope,
     Statistic,
     StatisticSet,
     merge_by_name,
@@ -31,7 +35,6 @@ from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
 from verl_precision.mismatch.histogram import GapHistogram, gap_edges
-from verl_precision.mismatch.kinds import Correlation, Perplexity, RatioSampleSize, Slope
 from verl_precision.mismatch.packing import Chunk, packed_chunks
 from verl_precision.mismatch.token_bins import BinShares, ClassMean
 from verl_precision.mismatch.token_sums import LARGEST_GAP_SQUARED, TokenSums, sums_of

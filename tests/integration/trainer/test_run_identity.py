@@ -90,7 +90,7 @@ def test_a_name_of_the_users_own_is_left_alone():
 def claim(tmp_path):
     def start(*overrides):
         run_identity.claim_folder(named(f"trainer.default_local_dir={tmp_path / 'mine'}", *overrides))
-        return tmp_path / "mine" / run_identity.FILE
+        return tmp_path / "mine" / run_identity.RUN_FILE
 
     return start
 

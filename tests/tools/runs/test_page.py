@@ -12,9 +12,9 @@ import pytest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
-from verl_precision.mismatch.alarm_settings import AlarmSettings
 from verl_precision.mismatch.metric_names import PHANTOM_CLIPPED
 from verl_precision.mismatch.remedies import ADVICE
+from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.figures import PANELS, draw, write_comparison
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, read_runs

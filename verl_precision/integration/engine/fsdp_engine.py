@@ -32,7 +32,7 @@ from verl_precision.integration.engine.sampling_masks import kept_tokens
 from verl_precision.integration.engine.shadow_engine import ShadowForward
 from verl_precision.integration.engine.weight_export import ExactWeights, write_export_dtype
 from verl_precision.integration.ledger import wrap_once
-from verl_precision.integration.trainer.kept_checkpoints import spare_marked
+from verl_precision.integration.trainer.kept_files import spare_marked
 
 # (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
 NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")

@@ -1,7 +1,8 @@
 """Sampling masks on their way through verl: from a rollout's answer to the trainer's log-probs.
 
-The agent loop asks for them with the sampling parameters (`ASKED`), the vLLM server adds them to the answer (`KEPT`,
-`vllm_sampling_masks.py`), and they travel as a field of the sample (`FIELD`) through TransferQueue to each micro-batch.
+The agent loop asks for them with the sampling parameters (`MASK_REQUEST_KEY`), the vLLM server adds them to the answer
+(`MASK_ANSWER_KEY`, `vllm_sampling_masks.py`), and they travel as a field of the sample (`MASK_FIELD`) through
+TransferQueue to each micro-batch.
 """
 
 from typing import Any
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from verl_precision.engine.sampling_masks import KeptTokens, unpack
 
-ASKED = "verl_precision_kept_tokens"  # how many tokens the rollout should say at each place
-KEPT = "kept_tokens"
-FIELD = "sampling_mask"
+MASK_REQUEST_KEY = "verl_precision_kept_tokens"  # how many tokens the rollout should say at each place
+MASK_ANSWER_KEY = "kept_tokens"
+MASK_FIELD = "sampling_mask"
 
 
 def kept_tokens(micro_batch: Any, labels_N: Tensor) -> KeptTokens | None:
@@ -27,9 +28,11 @@ def kept_tokens(micro_batch: Any, labels_N: Tensor) -> KeptTokens | None:
     Raises:
         RuntimeError: If a mask is not that of its response.
     """
-    if FIELD not in micro_batch:
+    if MASK_FIELD not in micro_batch:
         return None
     lengths = micro_batch["input_ids"].offsets().diff().tolist()
     trained = (mask.any() for mask in micro_batch["loss_mask"].unbind())
-    packed = [mask if any_token else None for mask, any_token in zip(micro_batch[FIELD].unbind(), trained, strict=True)]
+    packed = [
+        mask if any_token else None for mask, any_token in zip(micro_batch[MASK_FIELD].unbind(), trained, strict=True)
+    ]
     return unpack(packed, lengths, labels_N)

@@ -22,7 +22,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.verl_config import AGENT_LOOP
 from verl_precision.engine.sampling_masks import pack
-from verl_precision.integration.engine.sampling_masks import ASKED, FIELD, KEPT
+from verl_precision.integration.engine.sampling_masks import MASK_ANSWER_KEY, MASK_FIELD, MASK_REQUEST_KEY
 
 
 class MaskedOutput(AgentLoopOutput):
@@ -30,9 +30,9 @@ class MaskedOutput(AgentLoopOutput):
 
     def as_dict(self) -> dict[str, Any]:
         """Return verl's fields of the sample, and the mask."""
-        counts, ids = self.extra_fields.pop(KEPT)
+        counts, ids = self.extra_fields.pop(MASK_ANSWER_KEY)
         fields = super().as_dict()
-        return {**fields, FIELD: pack(np.asarray(counts[: len(self.response_ids)]), np.asarray(ids))}
+        return {**fields, MASK_FIELD: pack(np.asarray(counts[: len(self.response_ids)]), np.asarray(ids))}
 
 
 class PrecisionAgentLoop(SingleTurnAgentLoop):
@@ -47,11 +47,12 @@ class PrecisionAgentLoop(SingleTurnAgentLoop):
             asked["min_p"] = custom["min_p"]
         top_k = sampling_params.get("top_k", -1)
         if custom.get("sampling_masks") and sampling_params["temperature"] > 0 and top_k > 0:
-            asked[ASKED] = min(2 * top_k + 16, len(self.tokenizer))  # logits equal to that of rank top_k are kept too
+            # Logits that are equal to that of rank top_k are kept too.
+            asked[MASK_REQUEST_KEY] = min(2 * top_k + 16, len(self.tokenizer))
         if custom.get("seeded"):
             asked["seed"] = response_seed(self.rollout_config.seed, kwargs["uid"], kwargs["session_id"])
         output = await super().run(asked, **kwargs)
-        if KEPT in output.extra_fields:
+        if MASK_ANSWER_KEY in output.extra_fields:
             return MaskedOutput(**{name: getattr(output, name) for name in output.model_fields_set})
         return output
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration.engine.sampling_masks import ASKED, KEPT
-from verl_precision.integration.ledger import wrap_actor_method_once
+from verl_precision.integration.engine.sampling_masks import MASK_ANSWER_KEY, MASK_REQUEST_KEY
+from verl_precision.integration.ledger import set_within, wrap_actor_method_once
 
 # FP32 log-probs of up to thousands of tokens sum to 1 within this.
 _NORMALISED = 1e-3
@@ -44,18 +44,15 @@ def return_masks(server: ModuleType) -> None:
 
 async def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     sampling_params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
-    returned = sampling_params.pop(ASKED, None)
+    returned = sampling_params.pop(MASK_REQUEST_KEY, None)
     if returned is None:
         return await wrapped(*args, **kwargs)
     if not isinstance(instance.engine.generate, _Recorded):
         instance.engine.generate = _Recorded(instance.engine.generate)
     request = _Request(returned)
-    token = _request.set(request)
-    try:
+    with set_within(_request, request):
         output = await wrapped(*args, **kwargs)
-    finally:
-        _request.reset(token)
-    output.extra_fields[KEPT] = kept_of(request.log_probs, len(output.token_ids), returned)
+    output.extra_fields[MASK_ANSWER_KEY] = kept_of(request.log_probs, len(output.token_ids), returned)
     return output
 
 

@@ -20,8 +20,8 @@ from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_precision.base.errors import WeightSyncError
+from verl_precision.integration.cpu.vllm_on_cpu import bind_again
 from verl_precision.integration.cpu.vllm_reload import layerwise_reload
-from verl_precision.integration.cpu.vllm_routing import bind_again
 from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
 from verl_precision.integration.rollout.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
@@ -31,7 +31,7 @@ from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError
 
 logger = logging.getLogger("verl_precision.weight_sync")
 
-_CAUSES = (
+SYNC_HELP = (
     "The rollout would sample from another policy than the one being trained. Usual causes: a layer that keeps a "
     "repacked copy of an old weight (tied embeddings), a parameter name the loader does not know, a transfer buffer "
     "reused before it was read, a dtype cast on the way. Set VERL_LOGGING_LEVEL=DEBUG for vLLM's loader messages; "
@@ -108,7 +108,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 logger.error("weight sync %d: %s", self._sync_index, problem)
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             shown = "; ".join(problems[:_SHOWN]) + more
-            raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {_CAUSES}")
+            raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
         if sync.reply_to is not None:
             sync.report.write(sync.reply_to)
         if sync.on_cpu:

@@ -25,12 +25,12 @@ from verl_precision.weight_sync.settings import CanarySettings
 
 logger = logging.getLogger("verl_precision.weight_sync")
 
-_MEANING = (
-    "The digests of this sync agree (where they were sent) and no verified layer is damaged, so the weights arrived; "
-    "what serves requests does not use them. Usual causes: a replica that a sync left out, a LoRA adapter that is not "
-    "applied, CUDA graphs over old memory, quantised or packed weights that were not made anew, or a rollout whose "
-    "dtype or context differs from what the config says. Compare weight_sync/unverified_layers, start the run again, "
-    "or set weight_sync.canary.action=log to go on."
+CANARY_HELP = (
+    "The digests of this sync agree (where they were sent) and no verified layer is damaged. The weights arrived "
+    "intact, but the engine that serves requests is not using them. Usual causes: a replica that a sync left out, a "
+    "LoRA adapter that is not applied, CUDA graphs over old memory, quantised or packed weights that were not made "
+    "anew, or a rollout whose dtype or context differs from the config's. Compare weight_sync/unverified_layers, start "
+    "the run again, or set weight_sync.canary.action=log to go on."
 )
 
 
@@ -128,7 +128,7 @@ class TrainerCanary:
                 return self._give_up(f"the trainer could not score it ({type(error).__name__}: {error})")
             verdict = self._judge.judge(trainer, served)
             metrics = verdict.metrics()
-            problems += [*verdict.problems, *([_MEANING] if verdict.problems else [])]
+            problems += [*verdict.problems, *([CANARY_HELP] if verdict.problems else [])]
         if problems:
             message = f"Canary of weight sync {self._syncs - 1}: {'. '.join(problems)}"
             if self.settings.action == "stop":

@@ -4,7 +4,8 @@ verl's `Metric` knows mean, sum, min and max, but `ppo_loss` forces MEAN on ever
 reduction over ranks is a class method of `Metric` that no subclass can change. Both are wrapped: a `MergedMetric` stays
 what it is, anything else passes through unchanged. So micro-batches, ranks and mini-batches are merged before a number
 is made of them. The updates between two weight syncs, which verl combines by the names of the metrics, are merged by
-`run_monitor.py`, which takes the statistics instead of numbers (`statistics_kept`).
+`run_monitor.py`, which takes the statistics instead of numbers (`statistics_kept`). Histograms go to the loggers that
+can show them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,19 +14,20 @@ from contextvars import ContextVar
 from functools import reduce
 from typing import Any
 
+import numpy as np
 from verl.utils.metric import AggregationType, Metric
 
 from verl_precision.base.mergeable import Mergeable, Statistic
-from verl_precision.integration.ledger import wrap_once
-from verl_precision.integration.trainer.scope import within
+from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.mismatch.metric_names import with_former_names
 
+WANDB_BINS = 512  # the most that wandb takes
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
 
 
 def statistics_kept() -> AbstractContextManager[None]:
     """Return a block in which verl's reduction leaves a statistic one, to be merged with those of other updates."""
-    return within(_kept, True)
+    return set_within(_kept, True)
 
 
 class MergedMetric(Metric):
@@ -84,3 +86,53 @@ def _aggregate_dp(wrapped, instance, args, kwargs):
     if not metrics or not isinstance(metrics[0], MergedMetric):
         return wrapped(*args, **kwargs)
     return MergedMetric(piece for metric in metrics for piece in metric.values).merged()
+
+
+def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], step: int) -> None:
+    """Hand histograms to those loggers of a run that take them; to the others they are not sent.
+
+    Args:
+        tracking: verl's `Tracking`.
+        histograms: Name -> (edges, counts), one edge more than counts.
+        step: Of training.
+    """
+    for name, histogram in histograms.items():
+        edges, counts = _occupied(*(np.asarray(part, dtype=np.float64) for part in histogram))
+        if not counts.size:
+            continue
+        if "wandb" in tracking.logger:
+            import wandb
+
+            shown = wandb.Histogram(np_histogram=_coarser(edges, counts, WANDB_BINS))
+            tracking.log(data={name: shown}, step=step, backend=["wandb"])
+        if "tensorboard" in tracking.logger:
+            centres = (edges[1:] + edges[:-1]) / 2
+            tracking.logger["tensorboard"].writer.add_histogram_raw(
+                name,
+                min=float(edges[0]),
+                max=float(edges[-1]),
+                num=float(counts.sum()),
+                sum=float((counts * centres).sum()),
+                sum_squares=float((counts * centres**2).sum()),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+                global_step=step,
+            )
+
+
+def _occupied(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut off empty bins at both ends, and end the outermost ones, which have no bound, somewhere."""
+    if edges.size > 3:
+        edges = np.nan_to_num(edges, neginf=2 * edges[1], posinf=2 * edges[-2])
+    used = np.flatnonzero(counts)
+    if not used.size:
+        return edges[:0], counts[:0]
+    first, last = used[0], used[-1]
+    return edges[first : last + 2], counts[first : last + 1]
+
+
+def _coarser(edges: np.ndarray, counts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbouring bins until there are at most `most`."""
+    group = -(-counts.size // most)
+    starts = np.arange(0, counts.size, group)
+    return np.append(edges[starts], edges[-1]), np.add.reduceat(counts, starts)

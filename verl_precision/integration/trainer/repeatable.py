@@ -2,12 +2,14 @@
 
 verl names prompts at random and orders a batch as responses arrive, so that two runs of one command fill their
 mini-batches differently from the first step on. Names here are made of the step and of the place in it, and batches are
-sorted by them (`sorted_replay_buffer.py`). The agent loop seeds each request by them (`rollout.custom.seeded`), whose
-numbers a rollout of one sequence at a time (`rollout.max_num_seqs=1`) computes alone, whatever else is waiting.
-docs/repeatable.md says what is and is not covered.
+sorted by them: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler. The agent loop seeds
+each request by its prompt's name (`rollout.custom.seeded`), whose numbers a rollout of one sequence at a time
+(`rollout.max_num_seqs=1`) computes alone, whatever else is waiting. docs/repeatable.md says what is not covered.
 """
 
 from typing import Any
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 
 class _Names:
@@ -34,3 +36,21 @@ def name_prompts(trainer: Any) -> None:
     from verl.trainer.ppo.v1 import trainer_base
 
     trainer_base.uuid = _Names(trainer)
+
+
+class SortedReplayBuffer(ReplayBuffer):
+    """verl's replay buffer, whose batches are in the order of their prompts' names, sessions and outputs."""
+
+    def _select_prompt_uids(self, partition_id, sampleable_keys, batch_size):
+        _, partition, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        return sorted(sampleable_keys)[:batch_size], partition, steps  # by step first, as verl does
+
+    def _materialize_batch(self, partition_id, selected_prompt_uids, partition_snapshot):
+        ordered = dict(sorted(partition_snapshot.items(), key=lambda item: _place(item[0])))
+        return super()._materialize_batch(partition_id, selected_prompt_uids, ordered)
+
+
+def _place(key: str) -> tuple[str | int, ...]:
+    """Return the parts of verl's key `{uid}_{session}_{output}`, in an order of numbers."""
+    uid, *rest = key.split("_")
+    return uid, *map(int, rest)

@@ -21,14 +21,22 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 
-FILE = "run.yaml"
-NAME = "${verl_precision.run_name:}"  # as recipes write it
+RUN_FILE = "run.yaml"
+RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
 # What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
-_PARTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "distillation", "reward")
-_OF_THE_TRAINER = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
+IDENTITY_BLOCKS = (
+    "actor_rollout_ref",
+    "algorithm",
+    "critic",
+    "custom_reward_function",
+    "data",
+    "distillation",
+    "reward",
+)
+IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
 # Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
 # after an out-of-memory error goes on with the same run.
-_LEAVES_IT_THE_SAME = frozenset(
+IGNORED_SETTINGS = frozenset(
     ("checkpoint", "checkpoint_engine", "cudagraph_capture_sizes", "dataloader_num_workers")
     + ("disable_log_stats", "enable_activation_offload", "enable_chunked_prefill", "enable_gradient_checkpointing")
     + ("enforce_eager", "entropy_checkpointing", "entropy_from_logits_chunk_size", "every_n_steps")
@@ -52,7 +60,7 @@ def name_the_run(config: DictConfig) -> None:
         config: The composed config, before verl or anybody changes it.
     """
     name = OmegaConf.to_container(config.trainer)["experiment_name"]
-    if NAME in str(name):
+    if RUN_NAME_RESOLVER in str(name):
         config.trainer.experiment_name = f"{config.trainer.experiment_name}-{digest(settings_of_run(config))}"
 
 
@@ -80,14 +88,16 @@ def claim_folder(config: DictConfig) -> None:
             f"trainer.resume_from_path={folder}/global_step_N. To go on with the old settings, give the old command.",
         )
     if known is None and (folder.exists() or _saves(config)):
-        _say_what_is_beside(folder, settings)
-        write_file(folder / FILE, yaml.safe_dump({"digest": digest(settings), "settings": settings}))
+        warn_about_sibling_runs(folder, settings)
+        write_file(folder / RUN_FILE, yaml.safe_dump({"digest": digest(settings), "settings": settings}))
 
 
 def settings_of_run(config: DictConfig) -> dict[str, Any]:
     """Return the settings that make a run, resolved, by their full names."""
-    parts: dict[str, Any] = {name: _resolved(config, name) for name in _PARTS if name in config}
-    parts["trainer"] = {name: _resolved(config.trainer, name) for name in _OF_THE_TRAINER if name in config.trainer}
+    parts: dict[str, Any] = {name: _resolved(config, name) for name in IDENTITY_BLOCKS if name in config}
+    parts["trainer"] = {
+        name: _resolved(config.trainer, name) for name in IDENTITY_TRAINER_KEYS if name in config.trainer
+    }
     settings = dict(_flat(parts, ""))
     mode = "trainer.v1.trainer_mode"
     if mode in settings:  # the variant that measures trains alike
@@ -124,13 +134,13 @@ def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, node
         return
     for name, value in node.items():
-        if name not in _LEAVES_IT_THE_SAME:
+        if name not in IGNORED_SETTINGS:
             yield from _flat(value, f"{path}.{name}" if path else str(name))
 
 
 def settings_in(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the run that a folder belongs to, or None where it says nothing."""
-    path = folder / FILE
+    path = folder / RUN_FILE
     if not path.exists():
         return None
     try:
@@ -140,7 +150,7 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
             f"{path} cannot be read ({type(error).__name__}), so that nobody knows whose checkpoints these are",
             setting="trainer.default_local_dir",
             value=str(folder),
-            remedy=f"Give another folder. Or remove {FILE}, if you know that these checkpoints are this run's.",
+            remedy=f"Give another folder. Or remove {RUN_FILE}, if you know that these checkpoints are this run's.",
         ) from error
 
 
@@ -148,10 +158,10 @@ def _saves(config: DictConfig) -> bool:
     return config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
 
 
-def _say_what_is_beside(folder: Path, settings: Mapping[str, Any]) -> None:
+def warn_about_sibling_runs(folder: Path, settings: Mapping[str, Any]) -> None:
     """Say from which run in the folder beside this one differs least: perhaps that one was to go on."""
     beside = {
-        path.parent: dict(yaml.safe_load(path.read_text())["settings"]) for path in folder.parent.glob(f"*/{FILE}")
+        path.parent: dict(yaml.safe_load(path.read_text())["settings"]) for path in folder.parent.glob(f"*/{RUN_FILE}")
     }
     if beside:
         nearest = min(beside, key=lambda path: sum(settings.get(k) != v for k, v in beside[path].items()))

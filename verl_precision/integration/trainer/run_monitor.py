@@ -17,7 +17,6 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.integration.trainer.histogram_loggers import log_histograms
 from verl_precision.integration.trainer.measurement import (
     FAILED,
     MISMATCH,
@@ -27,6 +26,7 @@ from verl_precision.integration.trainer.measurement import (
     Request,
     ended_by_themselves,
 )
+from verl_precision.integration.trainer.merged_metrics import log_histograms
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
@@ -36,8 +36,8 @@ from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
 
 ALARM_FILE = "mismatch_alarm.json"
-# What the worker reports about an update of the actor loses verl's prefix.
-OURS = ("mismatch/", "phantom/", "precision/", "weight_sync/")
+# Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
+METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
 logger = logging.getLogger("verl_precision.mismatch")
 
@@ -57,7 +57,7 @@ class RunMonitor:
         longest_response: Tokens that the rollout gives a response at most.
         in_worker: Whether the worker has to measure the gap: the driver never sees the trainer's log-probs.
         clip: Where the loss clips, if its ratio is taken against the rollout's log-probs.
-        trouble_began: The step from which the alarms that the last step raised have their evidence; None without any.
+        first_alarm_step: First step of the evidence of the alarms that the last step raised; None without any.
     """
 
     def __init__(self, config: DictConfig, settings: MismatchSettings) -> None:
@@ -81,7 +81,7 @@ class RunMonitor:
         self.clip = clip_range(ratio, actor) if ratio is not None and against_rollout else None
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
         self._rejects = bool(correction.get("rollout_rs")) and not self.bypass
-        self.trouble_began: int | None = None
+        self.first_alarm_step: int | None = None
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
@@ -149,7 +149,7 @@ class RunMonitor:
         for key in (MISMATCH, PHANTOM):
             if ACTOR + key in metrics:
                 self._add(key, metrics.pop(ACTOR + key))
-        for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in OURS))]:
+        for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in METRIC_PREFIXES))]:
             metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
         found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
         self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
@@ -177,7 +177,7 @@ class RunMonitor:
         """
         stop, start = None, time.perf_counter()
         raised = self.alarm.update(step, metrics)
-        self.trouble_began = min((alarm.since_step for alarm in raised), default=None)
+        self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
         try:
             act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:

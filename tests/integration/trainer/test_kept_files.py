@@ -7,9 +7,17 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import verl  # noqa: F401 - loads the plugin
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.tracking import FileLogger, Tracking
 
-from verl_precision.integration.trainer.metrics_file import forget_row, remember_row, series_goes_on
+from verl_precision.integration.trainer.kept_files import (
+    MARK,
+    forget_row,
+    keep_checkpoint_before,
+    remember_row,
+    series_goes_on,
+    spare_marked,
+)
 from verl_precision.tools.runs.read import read_metrics
 
 Files = namedtuple("Files", "metrics pending superseded")
@@ -131,3 +139,33 @@ def test_nothing_is_left_over_after_a_good_end_and_other_loggers_are_left_alone(
     remember_row(console, 1, {"reward": 0.0})
     forget_row(console)
     assert not files.pending.exists()
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    for step in (20, 40, 100):
+        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_x").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("step", "kept"), [(41, 40), (40, 20), (1000, 100), (7, 20)])
+def test_the_newest_before_the_step_is_marked_once(checkpoints, step, kept):
+    assert keep_checkpoint_before(step, checkpoints) == checkpoints / f"global_step_{kept}"
+    assert str(step) in (checkpoints / f"global_step_{kept}" / MARK).read_text()
+    assert keep_checkpoint_before(step, checkpoints) is None
+
+
+def test_without_a_checkpoint_nothing_is_marked(tmp_path):
+    assert keep_checkpoint_before(5, tmp_path / "absent") is None
+
+
+def test_verls_manager_removes_the_others_only(checkpoints):
+    manager = object.__new__(BaseCheckpointManager)
+    manager.previous_saved_paths = []
+    keep_checkpoint_before(40, checkpoints)
+    for step in (20, 40, 100):
+        spare_marked(manager)
+        manager.ensure_checkpoint_capacity(1)
+        manager.register_checkpoint(str(checkpoints / f"global_step_{step}" / "actor"), 1)
+    assert [(checkpoints / f"global_step_{step}" / "actor").exists() for step in (20, 40, 100)] == [True, False, True]

@@ -1,14 +1,18 @@
-"""verl's metrics file over all starts of a run: one series, with a row for every step that a checkpoint holds.
+"""What a run keeps: verl's metrics file over all of its starts, and checkpoints that verl must not remove.
 
 verl opens the file of `trainer.logger=[file]` anew at each start, so that a run which is resumed has lost what it
-measured before. Under the trainers of `trainers.py` the rows up to the checkpoint stay. Later rows, of steps that are
-done again, move to `<file>.superseded`. verl writes a step's row after its checkpoint; a run that is killed in between
-finds the row in `<file>.pending`.
+measured before. Under the trainers of `trainers.py` it is one series, with a row for every step that a checkpoint
+holds: rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`. verl
+writes a step's row after its checkpoint; a run that is killed in between finds the row in `<file>.pending`.
+
+verl keeps the newest `trainer.max_actor_ckpt_to_keep` checkpoints. When somebody reads an alarm, those may all be from
+after the reward fell. A file `KEEP` in a checkpoint's folder spares it.
 """
 
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -18,9 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from verl_precision.base.files import write_file
-from verl_precision.integration.ledger import wrap_once
-from verl_precision.integration.trainer.scope import within
+from verl_precision.integration.ledger import set_within, wrap_once
 
+MARK = "KEEP"
+_STEP = re.compile(r"global_step_(\d+)$")
 # The step of the checkpoint that the run goes on from; None: verl's own behaviour.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 
@@ -40,7 +45,7 @@ def series_goes_on(step: int) -> AbstractContextManager[None]:
     Args:
         step: The last step that the checkpoint holds; 0 for a run from scratch.
     """
-    return within(_resumed_at, step)
+    return set_within(_resumed_at, step)
 
 
 def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:
@@ -109,3 +114,30 @@ def _pending(file: Any) -> Path:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
+
+
+def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
+    """Mark the newest checkpoint before a step; if all are later, the oldest.
+
+    Args:
+        step: Of training, with which the trouble began.
+        folder: Of the run's checkpoints.
+
+    Returns:
+        The checkpoint that is marked now, or None where there is none or it was marked before.
+    """
+    found = {int(name.group(1)): path for path in folder.glob("global_step_*") if (name := _STEP.match(path.name))}
+    if not found:
+        return None
+    checkpoint = found[max((number for number in found if number < step), default=min(found))]
+    mark = checkpoint / MARK
+    if mark.exists():
+        return None
+    write_file(mark, f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n")
+    return checkpoint
+
+
+def spare_marked(checkpoint_manager: Any) -> None:
+    """Have verl's checkpoint manager forget the checkpoints that are marked: it removes only what it remembers."""
+    paths = checkpoint_manager.previous_saved_paths
+    checkpoint_manager.previous_saved_paths = [path for path in paths if not (Path(path).parent / MARK).exists()]

