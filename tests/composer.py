@@ -1,8 +1,8 @@
 """The one composer of configs for all tests; conftest.py offers two of its functions as fixtures.
 
 A composition costs half a second, a third of it to read the same forty YAML files again. So each text and each
-interpolation is parsed once in a process, each choice of groups is composed once, and settings are put on top of a copy,
-by Hydra's own function. Every caller gets a copy that it may change; unpickling takes a seventh of copying deeply.
+interpolation is parsed once in a process, each choice of groups is composed once, and settings are put on top of a
+copy, by Hydra's own function. Every caller gets a copy that it may change; unpickling takes a seventh of copying deeply.
 """
 
 import functools
