@@ -2,7 +2,7 @@
 
 A composition costs half a second, a third of it to read the same forty YAML files again. So each text and each
 interpolation is parsed once in a process, each choice of groups is composed once, and settings are put on top of a
-copy, by Hydra's own function. Every caller gets a copy that it may change; unpickling takes a seventh of copying deeply.
+copy, by Hydra's own function. Every caller gets a copy that it may change, unpickled: seven times faster.
 """
 
 import functools

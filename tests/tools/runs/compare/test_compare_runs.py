@@ -95,7 +95,7 @@ def test_runs_do_not_share_a_folder_of_checkpoints(root):
 def run_grid(root, tmp_path, monkeypatch):
     """Compare recorded runs of a grid in place of real ones; `during(name, on_progress)` is called in each.
 
-    The run `keeps` has what `during` wrote.
+    The run `keeps` has what `during` wrote. Figure and report have one word: `run` has them drawn, test_figures.py too.
     """
 
     def compare_recorded(runs, during=lambda name, on_progress: None, side_by_side=1, keeps="") -> str:
@@ -111,6 +111,8 @@ def run_grid(root, tmp_path, monkeypatch):
             return 60.0
 
         monkeypatch.setattr(compare, "run_verl", recorded)
+        monkeypatch.setattr(comparison_files, "write_comparison", lambda path, *drawn: path.write_text("figure"))
+        monkeypatch.setattr(comparison_files, "page", lambda part, expected: "page")
         seen = io.StringIO()
         config = root / "recipes" / "quickstart" / "quickstart.yaml"
         console = Console(file=seen, width=200)
@@ -213,9 +215,7 @@ def test_ctrl_c_ends_every_run_under_way(run_grid, tmp_path, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(
-        comparison_files, "write_comparison", interrupt
-    )  # while the main thread is busy with the first run
+    monkeypatch.setattr(comparison_files.Results, "draw", interrupt)  # the main thread is busy with the first run
     with pytest.raises(KeyboardInterrupt):
         run_grid(runs, during, side_by_side=2)
     assert sorted(ended) == ["mine/seed_2", "mine/seed_3"]
