@@ -7,11 +7,19 @@ from composer import ROOT, compose_recipe
 from discovered import PAPER
 
 from verl_precision.check.probe import known_models
-from verl_precision.check.rules import gpu_memory as memory
 from verl_precision.check.rules.checkpoints import checkpoint_bytes
-from verl_precision.check.rules.gpu_memory import GIB, rollout_bytes, training_bytes
+from verl_precision.check.rules.gpu_memory import (
+    GIB,
+    REST,
+    activation_bytes,
+    gathered_bytes,
+    kv_tokens,
+    rollout_bytes,
+    shape_of,
+    state_bytes,
+)
 
-SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
+SHAPES = {name: shape_of(described) for name, described in known_models().items()}
 PUBLISHED = {  # billions of parameters, from the model cards
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
     "Qwen/Qwen3-30B-A3B-Base": 30.5,
@@ -29,6 +37,12 @@ def composed(recipe: str, scale: str):
     return compose_recipe(f"recipes/{recipe}/{recipe}.yaml", f"scale={scale}")
 
 
+def training_bytes(model, gpus: int, tokens: int, offloaded: bool = False) -> int:
+    """Return the peak of a GPU while the trainer works and vLLM sleeps."""
+    state = 0 if offloaded else state_bytes(model, gpus)
+    return state + gathered_bytes(model) + activation_bytes(model, tokens) + REST
+
+
 def row(recipe: str, scale: str) -> dict[str, float]:
     """Return the arithmetic of one recipe at one scale, in GiB."""
     config = composed(recipe, scale)
@@ -38,13 +52,13 @@ def row(recipe: str, scale: str) -> dict[str, float]:
     away = fsdp.offload_policy or (fsdp.param_offload and fsdp.optimizer_offload)
     share, parallel = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     return {
-        "state": 0 if fsdp.offload_policy else memory.state_bytes(model, gpus) / GIB,
-        "gathered": memory.gathered_bytes(model) / GIB,
-        "activations": memory.activation_bytes(model, tokens) / GIB,
+        "state": 0 if fsdp.offload_policy else state_bytes(model, gpus) / GIB,
+        "gathered": gathered_bytes(model) / GIB,
+        "activations": activation_bytes(model, tokens) / GIB,
         "training": training_bytes(model, gpus, tokens, fsdp.offload_policy) / GIB,
         "rollout": rollout_bytes(model, gpus, share, GPU, 0 if away else 12) / GIB,
-        "host": memory.host_bytes(model, config.trainer.nnodes) / GIB if away else 0,
-        "longest responses at a time": memory.kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
+        "host": state_bytes(model, config.trainer.nnodes) / GIB if away else 0,
+        "longest responses at a time": kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
     }
 
 

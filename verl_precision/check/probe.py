@@ -17,10 +17,9 @@ from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchEr
 from verl_precision.base.verl_config import short
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
+from verl_precision.check.rules.files import logger_packages, named_files, names_in, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
-from verl_precision.check.rules.named_files import logger_packages, written_folders
 from verl_precision.check.rules.rule import Environment, Machine
-from verl_precision.check.rules.run import named_files
 from verl_precision.check.verl_refusals import refusals
 from verl_precision.integration.cpu.kernels import (
     DTYPES,
@@ -132,8 +131,8 @@ def _can_write(folder: Path) -> bool:
 
 def _rows(config: DictConfig) -> int | None:
     """Return how many rows the training files have; None where one is missing, or is no such file."""
-    total, files = 0, config.data.train_files
-    for name in files if OmegaConf.is_list(files) else [files]:
+    total = 0
+    for name in names_in(config, "data.train_files"):
         path = Path(str(name)).expanduser()
         if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
             return None

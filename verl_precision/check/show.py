@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,10 +23,7 @@ WORST = 12
 
 def show_recipe(report: RecipeReport, console: Console) -> None:
     """Print the table of dtypes, then every fault with its remedy, then the verdict."""
-    table = Table("what", "dtype", "decided by", box=None, header_style="bold")
-    for row in report.rows:
-        table.add_row(row.what, row.dtype, row.source)
-    console.print(table)
+    _table(console, ("what", "dtype", "decided by"), [(row.what, row.dtype, row.source) for row in report.rows])
     show_faults(report.faults, console)
     errors = sum(fault.severity == "error" for fault in report.faults)
     console.print(f"{errors} error(s), {len(report.faults) - errors} warning(s)", highlight=False)
@@ -34,18 +31,19 @@ def show_recipe(report: RecipeReport, console: Console) -> None:
 
 def show_checkpoint(report: CheckpointReport, console: Console) -> None:
     """Print the worst tensors, then the verdict."""
-    table = Table("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero", box=None)
-    for tensor in report.tensors[:WORST]:
-        table.add_row(
-            tensor.name,
-            tensor.dtype,
-            f"{tensor.largest:.4g}",
-            str(tensor.overflows),
-            str(tensor.not_finite),
-            f"{tensor.subnormal:.2%}",
-            f"{tensor.flushed:.2%}",
+    rows = [
+        (
+            t.name,
+            t.dtype,
+            f"{t.largest:.4g}",
+            f"{t.overflows}",
+            f"{t.not_finite}",
+            f"{t.subnormal:.2%}",
+            f"{t.flushed:.2%}",
         )
-    console.print(table)
+        for t in report.tensors[:WORST]
+    ]
+    _table(console, ("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero"), rows)
     _rest(len(report.tensors), "tensors", console)
     if report.skipped:
         skipped = f"{len(report.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits"
@@ -55,19 +53,22 @@ def show_checkpoint(report: CheckpointReport, console: Console) -> None:
 
 def show_activations(report: ActivationReport, console: Console) -> None:
     """Print the layers with least headroom, then the verdict."""
-    table = Table("layer", "activation", "headroom", f"gradient x {report.loss_scale:g}", "headroom", box=None)
+    rows = []
     for layer in report.layers[:WORST]:
-        forward, backward = report.headroom(layer)
-        table.add_row(
-            layer.name or "(logits)",
-            f"{layer.activation:.4g}",
-            "-" if forward is None else f"{forward:.3g}x",
-            f"{layer.gradient * report.loss_scale:.4g}",
-            "-" if backward is None else f"{backward:.3g}x",
-        )
-    console.print(table)
+        forward, backward = ("-" if room is None else f"{room:.3g}x" for room in report.headroom(layer))
+        gradient = f"{layer.gradient * report.loss_scale:.4g}"
+        rows.append((layer.name or "(logits)", f"{layer.activation:.4g}", forward, gradient, backward))
+    headers = ("layer", "activation", "headroom", f"gradient x {report.loss_scale:g}", "headroom")
+    _table(console, headers, rows)
     _rest(len(report.layers), "layers", console)
     console.print(Text(f"activations: {report.verdict}", "green" if report.ok else "red"), soft_wrap=True)
+
+
+def _table(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*headers, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def _rest(count: int, what: str, console: Console) -> None:

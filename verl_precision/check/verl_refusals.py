@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
+from verl_precision.check.rules.files import names_in
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
@@ -69,11 +70,10 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
         known = sorted({pair[position] for pair in _ROLLOUT_REGISTRY})
         if rollout[key] not in known:
             yield _refused("it has no such rollout", f"actor_rollout_ref.rollout.{key}", rollout[key], known)
-    logger = config.trainer.logger
-    for name in logger if OmegaConf.is_list(logger) else [logger]:
+    for name in names_in(config, "trainer.logger"):
         if name not in (*Tracking.supported_backend, "tracking"):
             problem = f"{name} is not supported, which it says once everything is loaded"
-            yield _refused(problem, "trainer.logger", logger, Tracking.supported_backend)
+            yield _refused(problem, "trainer.logger", config.trainer.logger, Tracking.supported_backend)
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:

@@ -1,4 +1,4 @@
-"""Rules of checkpoints: how many are kept, and whether the disk holds them."""
+"""Rules of checkpoints: how many are kept, whether the disk holds them, and which one a run resumes from."""
 
 from omegaconf import DictConfig
 
@@ -36,6 +36,26 @@ def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
             f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)",
             allowed="a folder on a disk with that much space",
             remedy="Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep.",
+        )
+
+
+@rule("resume-refused")
+def resume_refused(config: DictConfig, environment: Environment) -> Faults:
+    """verl looks for a checkpoint once everything is loaded."""
+    mode, path = config.trainer.get("resume_mode", "auto"), config.trainer.get("resume_from_path")
+    if mode not in ("auto", "disable", "resume_path"):
+        yield Fault(
+            setting="trainer.resume_mode",
+            problem="verl knows no such mode, and stops with UnboundLocalError once everything is loaded",
+            allowed="auto, disable, resume_path",
+            remedy="Set trainer.resume_mode=auto.",
+        )
+    elif mode == "resume_path" and (not isinstance(path, str) or "global_step_" not in path):
+        yield Fault(
+            setting="trainer.resume_from_path",
+            problem="with resume_mode=resume_path verl asserts, once everything is loaded, that it names a checkpoint",
+            allowed="a path that ends with global_step_<number>",
+            remedy="Set it, or trainer.resume_mode=auto.",
         )
 
 

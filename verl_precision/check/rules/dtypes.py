@@ -1,15 +1,10 @@
 """Rules of the dtypes: settings that are ignored, contradict each other, or lose precision without a word."""
 
+from functools import partial
+
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import (
-    HALF,
-    engine_kwargs,
-    engines,
-    rollout_dtype,
-    short,
-    transport_dtype,
-)
+from verl_precision.base.verl_config import HALF, engine_kwargs, engines, rollout_dtype, short, transport_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
@@ -44,7 +39,7 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> F
     actor, rollout = engines(config)[0].compute, rollout_dtype(config)
     if rollout == "auto":
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
-    if rollout == actor or (actor, rollout) == asked_pair(config):
+    if rollout == actor or (actor, rollout) == preset_dtypes(config):
         return
     effect = "every token's log-prob carries the difference"
     yield Fault(
@@ -57,7 +52,7 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> F
     )
 
 
-def asked_pair(config: DictConfig) -> tuple[str, str] | None:
+def preset_dtypes(config: DictConfig) -> tuple[str, str] | None:
     """Return the (actor, rollout) dtypes of the precision preset that was chosen, or None.
 
     A preset is made of two halves, and Hydra records which: no list of pairs is kept here. A value overridden after the
@@ -69,7 +64,7 @@ def asked_pair(config: DictConfig) -> tuple[str, str] | None:
     return None if train is None or rollout is None else (train, rollout)
 
 
-def _differs_from_actor(config: DictConfig, role: str, effect: str) -> Faults:
+def _differs_from_actor(role: str, effect: str, config: DictConfig, environment: Environment) -> Faults:
     """verl does not pass the actor's `mixed_precision` on to reference and critic."""
     actor, *others = engines(config)
     for engine in others:
@@ -82,16 +77,11 @@ def _differs_from_actor(config: DictConfig, role: str, effect: str) -> Faults:
             )
 
 
-@rule("ref-differs-from-actor", "warning")
-def ref_differs_from_actor(config: DictConfig, environment: Environment) -> Faults:
-    """The reference computes in another dtype than the actor."""
-    return _differs_from_actor(config, "ref", "the KL to the reference carries the difference on every token")
-
-
-@rule("critic-differs-from-actor", "warning")
-def critic_differs_from_actor(config: DictConfig, environment: Environment) -> Faults:
-    """The critic computes in another dtype than the actor."""
-    return _differs_from_actor(config, "critic", "values come from another precision than the policy")
+for _role, _effect in (
+    ("ref", "the KL to the reference carries the difference on every token"),
+    ("critic", "values come from another precision than the policy"),
+):
+    rule(f"{_role}-differs-from-actor", "warning")(partial(_differs_from_actor, _role, _effect))
 
 
 @rule("half-weights", "warning")
@@ -156,12 +146,9 @@ def merged_lora_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl's own engine casts merged LoRA weights to BF16."""
     setting, rollout = _rounded_by(config), rollout_dtype(config)
     if setting.endswith(".merge"):
-        yield Fault(
-            setting=setting,
-            problem=TRAVEL_ROUNDED.format(rollout),
-            allowed="False, or this package's engine, which merges in FP32",
-            remedy=f"Choose precision={rollout}, or set {setting}=False.",
-        )
+        allowed = "False, or this package's engine, which merges in FP32"
+        remedy = f"Choose precision={rollout}, or set {setting}=False."
+        yield Fault(setting=setting, problem=TRAVEL_ROUNDED.format(rollout), allowed=allowed, remedy=remedy)
 
 
 @rule("transport-rounds")
@@ -185,7 +172,8 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
     """Only this package's engine rounds weights at random, from FP32 to 16 bits."""
     if OmegaConf.select(config, "weight_sync.rounding") != "stochastic":
         return
-    actor, rollout, backend = engines(config)[0], rollout_dtype(config), _backend(config)
+    actor, rollout = engines(config)[0], rollout_dtype(config)
+    backend = str((config.actor_rollout_ref.rollout.get("checkpoint_engine") or {}).get("backend", "naive"))
     if not (actor.ours and actor.master == "fp32"):
         problem = f"the actor is verl's own engine, or holds its weights in {actor.master}: nothing would be rounded"
         remedy = "Choose a precision preset (precision=fp32_train_bf16_rollout), or set weight_sync.rounding=nearest."
@@ -198,10 +186,6 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
     else:
         return
     yield Fault(setting="weight_sync.rounding", problem=problem, allowed="nearest here", remedy=remedy)
-
-
-def _backend(config: DictConfig) -> str:
-    return str((config.actor_rollout_ref.rollout.get("checkpoint_engine") or {}).get("backend", "naive"))
 
 
 @rule("megatron-fp16-overflow")
@@ -246,7 +230,6 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
     if fused and actor.ours and actor.node.get("fp32_output_head"):
         yield Fault(
             setting=f"{actor.setting}.fp32_output_head",
-            value=True,
             problem="fused kernels take log-probs from the hidden states and never call the output head",
             allowed="False with use_fused_kernels=True",
             remedy="Set actor_rollout_ref.model.use_fused_kernels=False.",
@@ -257,12 +240,10 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
 def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
-    contents = list(OmegaConf.select(config, setting) or [])
-    saves = "hf_model" in contents and config.trainer.save_freq > 0
+    saves = "hf_model" in (OmegaConf.select(config, setting) or []) and config.trainer.save_freq > 0
     if saves and actor.verls_fsdp and actor.compute == "fp16":
         yield Fault(
             setting=setting,
-            value=contents,
             problem="verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again",
             allowed="contents without hf_model",
             remedy="Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16.",
@@ -272,10 +253,8 @@ def export_rounds(config: DictConfig, environment: Environment) -> Faults:
 @rule("rollout-quantised", "warning")
 def rollout_quantised(config: DictConfig, environment: Environment) -> Faults:
     """A quantised rollout computes another policy than the trainer, whatever its dtype says."""
-    for key, value in (
-        ("quantization", config.actor_rollout_ref.rollout.get("quantization")),
-        ("engine_kwargs.vllm.kv_cache_dtype", engine_kwargs(config).get("kv_cache_dtype")),
-    ):
+    weights, cache = config.actor_rollout_ref.rollout.get("quantization"), engine_kwargs(config).get("kv_cache_dtype")
+    for key, value in (("quantization", weights), ("engine_kwargs.vllm.kv_cache_dtype", cache)):
         if value not in (None, "auto", "fp16", "bf16", "float16", "bfloat16"):
             yield Fault(
                 setting=f"actor_rollout_ref.rollout.{key}",

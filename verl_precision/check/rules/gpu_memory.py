@@ -2,6 +2,10 @@
 
 Bytes, from the shape of a model and the settings of a scale; pure. It says whether a scale can hold a recipe, to some
 GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU.
+
+Arguments of the functions below: the `model`; `gpus`, the number over which the state is sharded; `tokens` of a
+micro-batch (`ppo_max_token_len_per_gpu`); `share`, the fraction of a GPU of `gpu_bytes` that vLLM takes
+(`rollout.gpu_memory_utilization`); `width`, the bytes of a number that is computed with, or of a parameter's state.
 """
 
 import re
@@ -104,13 +108,7 @@ def gpu_memory(name: str) -> int | None:
 
 
 def state_bytes(model: ModelShape, gpus: int, width: int = STATE) -> int:
-    """Return bytes a GPU of sharded state.
-
-    Args:
-        model: The model.
-        gpus: Number of GPUs over which it is sharded.
-        width: Bytes a parameter: FP32 weights, gradients and Adam's two moments, unless some of them are not there.
-    """
+    """Return bytes a GPU of sharded state; `width`: bytes a parameter, fewer where some of the state is not there."""
     return width * model.parameters // gpus
 
 
@@ -119,10 +117,6 @@ def gathered_bytes(model: ModelShape, width: int = HALF) -> int:
 
     Embedding and head stay, in 16 bits; with them their gradient, in 16 bits and in FP32 for its reduction: 2 + 2 + 4.
     Of the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
-
-    Args:
-        model: The model.
-        width: Bytes of a number that the forward computes with; in FP32 the reduction needs no copy.
     """
     copy = SINGLE if width == HALF else 0
     return (2 * width + copy) * model.ends_parameters + (3 * width + copy) * model.layer_parameters
@@ -132,13 +126,8 @@ def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpoi
     """Return bytes of activations of a micro-batch.
 
     The input of each layer in 16 bits; one layer recomputed; with experts also each token's copies into and inside its
-    experts; logits and their gradient in 16 bits; one FP32 chunk.
-
-    Args:
-        model: The model.
-        tokens: Tokens of the micro-batch.
-        width: Bytes of a number that the forward computes with.
-        checkpointing: Whether layers are recomputed (`model.enable_gradient_checkpointing`); else all are kept.
+    experts; logits and their gradient in 16 bits; one FP32 chunk. Without `checkpointing`
+    (`model.enable_gradient_checkpointing`) all layers are kept.
     """
     inputs = width * model.layers * model.hidden * tokens
     layer = LAYER_ACTIVATIONS * width // HALF * model.hidden * tokens
@@ -149,49 +138,18 @@ def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpoi
     return inputs + kept * layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
 
 
-def training_bytes(model: ModelShape, gpus: int, tokens: int, offload_policy: bool = False) -> int:
-    """Return the peak of a GPU while the trainer works and vLLM sleeps.
-
-    Args:
-        model: The model.
-        gpus: Number of GPUs over which the state is sharded.
-        tokens: Tokens of a micro-batch, `ppo_max_token_len_per_gpu`.
-        offload_policy: Whether the state lives on the host (`fsdp_config.offload_policy`).
-    """
-    state = 0 if offload_policy else state_bytes(model, gpus)
-    return state + gathered_bytes(model) + activation_bytes(model, tokens) + REST
-
-
 def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, width: int = STATE - SINGLE) -> int:
     """Return the peak of a GPU while vLLM works: its share, and the trainer's state beside it.
 
-    Args:
-        model: The model.
-        gpus: Number of GPUs over which the state is sharded.
-        share: Fraction of the GPU that vLLM takes, `rollout.gpu_memory_utilization`.
-        gpu_bytes: Memory of the GPU.
-        width: Bytes a parameter of the state that stays on the GPU: without gradients, and less where it is on the
-            host, for good (`offload_policy`) or meanwhile (`param_offload`, `optimizer_offload`).
+    Of the state, `width` bytes a parameter stay on the GPU: without gradients, and less where it is on the host, for
+    good (`offload_policy`) or meanwhile (`param_offload`, `optimizer_offload`).
     """
     return state_bytes(model, gpus, width) + int(share * gpu_bytes) + REST
 
 
 def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: int, width: int = HALF) -> int:
-    """Return how many tokens of KV cache a replica of vLLM holds, one tenth of its share set aside for its own work.
-
-    Args:
-        model: The model.
-        tensor_parallel: GPUs of a replica, `rollout.tensor_model_parallel_size`.
-        share: Fraction of the GPU that vLLM takes, `rollout.gpu_memory_utilization`.
-        gpu_bytes: Memory of a GPU.
-        width: Bytes of a weight and of a cached value: 2, or 4 with an FP32 rollout.
-    """
+    """Return how many tokens of KV cache a replica of vLLM holds; a tenth of its share is for its own work."""
     left = 0.9 * share * gpu_bytes - width * model.parameters / tensor_parallel
     # a key and a value; with fewer heads than GPUs each GPU keeps one
     heads = max(model.kv_heads / tensor_parallel, 1)
     return int(left // (2 * width * model.layers * heads * model.head_dim))
-
-
-def host_bytes(model: ModelShape, hosts: int) -> int:
-    """Return bytes of a host's memory that the state takes when it is offloaded."""
-    return STATE * model.parameters // hosts

