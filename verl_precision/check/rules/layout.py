@@ -97,18 +97,12 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
                 allowed=f"a multiple of {step}",
                 remedy=f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}.",
             )
-        elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:  # prepare_micro_batches
-            yield Fault(
-                setting=f"{path}.ppo_micro_batch_size_per_gpu",
-                problem=f"a rank has {sequences // ranks} sequences of a mini-batch, which are not divided by it: verl "
-                "asserts so in the first update, after the first rollout",
-                allowed=f"a divisor of {sequences // ranks}",
-                remedy=f"Set {path}.ppo_micro_batch_size_per_gpu={math.gcd(sequences // ranks, micro_batch)}.",
-            )
-    dynamic = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
+        elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:
+            setting, when = f"{path}.ppo_micro_batch_size_per_gpu", "in the first update, after the first rollout"
+            yield _not_divided(setting, micro_batch, sequences // ranks, "mini-batch", when)
     if model.actor.use_dynamic_bsz != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
         yield Fault(
-            setting=dynamic,
+            setting=f"{ROLLOUT}.log_prob_use_dynamic_bsz",
             problem=f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same",
             allowed=str(model.actor.use_dynamic_bsz),
         )
@@ -118,15 +112,19 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
     if model.rollout.log_prob_use_dynamic_bsz or bypass or not micro_batch:
         return
     sequences = _padded_batch(config) // ranks
-    if sequences % micro_batch and model.actor.ppo_mini_batch_size * n % ranks == 0:  # prepare_micro_batches
+    if sequences % micro_batch and model.actor.ppo_mini_batch_size * n % ranks == 0:
         setting = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
-        yield Fault(
-            setting=setting,
-            problem=f"a rank has {sequences} sequences of a batch, which are not divided by it: verl asserts so after "
-            "the first rollout",
-            allowed=f"a divisor of {sequences}",
-            remedy=f"Set {setting}={math.gcd(sequences, micro_batch)}.",
-        )
+        yield _not_divided(setting, micro_batch, sequences, "batch", "after the first rollout")
+
+
+def _not_divided(setting: str, micro_batch: int, sequences: int, batch: str, when: str) -> Fault:
+    """Return the fault that verl's prepare_micro_batches asserts."""
+    return Fault(
+        setting=setting,
+        problem=f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}",
+        allowed=f"a divisor of {sequences}",
+        remedy=f"Set {setting}={math.gcd(sequences, micro_batch)}.",
+    )
 
 
 def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:

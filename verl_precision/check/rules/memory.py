@@ -45,63 +45,23 @@ class Layout:
     config: DictConfig
     model: ModelShape
     memory: int  # bytes of the GPU
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs over which the state is sharded."""
-        trainer, size = self.config.trainer, self._fsdp.get("fsdp_size", -1)
-        gpus = trainer.nnodes * trainer.n_gpus_per_node
-        return max(size if 0 < size < gpus else gpus, 1)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.config.data.max_prompt_length + self.config.data.max_response_length
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the largest micro-batch on one GPU."""
-        actor, trainer = self.config.actor_rollout_ref.actor, self.config.trainer
-        _, parallel = engines(self.config)[0].ulysses
-        ranks = max(trainer.nnodes * trainer.n_gpus_per_node // parallel, 1)
-        sequences = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // ranks
-        if actor.use_dynamic_bsz:
-            return min(actor.ppo_max_token_len_per_gpu, -(-sequences * self.longest // parallel))
-        micro_batch = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
-        return (micro_batch or sequences) * self.longest // parallel
-
-    @property
-    def width(self) -> int:
-        """Bytes of a number of the actor's forward."""
-        return SINGLE if engines(self.config)[0].compute == "fp32" else HALF
-
-    @property
-    def _fsdp(self) -> DictConfig:
-        return self.config.actor_rollout_ref.actor.get("fsdp_config") or DictConfig({})
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the state lives on the host."""
-        return self.config.actor_rollout_ref.actor.strategy == "fsdp2" and bool(self._fsdp.get("offload_policy"))
+    gpus: int  # number of GPUs over which the state is sharded
+    longest: int  # tokens of the longest sequence
+    tokens: int  # tokens of the largest micro-batch on one GPU
+    width: int  # bytes of a number of the actor's forward
+    on_host: bool  # whether the state lives on the host
+    state: int  # bytes of the trainer's and the reference's state on a GPU while the trainer works
+    kept: int  # bytes a parameter of the trainer's state on a GPU while vLLM works
 
     @cached_property
     def training(self) -> dict[str, int]:
         """Bytes of each part of a GPU while the trainer works."""
-        # of frozen weights there are neither gradients nor moments
-        width = 0 if self.on_host else SINGLE if lora_rank(self.config) else STATE
         return {
-            "weights, gradients and Adam's moments": state_bytes(self.model, self.gpus, width) + self._reference,
+            "weights, gradients and Adam's moments": self.state,
             "gathered layers": gathered_bytes(self.model, self.width),
             "activations": self.activations(self.tokens),
             "CUDA, NCCL and a sleeping vLLM": REST,
         }
-
-    @property
-    def _reference(self) -> int:
-        """Bytes of a reference of its own."""
-        if len(engines(self.config)) == 1 or lora_rank(self.config):
-            return 0
-        return 0 if self.on_host else state_bytes(self.model, self.gpus, SINGLE)
 
     def activations(self, tokens: int) -> int:
         """Return bytes of a micro-batch of some tokens."""
@@ -111,15 +71,6 @@ class Layout:
         if (model.get("override_config") or {}).get("attn_implementation") == "sdpa" and model.use_remove_padding:
             used += (MASK if self.width == HALF else MASK_FP32) * tokens * tokens
         return used
-
-    @property
-    def kept(self) -> int:
-        """Bytes a parameter of the trainer's state on a GPU while vLLM works."""
-        if self.on_host:
-            return 0
-        weights = 0 if self._fsdp.get("param_offload") else SINGLE
-        moments = 0 if self._fsdp.get("optimizer_offload") or lora_rank(self.config) else 2 * SINGLE
-        return weights + moments
 
     def savings(self) -> list[str]:
         """Return the settings that would save memory of the trainer, and are not on."""
@@ -140,13 +91,34 @@ class Layout:
         return low
 
 
-def _layout(config: DictConfig, environment: Environment) -> Layout | None:
-    actor, *others = engines(config)
+def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
+    """Return the layout of a run, or None where the arithmetic does not hold or something is not known."""
+    engine, *others = engines(config)
     model, memory = shape_of(environment.model), gpu_bytes(config, environment)
-    known = model is not None and memory is not None and actor.strategy in FSDP and config.trainer.device == "cuda"
-    if not known or any(other.role == "critic" for other in others):
+    if model is None or memory is None or engine.strategy not in FSDP or config.trainer.device != "cuda":
         return None
-    return Layout(config, model, memory)  # type: ignore[arg-type]
+    if any(other.role == "critic" for other in others):
+        return None
+    actor, trainer, fsdp, lora = config.actor_rollout_ref.actor, config.trainer, engine.node, lora_rank(config)
+    all_gpus, size = trainer.nnodes * trainer.n_gpus_per_node, fsdp.get("fsdp_size", -1)
+    gpus = max(size if 0 < size < all_gpus else all_gpus, 1)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    _, parallel = engine.ulysses
+    sequences = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // max(all_gpus // parallel, 1)
+    if actor.use_dynamic_bsz:
+        tokens = min(actor.ppo_max_token_len_per_gpu, -(-sequences * longest // parallel))
+    else:
+        micro_batch = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
+        tokens = (micro_batch or sequences) * longest // parallel
+    state = kept = 0
+    if not (on_host := engine.strategy == "fsdp2" and bool(fsdp.get("offload_policy"))):
+        # of frozen weights there are neither gradients nor moments, and no reference of its own
+        state = state_bytes(model, gpus, SINGLE if lora else STATE)
+        state += state_bytes(model, gpus, SINGLE) if others and not lora else 0
+        kept = 0 if fsdp.get("param_offload") else SINGLE
+        kept += 0 if fsdp.get("optimizer_offload") or lora else 2 * SINGLE
+    width = SINGLE if engine.compute == "fp32" else HALF
+    return Layout(config, model, memory, gpus, longest, tokens, width, on_host, state, kept)
 
 
 def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
@@ -174,7 +146,7 @@ def _sum(parts: dict[str, int], memory: int) -> str:
 @rule("memory-training")
 def memory_training(config: DictConfig, environment: Environment) -> Faults:
     """State, gathered layers and activations of the trainer fit into a GPU."""
-    layout = _layout(config, environment)
+    layout = layout_of(config, environment)
     if layout is None or not (severity := _judged(sum(layout.training.values()), layout.memory)):
         return
     dynamic, largest = config.actor_rollout_ref.actor.use_dynamic_bsz, layout.largest_budget()
@@ -199,7 +171,7 @@ def memory_training(config: DictConfig, environment: Environment) -> Faults:
 @rule("memory-rollout")
 def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
     """vLLM's share fits beside the trainer's state, and a response of full length fits into it."""
-    layout, rollout = _layout(config, environment), config.actor_rollout_ref.rollout
+    layout, rollout = layout_of(config, environment), config.actor_rollout_ref.rollout
     if layout is None:
         return
     model, memory, share = layout.model, layout.memory, float(rollout.gpu_memory_utilization)
