@@ -4,6 +4,7 @@ import inspect
 import json
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -21,6 +22,12 @@ HOOKS = (
 )
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+
+
+def test_they_can_be_imported_before_verls_trainers(tmp_path):
+    """As `verl-precision check RECIPE` does: the import of verl's trainers wants this module."""
+    done = forked.run("import verl_precision.integration.trainer.trainers", tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("mode", MODES)

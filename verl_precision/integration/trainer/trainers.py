@@ -28,7 +28,6 @@ from verl_precision.integration.trainer.kept_files import (
     series_goes_on,
 )
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
-from verl_precision.integration.trainer.repeatable import name_prompts
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings
@@ -93,6 +92,9 @@ def _measuring(base: type, mode: str) -> type:
             config.trainer.v1.trainer_mode = mode
             super().__init__(config)
             if is_repeatable(config):
+                # Not above: it imports verl's trainers, whose import wants this module.
+                from verl_precision.integration.trainer.repeatable import name_prompts
+
                 name_prompts(self)
             if mode == "sync" and config.trainer.device == "cpu" and isinstance(self.replay_buffer, ReplayBuffer):
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
