@@ -14,7 +14,6 @@ larger the mismatch, in either precision.
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +21,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from verl_precision.base import tiny_model
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import IM_END, finish_tokenizer, save
+from verl_precision.base.tiny_model import IM_END, random_model, save, settings, write_problems
 
 END, EQUALS = IM_END, "="
 QUESTIONS = [f"q{number:02d}" for number in range(16)]
@@ -35,22 +34,16 @@ STEPS = [f"s{step:03d}{wording}" for step in range(REASONING) for wording in WOR
 VOCABULARY = [END, EQUALS, *QUESTIONS, *ANSWERS, *STEPS]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} ={% endfor %}"
 LOGIT_SIZES = (0, 20, 50, 70, 100, 200)
-CONFIG = {
+CONFIG = settings("qwen3")[1] | {
     "vocab_size": len(VOCABULARY),
-    "hidden_size": 64,
-    "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "head_dim": 32,
     "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
     "initializer_range": 0.1,
-    "bos_token_id": None,
     "eos_token_id": VOCABULARY.index(END),
     "pad_token_id": VOCABULARY.index(END),
 }
-BATCH, UPDATES, WARM_UP, LEARNING_RATE = 64, 500, 20, 3e-3
+BATCH, UPDATES, WARM_UP, LEARNING_RATE = 16, 800, 20, 3e-3
 
 OnProgress = Callable[[int], None]
 
@@ -96,9 +89,7 @@ def build_model(seed: int, on_progress: OnProgress = lambda step: None) -> nn.Mo
         seed: Of weights and lessons.
         on_progress: Called with the number of updates so far.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIG), dtype=torch.float32)
+    model = random_model("qwen3", CONFIG, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / WARM_UP) * (1 - 0.9 * step / UPDATES)
@@ -128,29 +119,8 @@ def raise_logits(model: nn.Module, size: float) -> None:
 
 def build_tokenizer():
     """Return the tokenizer: one token a word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=EQUALS))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")  # verl wants a token for a line's end
-    return finish_tokenizer(tokenizer, CHAT_TEMPLATE, CONFIG["max_position_embeddings"])
-
-
-def prompts(seed: int) -> list[dict]:
-    """Return the questions as rows in verl's format.
-
-    Args:
-        seed: Of the task.
-    """
-    return [
-        {
-            "data_source": "collapse",
-            "prompt": [{"role": "user", "content": question}],
-            "ability": "reasoning",
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"index": index},
-        }
-        for index, (question, answer) in enumerate(zip(QUESTIONS, right_answers(seed), strict=True))
-    ]
+    positions = CONFIG["max_position_embeddings"]
+    return tiny_model.build_tokenizer(CHAT_TEMPLATE, VOCABULARY, unknown=EQUALS, words=True, positions=positions)
 
 
 def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: None) -> None:
@@ -165,7 +135,7 @@ def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: N
                 head.copy_(trained)
             raise_logits(model, size)
             save(model, build_tokenizer(), CONFIG, whole / f"logits_{size}")
-        (whole / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts(seed)))
+        write_problems(whole / "prompts.jsonl", "collapse", zip(QUESTIONS, right_answers(seed), strict=True))
 
 
 def main() -> None:

@@ -10,31 +10,25 @@ ends some responses by chance. Released checkpoints are in BF16: an FP32 copy of
 
 import argparse
 import itertools
-import json
 import random
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
+from verl_precision.base import tiny_model
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import IM_END, finish_tokenizer, save
+from verl_precision.base.tiny_model import IM_END, random_model, save, settings, write_problems
 
 END, LETTERS = IM_END, "abcdefghijklmno"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the prompt is the four letters
 PROMPTS, PROMPT_LENGTH = 1024, 4
-CONFIG = {
+CONFIG = settings("qwen3")[1] | {
     "vocab_size": 1 + len(LETTERS),
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 128,
     "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
     "initializer_range": 0.15,
-    "bos_token_id": None,
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
@@ -47,40 +41,20 @@ def build_model(seed: int, on_grid: bool):
         seed: Of the weights.
         on_grid: Whether each weight is rounded to BF16.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **CONFIG), dtype=torch.float32)
-    if on_grid:
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.copy_(weight.to(torch.bfloat16))
-    return model
+    model = random_model("qwen3", CONFIG, seed)
+    return model.bfloat16().float() if on_grid else model
 
 
 def build_tokenizer():
     """Return the tokenizer: the end, and one token a letter."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    vocabulary = {token: index for index, token in enumerate([END, *LETTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return finish_tokenizer(tokenizer, CHAT_TEMPLATE, CONFIG["max_position_embeddings"])
+    positions = CONFIG["max_position_embeddings"]
+    return tiny_model.build_tokenizer(CHAT_TEMPLATE, (END, *LETTERS), unknown="a", positions=positions)
 
 
-def prompts() -> list[dict]:
-    """Return the prompts as rows in verl's format; always the same."""
+def prompts() -> list[str]:
+    """Return the prompts; always the same."""
     all_of_them = ["".join(letters) for letters in itertools.product(LETTERS, repeat=PROMPT_LENGTH)]
-    return [
-        {
-            "data_source": "phantom_clipping",
-            "prompt": [{"role": "user", "content": text}],
-            "ability": "length",
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": index},
-        }
-        for index, text in enumerate(random.Random(0).sample(all_of_them, PROMPTS))
-    ]
+    return random.Random(0).sample(all_of_them, PROMPTS)
 
 
 def write_task(folder: Path, seed: int) -> None:
@@ -89,7 +63,7 @@ def write_task(folder: Path, seed: int) -> None:
         for name in ("on_grid", "off_grid"):
             (whole / name).mkdir(parents=True)
             save(build_model(seed, name == "on_grid"), build_tokenizer(), CONFIG, whole / name)
-        (whole / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts()))
+        write_problems(whole / "prompts.jsonl", "phantom_clipping", ((prompt, "") for prompt in prompts()))
 
 
 def main() -> None:

@@ -10,12 +10,10 @@ sanity test wants: problems within reach, not yet solved.
 """
 
 import argparse
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +21,17 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import IM_END, PAD, SEED, VOCABULARY, build_tokenizer, save, settings
+from verl_precision.base.tiny_model import (
+    IM_END,
+    PAD,
+    SEED,
+    VOCABULARY,
+    build_tokenizer,
+    random_model,
+    save,
+    settings,
+    write_problems,
+)
 
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
 RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end
@@ -88,14 +96,10 @@ def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None
         SystemExit: If it does not learn, which it did with the tested versions.
         FileExistsError: If the folder exists.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder.mkdir(parents=True)
     model_type, values = settings("qwen3")
     values = {**values, "num_hidden_layers": LAYERS}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
+    model = random_model(model_type, values)
     _train(model, on_progress)
     save(model, build_tokenizer(CHAT_TEMPLATE), values, folder)
 
@@ -147,23 +151,11 @@ def response_log_probs(model, token_ids_BT: Tensor) -> Tensor:
     return torch.where(targets != VOCABULARY.index(PAD), log_probs_BT, 0).sum(-1)
 
 
-def row(index: int, problem: Sum) -> dict[str, Any]:
-    """Return a sum as a row in verl's format."""
-    return {
-        "data_source": "arithmetic",
-        "prompt": [{"role": "user", "content": problem.prompt}],
-        "ability": "arithmetic",
-        "reward_model": {"style": "rule", "ground_truth": problem.answer},
-        "extra_info": {"index": index, "split": "train"},
-    }
-
-
 def write_task(folder: Path, on_progress: OnProgress) -> None:
     """Write `problems.jsonl` and `model` into a new folder, which is complete or not there."""
     with new_folder(folder) as whole:
         build_model(whole / "model", on_progress)
-        lines = [json.dumps(row(index, problem)) + "\n" for index, problem in enumerate(all_sums())]
-        (whole / "problems.jsonl").write_text("".join(lines))
+        write_problems(whole / "problems.jsonl", "arithmetic", ((each.prompt, each.answer) for each in all_sums()))
 
 
 def main() -> None:

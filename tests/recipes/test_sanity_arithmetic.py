@@ -61,10 +61,10 @@ def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tm
 
 
 def test_interrupted_it_leaves_nothing_that_looks_complete(tmp_path, monkeypatch, run):
-    def interrupt(index, problem):
+    def interrupt(path, source, problems):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(make_task, "row", interrupt)
+    monkeypatch.setattr(make_task, "write_problems", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(str(tmp_path / "new" / "task"))
     assert list((tmp_path / "new").iterdir()) == []

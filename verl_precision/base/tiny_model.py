@@ -8,7 +8,7 @@ surplus vocabulary in the rollout only, which would be a mismatch of its own.
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -97,13 +97,23 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     model_type, values = settings(architecture)
     folder.mkdir(parents=True)
 
+    save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, folder)
+
+
+def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> Any:
+    """Return a random model in FP32; the caller's random state stays as it is.
+
+    Args:
+        model_type: Model type of transformers.
+        values: Its config values.
+        seed: Of the weights.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
-    save(model, build_tokenizer(_CHAT_TEMPLATE, model_type), values, folder)
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values), dtype=torch.float32)
 
 
 def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> None:
@@ -164,31 +174,22 @@ def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
     return folder.resolve()
 
 
-def finish_tokenizer(tokenizer: Any, chat_template: str, model_max_length: int) -> Any:
-    """Return a tokenizer of the library `tokenizers` as one of transformers, which ends and pads with `IM_END`.
-
-    Args:
-        tokenizer: Its vocabulary has `IM_END`.
-        chat_template: Chat template in Jinja, as transformers wants it.
-        model_max_length: Positions of the model, in tokens.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=IM_END,
-        eos_token=IM_END,
-        chat_template=chat_template,
-        model_max_length=model_max_length,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def build_tokenizer(chat_template: str, model_type: str = "") -> Any:
-    """Return the tokenizer: one token a character.
+def build_tokenizer(
+    chat_template: str,
+    vocabulary: Sequence[str] = VOCABULARY,
+    unknown: str = "?",
+    words: bool = False,
+    positions: int = _SHAPE["max_position_embeddings"],
+    model_type: str = "",
+) -> Any:
+    """Return a tokenizer with one token a character, or a word, which ends with `IM_END` and pads with `PAD` or that.
 
     Args:
         chat_template: Chat template in Jinja, as transformers wants it.
+        vocabulary: All tokens, `IM_END` among them.
+        unknown: Token of what is not in the vocabulary.
+        words: Whether a token is what stands between two spaces.
+        positions: Positions of the model, in tokens.
         model_type: Model type of transformers. Beside a Qwen2 model `AutoTokenizer` makes a `Qwen2Tokenizer` of any
             file. As byte-level BPE without merges that has one token a character too.
     """
@@ -196,21 +197,44 @@ def build_tokenizer(chat_template: str, model_type: str = "") -> Any:
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
     common: dict[str, Any] = {
-        "pad_token": PAD,
+        "pad_token": PAD if PAD in vocabulary else IM_END,
         "eos_token": IM_END,
-        "additional_special_tokens": [IM_START],
+        "additional_special_tokens": [IM_START] if IM_START in vocabulary else [],
         "chat_template": chat_template,
-        "model_max_length": _SHAPE["max_position_embeddings"],
+        "model_max_length": positions,
         "clean_up_tokenization_spaces": False,
     }
     if model_type == "qwen2":
         byte_level = {" ": "Ġ", "\n": "Ċ"}  # its own letters for space and newline
-        vocabulary = {byte_level.get(token, token): i for i, token in enumerate(VOCABULARY)}
-        return Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=PAD, **common)
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+        ids = {byte_level.get(token, token): i for i, token in enumerate(vocabulary)}
+        return Qwen2Tokenizer(vocab=ids, merges=[], unk_token=PAD, **common)
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=unknown))
+    if words:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **common)
+
+
+def write_problems(path: Path, source: str, problems: Iterable[tuple[str, str]]) -> None:
+    """Write the problems of a task for a tiny model, in verl's format.
+
+    Args:
+        path: A JSONL file.
+        source: Name of the task, verl's `data_source`.
+        problems: Prompt and right answer of each.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        for index, (prompt, answer) in enumerate(problems):
+            row = {
+                "data_source": source,
+                "prompt": [{"role": "user", "content": prompt}],
+                "ability": source,
+                "reward_model": {"style": "rule", "ground_truth": answer},
+                "extra_info": {"index": index},
+            }
+            file.write(json.dumps(row) + "\n")
 
 
 def host_versions() -> list[str]:

@@ -4,9 +4,9 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from verl_precision.base.errors import CheckFailedError, RunFailedError, require
+from verl_precision.base.tiny_model import write_problems
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.launch import Progress, quoted, run_verl
@@ -125,7 +125,7 @@ def _healthy(rows: Rows, steps: int) -> None:
 def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_progress=lambda progress: None) -> Rows:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in map(_prompt, range(32))))
+    write_problems(data, "selftest", ((f"say {number}", "") for number in range(32)))
     own = [
         f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}",
         f"data.train_files={quoted(data)}",
@@ -139,9 +139,3 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_pr
     with fork_server_on_cpu() as python:
         run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python, goes_on=True)
     return read_metrics(folder / "run" / "metrics.jsonl")
-
-
-def _prompt(index: int) -> dict[str, Any]:
-    prompt, answer = [{"role": "user", "content": f"say {index}"}], {"style": "rule", "ground_truth": ""}
-    row = {"data_source": "selftest", "prompt": prompt, "ability": "length", "reward_model": answer}
-    return {**row, "extra_info": {"index": index}}
