@@ -34,7 +34,7 @@ from verl_precision.check.rules.rule import Environment
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
-from verl_precision.integration.trainer.trainers import advantages_by_session
+from verl_precision.integration.trainer.session_advantages import advantages_by_session
 
 RESPONSES, TOKENS = 16, 32
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"

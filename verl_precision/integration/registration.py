@@ -81,7 +81,7 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration(_LOSSES, "verl.trainer.ppo.core_algos", "engine.policy_losses:register_losses"),
     Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "engine.rollout_weights:register_weights"),
     Registration("metrics file", "verl.utils.tracking", "trainer.kept_files:keep_metrics"),
-    Registration("advantages by session", "verl.trainer.ppo.v1.utils", "trainer.trainers:wrap_advantages"),
+    Registration("advantages by session", "verl.trainer.ppo.v1.utils", "trainer.session_advantages:wrap_advantages"),
     Registration(
         "agent loop vp_single_turn",
         "verl.experimental.agent_loop.single_turn_agent_loop",

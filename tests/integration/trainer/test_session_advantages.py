@@ -6,7 +6,7 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.v1 import trainer_base, utils
 
-from verl_precision.integration.trainer.trainers import advantages_by_session
+from verl_precision.integration.trainer.session_advantages import advantages_by_session
 
 # Three sessions of one prompt with rewards 0, 1, 0; the second returns three outputs, its last one stands first.
 KEYS = ["u_0_0", "u_1_2", "u_1_0", "u_1_1", "u_2_0"]

@@ -3,24 +3,16 @@
 In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
 forward. In bypass mode there are none before the update: the worker measures in its first one (`measurement.py`), as it
 does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
-
-A session of an agent loop has one advantage, however many outputs it returns. verl takes the last output of a session,
-and gives its advantage to the others, for `adv_estimator=grpo` only. With `rloo`, which the estimator presets set, each
-output would count as a response of its own in the mean of its group.
 """
 
 import logging
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs
-from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.integration.trainer.kept_files import (
     forget_row,
     keep_checkpoint_before,
@@ -29,6 +21,7 @@ from verl_precision.integration.trainer.kept_files import (
 )
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.run_monitor import RunMonitor
+from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings
 
@@ -38,7 +31,6 @@ PREFIX = "vp_"
 # verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
 _POLL_SECONDS_ON_CPU = 0.1
 MODES = ("sync", "colocate_async", "separate_async")
-_by_session: ContextVar[bool] = ContextVar("by_session", default=False)
 
 
 def measured_mode(config: DictConfig) -> str | None:
@@ -186,37 +178,3 @@ def _keep_what_came_before(step: int, trainer: Any) -> None:
 
 def _local_dir(trainer: Any) -> str:
     return trainer.config.trainer.default_local_dir
-
-
-def wrap_advantages(utils: ModuleType) -> None:
-    """Wrap verl's computation of advantages, once; outside `advantages_by_session` it is verl's own.
-
-    Args:
-        utils: `verl.trainer.ppo.v1.utils`.
-    """
-    wrap_once(utils.__name__, "compute_advantage_for_multi_trajectories", _of_final_outputs)
-
-
-def advantages_by_session() -> AbstractContextManager[None]:
-    """Return a block in which `rloo` counts each session once."""
-    return set_within(_by_session, True)
-
-
-def _of_final_outputs(wrapped, instance, args, kwargs):
-    if not _by_session.get() or kwargs.get("adv_estimator") != "rloo":
-        return wrapped(*args, **kwargs)
-    data, keys = args[0] if args else kwargs["data"], kwargs["batch_keys"]
-    sessions = [key.rpartition("_")[0] for key in keys]  # uid_session_output
-    in_order = sorted(range(len(keys)), key=lambda row: int(keys[row].rpartition("_")[2]))
-    final = {sessions[row]: row for row in in_order}  # the last output stays
-    if len(final) == len(keys):
-        return wrapped(*args, **kwargs)
-    rows = list(final.values())
-    chosen = data.select_idxs(rows)
-    chosen.batch["response_mask"] = torch.ones_like(chosen.batch["response_mask"])  # rejected ones have a reward too
-    chosen = wrapped(chosen, **{**kwargs, "batch_keys": [keys[row] for row in rows]})
-    place = {session: number for number, session in enumerate(final)}
-    scores = chosen.batch["advantages"][[place[session] for session in sessions], 0]
-    advantages = scores.unsqueeze(-1) * data.batch["response_mask"]
-    data.batch["advantages"], data.batch["returns"] = advantages, advantages
-    return data

@@ -1,0 +1,49 @@
+"""One advantage for each session of an agent loop, however many outputs it returns.
+
+verl takes the last output of a session, and gives its advantage to the others, for `adv_estimator=grpo` only. With
+`rloo`, which the estimator presets set, each output would count as a response of its own in the mean of its group.
+"""
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import ModuleType
+
+import torch
+
+from verl_precision.integration.ledger import set_within, wrap_once
+
+_by_session: ContextVar[bool] = ContextVar("by_session", default=False)
+
+
+def wrap_advantages(utils: ModuleType) -> None:
+    """Wrap verl's computation of advantages, once; outside `advantages_by_session` it is verl's own.
+
+    Args:
+        utils: `verl.trainer.ppo.v1.utils`.
+    """
+    wrap_once(utils.__name__, "compute_advantage_for_multi_trajectories", _of_final_outputs)
+
+
+def advantages_by_session() -> AbstractContextManager[None]:
+    """Return a block in which `rloo` counts each session once."""
+    return set_within(_by_session, True)
+
+
+def _of_final_outputs(wrapped, instance, args, kwargs):
+    if not _by_session.get() or kwargs.get("adv_estimator") != "rloo":
+        return wrapped(*args, **kwargs)
+    data, keys = args[0] if args else kwargs["data"], kwargs["batch_keys"]
+    sessions = [key.rpartition("_")[0] for key in keys]  # uid_session_output
+    in_order = sorted(range(len(keys)), key=lambda row: int(keys[row].rpartition("_")[2]))
+    final = {sessions[row]: row for row in in_order}  # the last output stays
+    if len(final) == len(keys):
+        return wrapped(*args, **kwargs)
+    rows = list(final.values())
+    chosen = data.select_idxs(rows)
+    chosen.batch["response_mask"] = torch.ones_like(chosen.batch["response_mask"])  # rejected ones have a reward too
+    chosen = wrapped(chosen, **{**kwargs, "batch_keys": [keys[row] for row in rows]})
+    place = {session: number for number, session in enumerate(final)}
+    scores = chosen.batch["advantages"][[place[session] for session in sessions], 0]
+    advantages = scores.unsqueeze(-1) * data.batch["response_mask"]
+    data.batch["advantages"], data.batch["returns"] = advantages, advantages
+    return data
