@@ -37,9 +37,11 @@ _import_without_log_levels()
 
 # The files that take longest, longest first; `make test` hands out whole files in this order.
 LONG = (
-    *("test_recipes.py", "test_witnesses.py", "test_ranks.py", "test_releases.py", "test_install.py"),
-    *("test_arithmetic_model.py", "test_worker.py", "test_plugin.py", "test_presets.py", "test_rules.py"),
-    *("test_checks.py", "test_properties.py", "test_tensor_parallel.py"),
+    *("test_recipes.py", "test_ranks.py", "test_planted_edits.py", "test_situations.py", "test_witnesses.py"),
+    *("test_fused.py", "test_estimators_train.py", "test_releases.py", "test_install.py", "test_fork_server.py"),
+    *("test_selftest_session.py", "test_rules.py", "test_presets.py", "test_worker.py", "test_arithmetic_model.py"),
+    *("test_compare_runs.py", "test_change.py", "test_cli.py", "test_plugin.py", "test_checks.py"),
+    *("test_properties.py", "test_scales.py", "test_tensor_parallel.py"),
 )
 
 # Two test processes share two cores: how long an example takes says nothing. The same examples at every run, so that a

@@ -1,6 +1,7 @@
 """Configs of the composed presets, and the estimators through verl's own call."""
 
 import functools
+import pickle
 
 import torch
 from composer import actor_config, compose_estimator
@@ -23,6 +24,12 @@ def composed(estimator: str) -> DictConfig:
         estimator, actor = "grpo", "actor_rollout_ref.actor"
         overrides += [f"{actor}.loss_scale_factor=null", f"{actor}.policy_loss.loss_mode=vanilla"]
     return compose_estimator(estimator, *overrides)
+
+
+@functools.cache
+def _typed(estimator: str) -> bytes:
+    """Return verl's typed config of the actor, pickled: each of thousands of calls has counts of its own."""
+    return pickle.dumps(actor_config(composed(estimator)))
 
 
 def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
@@ -52,7 +59,8 @@ def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case |
 
     whole = case if whole is None else whole
     counts = {"batch_num_tokens": int(whole.mask.sum()), "global_batch_size": len(whole.mask)}
-    config = actor_config(composed(estimator), dp_size=dp_size, **counts)
+    config = pickle.loads(_typed(estimator))
+    config.global_batch_info.update(dp_size=dp_size, **counts)
     correction = composed(estimator).algorithm.rollout_correction
     weights, mask = None, case.mask
     if (correction.rollout_is or correction.rollout_rs) and case.mask.any():
