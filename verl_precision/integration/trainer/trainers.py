@@ -69,7 +69,6 @@ def _measuring(base: type, mode: str) -> type:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     from verl_precision.integration.trainer.canary_requests import TrainerCanary
-    from verl_precision.integration.trainer.repeatable import name_prompts
 
     class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
         __doc__ = f"{base.__name__} that reports the training-inference mismatch at every step; see {__name__}."
@@ -86,7 +85,8 @@ def _measuring(base: type, mode: str) -> type:
             super().__init__(config)
             if is_repeatable(config):
                 # Not above: it imports verl's trainers, whose import wants this module.
-                
+                from verl_precision.integration.trainer.repeatable import name_prompts
+
                 name_prompts(self)
             if mode == "sync" and config.trainer.device == "cpu" and isinstance(self.replay_buffer, ReplayBuffer):
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
