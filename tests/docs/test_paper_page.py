@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "paper.md"
 ROWS = [
     [cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
     for line in PAGE.read_text().splitlines()
-    if line.startswith("| ") and not line.startswith("| what")
+    if line.startswith("| ") and not line.startswith("| claim")
 ]
 
 
