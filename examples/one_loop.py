@@ -2,12 +2,12 @@
 
     python examples/one_loop.py
 
-torch and this package, a CPU, ten seconds. The losses, statistics, loss scaler, digests and canary are the package's own;
-verl, vLLM and Ray are replaced by two small classes. `Trainer` and `Rollout` compute the same policy in another order of
-additions, as two engines do, and round to `dtype` at each step. The numbers of the comments are the stations of
-docs/architecture.md, "Follow one response and one weight".
+torch and this package, a CPU, ten seconds. The losses, statistics, loss scaler, digests and canary are the package's
+own; verl, vLLM and Ray are replaced by two small classes. `Trainer` and `Rollout` compute the same policy in another
+order of additions, as two engines do, and round to `dtype` at each step. The numbers of the comments are the stations
+of docs/architecture.md, "Follow one response and one weight".
 
-Task: count upwards. The prompt is a token, and the reward is the share of the tokens that are one more than the token before.
+Task: count upwards. The prompt is a token, and the reward is the share of tokens that are one more than the one before.
 Shapes: B responses, T tokens, V vocabulary, H hidden size.
 """
 
