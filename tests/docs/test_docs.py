@@ -14,7 +14,7 @@ from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
 LOG = ROOT / "docs" / "log"
-DOCUMENTS = [page for page in PAGES if page.parent != LOG and page.name != "CHANGELOG.md"]  # these two are history
+DOCUMENTS = [page for page in PAGES if page.parent != LOG]  # its entries are history
 FENCE = re.compile(r"```bash\n(.*?)```", re.S)
 # A folder (ends in /) or a file (has an extension); `a/b` alone is a metric.
 PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w.-]+\.\w+)?)`")
