@@ -32,6 +32,8 @@ def test_every_station_exists():
         assert re.search(rf"^ *(?:def|class|async def) {name}\b", source, re.M), f"{module}:{name}"
 
 
-def test_every_registration_is_named():
-    for registration in REGISTRATIONS:
-        assert f"`{registration.host_module}`" in TEXT, registration
+def test_every_registration_has_its_row():
+    rows = re.findall(r"^\| .+ \| `([\w.]+)` \| `integration/([\w/]+)\.py` \|$", TEXT, re.M)
+    for _, host_module, function in REGISTRATIONS:
+        assert (host_module, function.partition(":")[0].replace(".", "/")) in rows
+    assert len(rows) == len(REGISTRATIONS)
