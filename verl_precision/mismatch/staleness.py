@@ -42,16 +42,9 @@ class MismatchByVersion:
         ratio_threshold: float = 3.0,
         ended: Tensor | None = None,
     ) -> Self:
-        """Measure a batch, or a part of one.
+        """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
 
-        Args:
-            trainer_log_probs: As `MismatchStatistics.measure` takes them, and the next three.
-            rollout_log_probs: Likewise.
-            response_mask: Likewise.
-            advantages: Likewise.
-            versions_behind: Of each response; 0: sampled with the weights of `trainer_log_probs`.
-            ratio_threshold: C.
-            ended: As `MismatchStatistics.measure` takes it.
+        `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
         """
         tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
         found = {}
@@ -131,14 +124,7 @@ def beta_of_current_version(
 ) -> PhantomStatistics:
     """Measure the responses of the current version with the rollout in place of a shadow: alpha is 0, the gap is beta.
 
-    Args:
-        trainer_log_probs: As `PhantomStatistics.measure` takes them, and the next three.
-        rollout_log_probs: Likewise.
-        response_mask: Likewise.
-        advantages: Likewise.
-        versions_behind: As `MismatchByVersion.measure` takes them.
-        clip: As `PhantomStatistics.measure` takes it.
-        ended: Likewise.
+    `versions_behind` is as `MismatchByVersion.measure` takes it, all else as `PhantomStatistics.measure`.
     """
     kept = [row for row, count in enumerate(versions_behind) if not count]
     if not kept:

@@ -22,51 +22,28 @@ LARGEST_GAP_SQUARED = LARGEST_GAP / 2
 
 @dataclass(frozen=True)
 class TokenSums(Statistic):
-    """Sums over n tokens, float64: g = log π - log μ the gap, capped at `LARGEST_GAP` where it is an exponent.
+    """Sums over n tokens, float64: g = log π - log μ the gap, capped at `LARGEST_GAP` where it is an exponent."""
 
-    Attributes:
-        n: The number of tokens.
-        gap_squares: g².
-        k3: e^g - 1 - g.
-        distance: abs(e^g - 1).
-        chi_square: e^2g - 1.
-        mu: log μ.
-        probs: μ.
-        probs_squares: μ².
-        diff: π - μ.
-        diff_abs: abs(π - μ).
-        diff_squares: (π - μ)².
-        probs_times_diff: μ (π - μ).
-        gap_min: The smallest g.
-        diff_min: The smallest π - μ.
-        gap_max: The largest g.
-        diff_max: The largest π - μ.
-        tokens_C: [CLASSES], the number of tokens of each class (`token_bins.py`).
-        gap_C: [CLASSES], their g.
-        gap_abs_C: [CLASSES], their abs(g).
-        histogram: The number of gaps in each bin (`histogram.py`).
-    """
-
-    n: Tensor = added()
-    gap_squares: Tensor = added()
-    k3: Tensor = added()
-    distance: Tensor = added()
-    chi_square: Tensor = added()
-    mu: Tensor = added()
-    probs: Tensor = added()
-    probs_squares: Tensor = added()
-    diff: Tensor = added()
-    diff_abs: Tensor = added()
-    diff_squares: Tensor = added()
-    probs_times_diff: Tensor = added()
-    gap_min: Tensor = smallest()
-    diff_min: Tensor = smallest()
-    gap_max: Tensor = largest()
-    diff_max: Tensor = largest()
-    tokens_C: Tensor = added()
-    gap_C: Tensor = added()
-    gap_abs_C: Tensor = added()
-    histogram: Tensor = added()
+    n: Tensor = added()  # the number of tokens
+    gap_squares: Tensor = added()  # g²
+    k3: Tensor = added()  # e^g - 1 - g
+    distance: Tensor = added()  # abs(e^g - 1)
+    chi_square: Tensor = added()  # e^2g - 1
+    mu: Tensor = added()  # log μ
+    probs: Tensor = added()  # μ
+    probs_squares: Tensor = added()  # μ²
+    diff: Tensor = added()  # π - μ
+    diff_abs: Tensor = added()  # abs(π - μ)
+    diff_squares: Tensor = added()  # (π - μ)²
+    probs_times_diff: Tensor = added()  # μ (π - μ)
+    gap_min: Tensor = smallest()  # the smallest g
+    diff_min: Tensor = smallest()  # the smallest π - μ
+    gap_max: Tensor = largest()  # the largest g
+    diff_max: Tensor = largest()  # the largest π - μ
+    tokens_C: Tensor = added()  # [CLASSES], the number of tokens of each class (`token_bins.py`)
+    gap_C: Tensor = added()  # [CLASSES], their g
+    gap_abs_C: Tensor = added()  # [CLASSES], their abs(g)
+    histogram: Tensor = added()  # the number of gaps in each bin (`histogram.py`)
 
 
 def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | None) -> TokenSums:

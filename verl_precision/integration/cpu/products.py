@@ -36,21 +36,13 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def round_once_in_the_trainer(module: ModuleType) -> None:
-    """Replace torch's linear in a process that trains, if the run asks for it.
-
-    Args:
-        module: The host module whose import means that this process trains.
-    """
+    """Replace torch's linear in a process that trains, if the run asks for it."""
     if os.environ.get(VARIABLE) == ROUNDED_ONCE:
         torch.nn.functional.linear = linear
 
 
 def round_once_in_the_rollout(module: ModuleType) -> None:
-    """Wrap vLLM's choice of a linear layer's kernel, once.
-
-    Args:
-        module: `vllm.model_executor.layers.utils`.
-    """
+    """Wrap vLLM's choice of a linear layer's kernel, once."""
     wrap_once(module.__name__, "dispatch_cpu_unquantized_gemm", _dispatch)
 
 

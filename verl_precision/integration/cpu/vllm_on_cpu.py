@@ -66,11 +66,7 @@ def install_distribution_alias(host_module: ModuleType | None = None) -> None:
 
 
 def wait_asleep(shm_broadcast: ModuleType) -> None:
-    """Wrap the reader's condition, once; elsewhere than on verl's device cpu nothing changes.
-
-    Args:
-        shm_broadcast: `vllm.distributed.device_communicators.shm_broadcast`.
-    """
+    """Wrap the reader's condition, once; elsewhere than on verl's device cpu nothing changes."""
     wrap_once(shm_broadcast.__name__, "SpinCondition.__init__", _without_busy_loop)
 
 
@@ -83,21 +79,13 @@ def _without_busy_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
 
 
 def capture_choices(cpu_moe: ModuleType) -> None:
-    """Wrap the CPU experts' choice and their answer to whether it can be captured, once.
-
-    Args:
-        cpu_moe: `vllm.model_executor.layers.fused_moe.experts.cpu_moe`.
-    """
+    """Wrap the CPU experts' choice and their answer to whether it can be captured, once."""
     wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)
     wrap_once(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts", _captured)
 
 
 def bind_again(model_runner: Any) -> None:
-    """Attach the capture to the experts' kernels, which a reload on a CPU has built anew.
-
-    Args:
-        model_runner: vLLM's.
-    """
+    """Attach the capture to the experts' kernels, which a reload on a CPU has built anew."""
     if getattr(model_runner, "routed_experts_initialized", False):
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 

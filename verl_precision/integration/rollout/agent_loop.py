@@ -58,9 +58,5 @@ class PrecisionAgentLoop(SingleTurnAgentLoop):
 
 
 def register_agent_loop(single_turn: ModuleType) -> None:
-    """Register the agent loop with verl, under its name.
-
-    Args:
-        single_turn: `verl.experimental.agent_loop.single_turn_agent_loop`.
-    """
+    """Register the agent loop with verl, under its name."""
     register(AGENT_LOOP)(PrecisionAgentLoop)

@@ -34,11 +34,7 @@ _request: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 
 def return_masks(server: ModuleType) -> None:
-    """Wrap the server's `generate`, once.
-
-    Args:
-        server: `verl.workers.rollout.vllm_rollout.vllm_async_server`.
-    """
+    """Wrap the server's `generate`, once."""
     wrap_actor_method_once(server.__name__, "vLLMHttpServer.generate", _generate)
 
 

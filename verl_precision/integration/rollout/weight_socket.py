@@ -28,11 +28,7 @@ def own_path(path: str) -> str:
 
 
 def name_at_the_sender(module: ModuleType) -> None:
-    """Wrap the trainer's end, once; the receiver's is `VerifiedWeightSyncExtension`.
-
-    Args:
-        module: `verl.workers.rollout.vllm_rollout.vllm_rollout`.
-    """
+    """Wrap the trainer's end, once; the receiver's is `VerifiedWeightSyncExtension`."""
     wrap_once(module.__name__, "ServerAdapter.__init__", _rename)
 
 

@@ -31,11 +31,7 @@ _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 
 
 def keep_metrics(tracking: ModuleType) -> None:
-    """Wrap verl's file logger, once; outside `series_goes_on` it is verl's own.
-
-    Args:
-        tracking: `verl.utils.tracking`.
-    """
+    """Wrap verl's file logger, once; outside `series_goes_on` it is verl's own."""
     wrap_once(tracking.__name__, "FileLogger.__init__", _open)
 
 

@@ -16,11 +16,7 @@ _by_session: ContextVar[bool] = ContextVar("by_session", default=False)
 
 
 def wrap_advantages(utils: ModuleType) -> None:
-    """Wrap verl's computation of advantages, once; outside `advantages_by_session` it is verl's own.
-
-    Args:
-        utils: `verl.trainer.ppo.v1.utils`.
-    """
+    """Wrap verl's computation of advantages, once; outside `advantages_by_session` it is verl's own."""
     wrap_once(utils.__name__, "compute_advantage_for_multi_trajectories", _of_final_outputs)
 
 
