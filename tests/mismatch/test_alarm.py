@@ -182,25 +182,12 @@ def test_stop_ends_the_run_on_a_severe_alarm_only():
     assert len(said) == 5 and "phantom" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("on_alarm", "warn"),
-        ("baseline_steps", 4),
-        ("baseline_steps", 30.0),
-        ("evidence_steps", 0),
-        ("persist_steps", True),
-        ("skipped_steps", 0),
-        ("allowed_growth", 1.0),
-        ("allowed_growth", math.inf),
-        ("extreme_gap", 0.0),
-        ("extreme_gap", 1.1),
-        ("affected_fraction", math.nan),
-        ("sync_pearson", 1.0),
-        ("sync_gap", 0),
-        ("loss_scale_minimum", -1.0),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("on_alarm", "warn"), ("baseline_steps", 4), ("baseline_steps", 30.0), ("evidence_steps", 0),
+    ("persist_steps", True), ("skipped_steps", 0), ("allowed_growth", 1.0), ("allowed_growth", math.inf),
+    ("extreme_gap", 0.0), ("extreme_gap", 1.1), ("affected_fraction", math.nan), ("sync_pearson", 1.0),
+    ("sync_gap", 0), ("loss_scale_minimum", -1.0),
+])  # fmt: skip
 def test_bad_settings_are_refused_by_name(name, value):
     with pytest.raises(ConfigurationError, match=rf"alarm\.{name}=.*Allowed: .*\.$"):
         AlarmSettings(**{name: value})

@@ -132,8 +132,6 @@ def test_noise_like_the_first_syncs_never_raises_an_alarm(size, seed):
 def test_settings_are_checked_before_anything_starts(setting, value, allowed):
     with pytest.raises(ConfigurationError) as caught:
         CanarySettings(**{setting: value})
-    assert (caught.value.setting, caught.value.value) == (
-        f"weight_sync.canary.{setting}",
-        pytest.approx(value, nan_ok=True),
-    )
+    assert caught.value.setting == f"weight_sync.canary.{setting}"
+    assert caught.value.value == pytest.approx(value, nan_ok=True)
     assert caught.value.allowed.startswith(allowed)

@@ -1,9 +1,6 @@
 """`cpu_products=rounded_once`: what a tensor core computes, on any CPU, in the trainer and in vLLM."""
 
-import os
-import subprocess
-import sys
-
+import forked
 import pytest
 import torch
 
@@ -73,12 +70,12 @@ def test_vllms_linear_layers(asked, dtype, ours, monkeypatch):
 
 
 @pytest.mark.parametrize(("asked", "ours"), [("rounded_once", True), ("native", False)])
-def test_a_process_that_trains(asked, ours):
+def test_a_process_that_trains(asked, ours, tmp_path):
     program = (
         "import torch; before = torch.nn.functional.linear\n"
         "import verl.workers.engine.fsdp.transformer_impl\n"
         f"assert (torch.nn.functional.linear is not before) == {ours}\n"
         "layer = torch.nn.Linear(8, 8, dtype=torch.float16); layer(torch.ones(1, 8).half()).sum().backward()\n"
     )
-    environment = os.environ | {products.VARIABLE: asked, "VERL_PLATFORM": "cpu"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    done = forked.run(program, tmp_path, **{products.VARIABLE: asked, "VERL_PLATFORM": "cpu"})
+    assert done.returncode == 0, done.stderr
