@@ -105,9 +105,11 @@ def test_broken_engine_is_named(said, check, broken, words):
     assert isinstance(message, str) and message.startswith("CheckFailedError: ") and words in message, message
 
 
-def test_log_probs_pass_here(tmp_path):
+def test_log_probs_and_digests_pass_here(tmp_path):
     figures = engine_checks.log_probs("cpu", tmp_path)
     assert figures["tokens"] == 1024 and figures["error_nats"] < 2e-5
+    figures = engine_checks.digest("cpu", tmp_path)
+    assert figures["gigabytes"] == pytest.approx(0.268, abs=1e-3) and figures["times_a_copy"] > 0
 
 
 def _rounded(*arguments, **named):
@@ -117,19 +119,6 @@ def _rounded(*arguments, **named):
 def _of_half_the_logits(logits, *arguments, **named):
     """Right values whose gradient is twice too small."""
     return log_probs_and_entropy(logits / 2 + logits.detach() / 2, *arguments, **named)
-
-
-@pytest.mark.parametrize(
-    ("broken", "words"),
-    [
-        (_rounded, r"log-probs or entropy are off by \S+ nats"),
-        (_of_half_the_logits, r"the gradient of the logits is off by 5\.0e-01"),
-    ],
-)
-def test_wrong_log_probs_are_named(tmp_path, monkeypatch, broken, words):
-    monkeypatch.setattr(engine_checks, "log_probs_and_entropy", broken)
-    with pytest.raises(CheckFailedError, match=words):
-        engine_checks.log_probs("cpu", tmp_path)
 
 
 def _of_values(tensor):
@@ -142,21 +131,18 @@ def _of_random_bits(tensor):
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("check", "module", "function", "broken", "words"),
     [
-        (_of_values, "a flipped bit of a large tensor was not seen"),
-        (_of_random_bits, "the same tensor has two digests"),
+        ("log_probs", engine_checks, "log_probs_and_entropy", _rounded, r"log-probs or entropy are off by \S+ nats"),
+        ("log_probs", engine_checks, "log_probs_and_entropy", _of_half_the_logits, r"gradient .* is off by 5\.0e-01"),
+        ("digest", manifest, "digest", _of_values, "a flipped bit of a large tensor was not seen"),
+        ("digest", manifest, "digest", _of_random_bits, "the same tensor has two digests"),
     ],
 )
-def test_wrong_digest_is_named(tmp_path, monkeypatch, broken, words):
-    monkeypatch.setattr(manifest, "digest", broken)
+def test_what_is_wrong_is_named(tmp_path, monkeypatch, check, module, function, broken, words):
+    monkeypatch.setattr(module, function, broken)
     with pytest.raises(CheckFailedError, match=words):
-        engine_checks.digest("cpu", tmp_path)
-
-
-def test_digests_pass_here(tmp_path):
-    figures = engine_checks.digest("cpu", tmp_path)
-    assert figures["gigabytes"] == pytest.approx(0.268, abs=1e-3) and figures["times_a_copy"] > 0
+        getattr(engine_checks, check)("cpu", tmp_path)
 
 
 def test_installation_names_what_is_wrong(tmp_path, monkeypatch):

@@ -3,5 +3,4 @@
 catalog.yaml  where each data set is and how many problems it has; the prompts of each family of models
 catalog       the same as Python values, and the layouts: from the columns of each to question and answer
 prepare       read, check, convert, write
-command       the command line
 """

@@ -90,7 +90,7 @@ def _answer(layout: str, answer: Any) -> str:
     return "" if answer is None else re.sub(r"^(-?\d+)\.0$", r"\1", str(answer))
 
 
-def stand_in_row(layout: str, text: str, result: int) -> Row:
+def synthetic_row(layout: str, text: str, result: int) -> Row:
     """Return a row in a layout, made of a question and its answer."""
     question: Any = text
     answer: Any = result

@@ -9,19 +9,11 @@ from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.base.files import new_file
-from verl_precision.tools.data.catalog import (
-    CATALOG,
-    LAYOUTS,
-    TEMPLATES,
-    PaperDataSet,
-    Question,
-    Row,
-    read_row,
-    stand_in_row,
-)
+from verl_precision.tools.data import catalog
+from verl_precision.tools.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row
 from verl_precision.tools.jobs.problems import read_rows
 
-STAND_INS = 64  # rows
+SYNTHETIC_ROWS = 64
 
 
 def prepare(
@@ -83,8 +75,10 @@ def prepare(
 
 def _synthetic_rows(layout: str) -> Sequence[Row]:
     """Return a few sums in a layout's columns: the same code then runs on a machine without network."""
-    sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // STAND_INS][:STAND_INS]
-    return [stand_in_row(layout, f"What is {first} + {second}?", first + second) for first, second in sums]
+    sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS][
+        :SYNTHETIC_ROWS
+    ]
+    return [catalog.synthetic_row(layout, f"What is {first} + {second}?", first + second) for first, second in sums]
 
 
 def _download(wanted: PaperDataSet) -> Sequence[Row]:
@@ -117,7 +111,7 @@ def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Que
     found: dict[str, Question] = {}
     for number, row in enumerate(rows):
         try:
-            question = read_row(layout, row)
+            question = catalog.read_row(layout, row)
             if not question.text or not question.answer:
                 raise ConfigurationError("empty question or answer")
         except (ConfigurationError, KeyError, TypeError, AttributeError) as error:

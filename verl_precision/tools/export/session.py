@@ -26,17 +26,17 @@ STORED = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", to
 # verl has put weights there if it was asked for `hf_model`.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
+OnProgress = Callable[[str, int, int], None]  # what is being done, tensors done, tensors in all
 
-def export_checkpoint(
-    checkpoint: Path, dtype: str, output: Path, on_progress: Callable[[str, int, int], None]
-) -> CheckpointReport:
+
+def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: OnProgress) -> CheckpointReport:
     """Write the actor of a verl checkpoint as a Hugging Face folder.
 
     Args:
         checkpoint: `global_step_N`, or its `actor`.
         dtype: fp16, bf16 or fp32; each weight is rounded to it once, from the dtype that was saved.
         output: Folder that does not exist yet.
-        on_progress: Called with what is being done, tensors done, tensors in all.
+        on_progress: Called after each tensor.
 
     Returns:
         What a cast to FP16 does to each tensor.
@@ -49,9 +49,8 @@ def export_checkpoint(
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
     kind = getattr(torch, DTYPES[dtype])
     if output.exists():
-        raise ConfigurationError(
-            "it exists; nothing was written", setting="--output", value=output, remedy="Name a folder that does not."
-        )
+        remedy = "Name a folder that does not."
+        raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     saved = SavedModel.find(checkpoint)
     source = saved.folder / "huggingface"
     skeleton = _skeleton(source)
@@ -73,9 +72,7 @@ def _skeleton(source: Path) -> Any:
         return kind(config)
 
 
-def _range(
-    saved: SavedModel, path: Path, kind: torch.dtype, on_progress: Callable[[str, int, int], None]
-) -> CheckpointReport:
+def _range(saved: SavedModel, path: Path, kind: torch.dtype, on_progress: OnProgress) -> CheckpointReport:
     tensors, skipped = [], []
     for number, name in enumerate(saved.sources, 1):
         whole = saved.tensor(name)
@@ -102,9 +99,7 @@ def _overflow(kind: torch.dtype, names: list[str]) -> ConfigurationError:
     )
 
 
-def _write(
-    saved: SavedModel, skeleton: Any, kind: torch.dtype, folder: Path, on_progress: Callable[[str, int, int], None]
-) -> None:
+def _write(saved: SavedModel, skeleton: Any, kind: torch.dtype, folder: Path, on_progress: OnProgress) -> None:
     """Write the weights, a file at a time."""
     planned: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
@@ -122,9 +117,7 @@ def _write(
             rounded = whole.to(_dtype(whole.dtype, kind))
             if not rounded.isfinite().all():
                 raise _overflow(kind, [name])
-            tensors |= {
-                key: tensor.contiguous() for key, tensor in _as_stored(skeleton, name, rounded) if key in set(keys)
-            }
+            tensors |= {key: part.contiguous() for key, part in _as_stored(skeleton, name, rounded) if key in keys}
             done += 1
             on_progress("writing", done, len(saved.sources))
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -45,9 +45,8 @@ class SavedModel:
         folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
         described = folder / "fsdp_config.json"
         if not described.is_file() or not (folder / "huggingface" / "config.json").is_file():
-            raise _refused(
-                checkpoint, "no FSDP checkpoint of verl's is there: it has fsdp_config.json and huggingface/"
-            )
+            problem = "no FSDP checkpoint of verl's is there: it has fsdp_config.json and huggingface/"
+            raise _refused(checkpoint, problem)
         model = cls(folder, json.loads(described.read_text())["world_size"])
         for rank in range(model.world_size):
             if not model.file(rank).is_file():
@@ -60,10 +59,8 @@ class SavedModel:
 
     @cached_property
     def _ranks(self) -> list[dict[str, Any]]:
-        return [
-            torch.load(self.file(rank), map_location="cpu", mmap=True, weights_only=True)
-            for rank in range(self.world_size)
-        ]
+        options: dict[str, Any] = {"map_location": "cpu", "mmap": True, "weights_only": True}
+        return [torch.load(self.file(rank), **options) for rank in range(self.world_size)]
 
     @cached_property
     def _adapters(self) -> dict[str, dict[str, str]]:
@@ -104,11 +101,9 @@ class SavedModel:
             found[name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")] = name
         for module in self._adapters:
             if f"{module}.base_layer.weight" not in self._ranks[0]:
-                raise _refused(
-                    self.folder,
-                    f"only the LoRA adapter was saved, not the weights of {module}",
-                    "Train with checkpoint.save_lora_only=False, so that checkpoints hold both.",
-                )
+                problem = f"only the LoRA adapter was saved, not the weights of {module}"
+                remedy = "Train with checkpoint.save_lora_only=False, so that checkpoints hold both."
+                raise _refused(self.folder, problem, remedy)
         return found
 
     def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -103,6 +102,8 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], parallel: int,
 
 def runs_that_fit(device: str) -> int:
     """Return how many runs of part B the free memory holds: at least one, at most 3, on a CPU at most 2."""
+    import torch
+
     fit = min(psutil.virtual_memory().available // _RUN_BYTES, 3 if device == "cuda" else 2)
     if device == "cuda":
         fit = min(fit, torch.cuda.mem_get_info()[0] // _RUN_GPU_BYTES)
@@ -129,6 +130,8 @@ def _chosen(names: Sequence[str]) -> list[Check]:
 
 
 def _machine(device: str) -> dict[str, Any]:
+    import torch
+
     on_gpu = device == "cuda"
     return {
         "device": device,
