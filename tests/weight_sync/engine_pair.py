@@ -41,6 +41,11 @@ def move(model, size: float = 0.02) -> None:
                 parameter.add_(torch.randn_like(parameter) * size)
 
 
+def without(part: str) -> Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]:
+    """Return the damage to a stream that takes out the tensors with a part in their names."""
+    return lambda stream: ((name, tensor) for name, tensor in stream if part not in name)
+
+
 def send(stream: Iterable[tuple[str, Tensor]], handle: str, receive: Callable[[], object]) -> None:
     """Send with verl's sender from a thread, receive in this one. Buckets of 1 MB: several of them."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender

@@ -13,7 +13,7 @@ from statistics import median
 
 import pytest
 import torch
-from engine_pair import EnginePair, move
+from engine_pair import EnginePair, move, without
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.versions import installed_vllm, loads_adapters
@@ -158,8 +158,5 @@ def test_a_missing_adapter_is_named_by_the_canary(adapted):
 
 @needs_adapters
 def test_a_missing_part_of_the_adapter_is_named_by_the_bits(adapted):
-    def without_one(stream):
-        return ((name, tensor) for name, tensor in stream if ".layers.2.self_attn.q_proj." not in name)
-
     with pytest.raises(WeightSyncError, match=r"layers\.2\.self_attn\.q_proj\.lora_A\.weight: sent by the trainer"):
-        adapted.sync(damage=without_one)
+        adapted.sync(damage=without(".layers.2.self_attn.q_proj."))

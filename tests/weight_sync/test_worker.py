@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
-from engine_pair import WorkerPair, full_weights, move
+from engine_pair import WorkerPair, full_weights, move, without
 from packaging.version import Version
 
 from verl_precision.base.errors import WeightSyncError
@@ -152,20 +152,11 @@ def _flip_one_bit(stream):
         yield name, tensor
 
 
-def _drop_one(stream):
-    return ((name, tensor) for name, tensor in stream if not name.endswith("layers.1.self_attn.q_norm.weight"))
-
-
-def _drop_the_manifest(stream):
-    return ((name, tensor) for name, tensor in stream if name != MANIFEST_NAME)
-
-
-def _drop_the_announcement(stream):
-    return ((name, tensor) for name, tensor in stream if name != ANNOUNCEMENT_NAME)
-
-
 def _round(stream):
     return ((name, tensor.bfloat16()) for name, tensor in stream)
+
+
+_drop_one = without("layers.1.self_attn.q_norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -175,8 +166,8 @@ def _round(stream):
         ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, never received"),
         ({"before": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync was loaded into it"),
         ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
-        ({"damage": _drop_the_manifest}, "the manifest: announced by the trainer, never received"),
-        ({"damage": _drop_the_announcement}, r"embed_tokens\.weight: sent by the trainer, never received"),
+        ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, never received"),
+        ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, never received"),
         ({"before": _round}, "arrived in bfloat16, too coarse for a rollout in float16"),
     ],
 )
