@@ -214,19 +214,25 @@ def _arguments() -> argparse.Namespace:
 
 PAGE = """# Fault injection: fifty cases
 
-Faults were injected into real engines, and [`verl-precision explain`](explain.md) was asked for the cause: in vLLM's
-model, in the trainer's attention and norms, in weights, routers and settings. Model, dtypes, seed, faults and their
-sizes are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48
-tokens, on a CPU. `make fault-injection` writes this page, in about 25 minutes on two cores.
+```bash
+make fault-injection  # 25 minutes on two cores; writes this page
+```
 
-**{right} of {count} answers are right: every injected fault is named, and nothing else.** {named} of {injected}
-injected faults are named, and {false} that were not injected. What was missed makes at most {missed:.0%} of its gap.
+```text
+{right} of {count} answers are right: every injected fault is named, and nothing else. {named} of {injected} injected
+faults are named, and {false} that were not injected. A missed fault makes at most {missed:.0%} of its gap.
+```
+
+Faults were injected into real engines: in vLLM's model, in the trainer's attention and norms, in weights, routers and
+settings. Then [`verl-precision explain`](explain.md) was asked for the cause. Model, dtypes, seed, faults and their sizes
+are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48 tokens,
+on a CPU.
 
 - **Its share**: the injected step's part of k3. **Undone without it**: how much smaller k3 is without the step, from
   the column "k3 without". **Measured**: how much smaller k3 is with a right engine in place of the wrong one, on the
   same tokens; only where one fault is in an engine.
-- Wrong answers are in **bold**. What moves log-probs less than 1.7 times as far as the dtype's rounding is not called a
-  fault: two right computations may differ by nearly that.
+- Wrong answers are in **bold**. A step that moves log-probs less than 1.7 times as far as the dtype's rounding is not
+  called a fault: two right computations may differ by nearly that.
 
 """
 
