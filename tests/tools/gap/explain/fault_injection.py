@@ -224,9 +224,9 @@ faults are named, and {false} that were not injected. A missed fault makes at mo
 ```
 
 Faults were injected into real engines: in vLLM's model, in the trainer's attention and norms, in weights, routers and
-settings. Then [`verl-precision explain`](explain.md) was asked for the cause. Model, dtypes, seed, faults and their sizes
-are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48 tokens,
-on a CPU.
+settings. Then [`verl-precision explain`](explain.md) was asked for the cause. Model, dtypes, seed, faults and their
+sizes are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48
+tokens, on a CPU.
 
 - **Its share**: the injected step's part of k3. **Undone without it**: how much smaller k3 is without the step, from
   the column "k3 without". **Measured**: how much smaller k3 is with a right engine in place of the wrong one, on the
