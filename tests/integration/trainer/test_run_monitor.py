@@ -73,46 +73,24 @@ def asked_of(monitor: RunMonitor) -> Request | None:
     return batch.extra_info.get(REQUEST)
 
 
-COMMON = {"ratio_threshold": 3.0, "beta_in_ratio": True, "longest_response": 4}
+COMMON = {"ratio_threshold": 3.0, "longest_response": 4}
+ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         pytest.param((), None, id="the driver has all of it"),
-        pytest.param(
-            (BYPASS,), Request(mismatch=True, rollout_as_shadow=True, bypass=True, clip=GRPO, **COMMON), id="bypass"
-        ),
-        pytest.param(
-            (BYPASS, SHADOW),
-            Request(mismatch=True, rollout_as_shadow=False, bypass=True, clip=GRPO, **COMMON),
-            id="bypass with a shadow",
-        ),
-        pytest.param(
-            (BYPASS, loss("ratio_one")),
-            Request(mismatch=True, rollout_as_shadow=True, bypass=True, clip=None, **COMMON),
-            id="bypass, a loss that cannot clip",
-        ),
-        pytest.param(
-            (SHADOW,),
-            Request(mismatch=False, rollout_as_shadow=False, bypass=False, clip=None, **COMMON),
-            id="a shadow, the ratio against the trainer's own",
-        ),
-        pytest.param(
-            (SHADOW_RATIO,),
-            Request(
-                mismatch=True,
-                rollout_as_shadow=False,
-                bypass=False,
-                clip=None,
-                **COMMON | {"beta_in_ratio": False},
-            ),
-            id="the old log-probs are the shadow's: the driver never sees the trainer's",
-        ),
+        pytest.param((BYPASS,), (True, True, True, GRPO, True), id="bypass"),
+        pytest.param((BYPASS, SHADOW), (True, False, True, GRPO, True), id="bypass with a shadow"),
+        pytest.param((BYPASS, loss("ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
+        pytest.param((SHADOW,), (False, False, False, None, True), id="a shadow, the ratio against the trainer's own"),
+        pytest.param((SHADOW_RATIO,), (True, False, False, None, False), id="the old log-probs are the shadow's"),
     ],
 )
 def test_the_worker_is_asked_only_where_the_driver_cannot_measure(changes, expected):
-    assert asked_of(monitor(*changes)) == expected
+    request = expected and Request(**dict(zip(ASKED_FOR, expected, strict=True)), **COMMON)
+    assert asked_of(monitor(*changes)) == request
 
 
 BATCH = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2), torch.ones(1, 2)]
@@ -239,9 +217,6 @@ def test_a_batch_is_fetched_without_padding(monkeypatch, layout):
     assert MismatchStatistics.measure(*found).metrics() == pytest.approx(expected)
 
 
-BATCH = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2), torch.ones(1, 2)]
-
-
 def of_the_worker(*numbers: float) -> dict:
     """What an update reports: the sets, a metric of the loss, and others."""
     pi, mu, mask, advantages = BATCH
@@ -296,7 +271,7 @@ def micro_batch(**changes):
 
 
 TRAINER = nested([[-1.0, -2.0, 0.0], [0.0, -3.0, 0.0]])
-ASKED = Request(mismatch=True, rollout_as_shadow=True, bypass=True, clip=GRPO, **COMMON)
+ASKED = Request(**dict(zip(ASKED_FOR, (True, True, True, GRPO, True), strict=True)), **COMMON)
 
 
 def found_by(request: Request, shadow, data) -> tuple[dict, dict]:

@@ -182,7 +182,7 @@ class RunMonitor:
             act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
-        metrics |= with_former_names({ACTIVE_ALARMS: len(self.alarm.active)})
+        metrics.update(with_former_names({ACTIVE_ALARMS: len(self.alarm.active)}))
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
