@@ -3,18 +3,14 @@
 What a verb needs is imported inside its function, so that `--help` and a refused option take a fraction of a second.
 """
 
-import functools
 import importlib.util
 import inspect
 import json
-import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import datetime
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,19 +18,33 @@ from rich.console import Console
 from typer import Argument, BadParameter, Context, Exit, Option, Typer
 
 from verl_precision import __version__
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, PatchError, VerlPrecisionError
+from verl_precision.base.errors import (
+    ConfigurationError,
+    EnvironmentMismatchError,
+    PatchError,
+    VerlPrecisionError,
+    after_ctrl_c,
+)
+from verl_precision.base.options import parameters_of
+from verl_precision.base.settings import command_option
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
+from verl_precision.tools.evaluate.settings import Evaluation
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.jobs.settings import Job
+from verl_precision.tools.sanity_set.settings import SanitySet
 
 app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
 
 
-def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(name: str, job: type | None = None, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a verb: one of our errors ends it with exit code 1, Ctrl-C with 130.
 
     Args:
         name: Name of the verb.
+        job: Class whose fields are options, too; the function gets those that are given as `given`.
         settings: Settings of typer's command.
     """
 
@@ -42,12 +52,19 @@ def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable
         # Typer would keep the line breaks inside a paragraph.
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        options = parameters_of(job) if job else []
+        own = [each for each in inspect.signature(function).parameters.values() if each.name != "given"]
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
 
-        @app.command(name, help=text, **settings)
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(context: Context, **values: Any) -> None:
+            if job:
+                typed = {
+                    name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
+                }
+                given = {each.name: values.pop(each.name) for each in options}
+                values["given"] = {name: value for name, value in given.items() if name in typed}
             try:
-                function(*args, **kwargs)
+                function(**values)
             except VerlPrecisionError as error:
                 errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
                 raise Exit(1) from None
@@ -55,18 +72,13 @@ def verb(name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable
                 errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
                 raise Exit(130) from None
 
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *options)]
+        run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        run.__annotations__ = {}  # Typer reads the signature
+        app.command(name, help=text, **settings)(run)
         return function
 
     return register
-
-
-@contextmanager
-def after_ctrl_c(text: str) -> Iterator[None]:
-    """Have this text shown if Ctrl-C ends what is inside."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(text) from None
 
 
 def _print_version(wanted: bool) -> None:
@@ -321,131 +333,58 @@ def report(
     console.print(f"wrote {output}: open it in a browser", soft_wrap=True)
 
 
-def _folder_of(verb: str, model: str) -> Path:
-    return Path("outputs") / verb / re.sub(r"[^\w.-]+", "-", Path(model).name)
+def _run(job: Job, session: Callable[[Any, Console], object]) -> None:
+    with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
+        session(job, console)
 
 
-@verb("mismatch")
-def mismatch(
-    model: Annotated[str, Option(help="Folder or hub name of the model; tiny:qwen3 is built in.")] = "tiny:qwen3",
-    prompts: Annotated[Path | None, Option(help="A .parquet or .jsonl file. Default: 16 built-in questions.")] = None,
-    prompt_field: Annotated[str, Option(help="Column of the prompts: chats in verl's format, or text.")] = "prompt",
-    max_prompts: Annotated[int | None, Option(min=1, help="Use only this many prompts, from the first on.")] = None,
-    rollout_dtype: Annotated[
-        list[str] | None, Option(help="Dtype of vLLM. Repeat the option for several. Default: fp16 and bf16.")
-    ] = None,
-    train_dtype: Annotated[
-        list[str] | None, Option(help="Dtype of the trainer, in the same way. Default: fp16 and bf16.")
-    ] = None,
-    responses: Annotated[int, Option(help="Responses to each prompt, in each rollout dtype.")] = 8,
-    max_response_tokens: Annotated[int, Option(help="Largest number of tokens of a response.")] = 1024,
-    seed: Annotated[int, Option(help="Sampling seed.")] = 0,
-    in_flight: Annotated[int, Option(min=1, help="Responses that each engine samples or scores at a time.")] = 256,
-    attention: Annotated[str, Option(help="Attention of the trainer: sdpa or flash_attention_2.")] = "sdpa",
-    micro_batch_tokens: Annotated[int, Option(help="Tokens of one forward of the trainer.")] = 16384,
-    output: Annotated[Path | None, Option(help="Folder of the results. Default: outputs/mismatch/<model>.")] = None,
-    ray_address: Annotated[str | None, Option(help="Share the work among the GPUs of this Ray, e.g. auto.")] = None,
-) -> None:
+@verb("mismatch", MismatchJob)
+def mismatch(given: dict[str, Any]) -> None:
     """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
 
     Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
     command is repeated. One model is in memory at a time.
     """
+    job = MismatchJob(**given)
     from verl_precision.tools.gap.pairs.session import measure_mismatch
-    from verl_precision.tools.gap.pairs.settings import MismatchJob
-    from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
 
-    values: dict[str, Any] = dict(model=model, responses=responses, max_response_tokens=max_response_tokens, seed=seed)
-    values |= dict(attention=attention, micro_batch_tokens=micro_batch_tokens)
-    values["prompts"] = BUILT_IN_NAME if prompts is None else str(prompts)
-    values["rollout_dtypes"] = tuple(rollout_dtype or ("fp16", "bf16"))
-    values["train_dtypes"] = tuple(train_dtype or ("fp16", "bf16"))
-    job, chosen = MismatchJob(**values), read_prompts(prompts, prompt_field, max_prompts)
-    folder = output or _folder_of("mismatch", model)
-    with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
-        measure_mismatch(job, chosen, folder, console, ray_address, in_flight)
+    _run(job, measure_mismatch)
 
 
-@verb("explain")
+@verb("explain", Explanation)
 def explain(
-    context: Context,
+    given: dict[str, Any],
     overrides: Annotated[
         list[str] | None, Argument(help="With --recipe: Hydra overrides, e.g. precision=bf16.")
     ] = None,
     recipe: Annotated[
         Path | None,
-        Option(help="A recipe's YAML, which has model, dtypes, sampling and prompts. Options go before it."),
+        Option(help="A recipe's YAML, which has model, dtypes, sampling and 16 prompts. Options go before it."),
     ] = None,
     run: Annotated[
         Path | None, Option(help="Folder or metrics file of a run: say what it has recorded. Nothing is computed.")
     ] = None,
-    model: Annotated[str, Option(help="Model of the trainer: a folder, a hub name, or tiny:qwen3.")] = "tiny:qwen3",
-    rollout_model: Annotated[
-        str | None, Option(help="Model of the rollout, if it has other weights, e.g. an older export.")
-    ] = None,
-    adapter: Annotated[
-        str | None, Option(help="Folder of a LoRA adapter that the trainer has; the rollout has it merged.")
-    ] = None,
-    rollout_dtype: Annotated[str, Option(help="Dtype of vLLM: bf16, fp16 or fp32.")] = "bf16",
-    train_dtype: Annotated[str, Option(help="Dtype of the trainer.")] = "bf16",
-    temperature: Annotated[float, Option(help="Temperature of both.")] = 1.0,
-    top_p: Annotated[float, Option(help="Share of the probability that the rollout draws from.")] = 1.0,
-    top_k: Annotated[int, Option(help="Most probable tokens that the rollout draws from; 0 for all.")] = 0,
-    raw_log_probs: Annotated[
-        bool, Option("--raw-log-probs", help="The rollout's log-probs are raw (logprobs_mode=raw_logprobs).")
-    ] = False,
-    prefix_caching: Annotated[
-        bool, Option("--prefix-caching", help="The rollout has a prefix cache and cuts prompts into chunks.")
-    ] = False,
-    cuda_graphs: Annotated[
-        bool, Option("--cuda-graphs", help="The rollout compiles, and runs CUDA graphs; on GPUs only.")
-    ] = False,
-    attention: Annotated[str, Option(help="Attention of the trainer, by its name in transformers.")] = "sdpa",
-    packed: Annotated[bool, Option("--packed", help="The trainer packs (use_remove_padding); else it pads.")] = False,
-    fp32_log_probs: Annotated[
-        bool, Option("--fp32-log-probs/--16-bit-log-probs", help="How the trainer takes log-probs.")
-    ] = True,
-    fp32_output_head: Annotated[
-        bool, Option("--fp32-output-head", help="The trainer computes its logits in FP32.")
-    ] = False,
-    micro_batch_tokens: Annotated[int, Option(help="Tokens of one forward of the trainer.")] = 16384,
-    prompts: Annotated[Path | None, Option(help="A .parquet or .jsonl file. Default: 16 built-in questions.")] = None,
-    prompt_field: Annotated[str, Option(help="Column of the prompts: chats in verl's format, or text.")] = "prompt",
-    max_prompts: Annotated[
-        int | None, Option(min=1, help="Use only this many prompts, from the first on. Default: 16 with --recipe.")
-    ] = None,
-    responses: Annotated[int, Option(help="Responses to each prompt.")] = 1,
-    max_response_tokens: Annotated[int, Option(help="Largest number of tokens of a response.")] = 64,
-    seed: Annotated[int, Option(help="Sampling seed.")] = 0,
-    in_flight: Annotated[int, Option(min=1, help="Responses that each engine computes at a time.")] = 256,
-    output: Annotated[Path | None, Option(help="Folder of the results. Default: outputs/explain/<model>.")] = None,
-    ray_address: Annotated[str | None, Option(help="Share the work among the GPUs of this Ray, e.g. auto.")] = None,
 ) -> None:
     """Say which cause makes the gap between rollout and trainer, and what to do about it.
 
     vLLM draws responses, and their log-probs are computed again and again on the way to the trainer, with one thing
-    changed each time: decode, batch, dtype, engine, weights, attention, packing, experts. What two neighbours differ by
-    is the part of one cause, and the parts add up to the whole gap. "Nothing is wrong" is an answer too.
+    changed each time: decode, batch, dtype, engine, weights, attention, packing, experts. The difference between
+    consecutive steps is attributed to the one setting that changed, and the parts add up to the whole gap. "Nothing is
+    wrong" is an answer too.
 
-    With --recipe, settings are the recipe's. With --run, a run that was made says what it has recorded, and which
-    command tells the rest.
+    With --recipe, settings are the recipe's. With --run, summarise what a finished run recorded and print the command
+    that measures the rest.
 
     Writes explanation.html and explanation.json. A job that was interrupted continues when the command is repeated. One
     model is in memory at a time.
     """
-    values = dict(locals())  # the options, most of them called as the settings are
-    from verl_precision.tools.gap.explain.page import show, write
-    from verl_precision.tools.gap.explain.session import explain as explain_gap
-    from verl_precision.tools.gap.explain.settings import explanation_of
-    from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
-    from verl_precision.tools.runs.quiet import silence_third_party
-
-    given = {name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"}
     if (recipe and run) or (overrides and not recipe):
         raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
+    if run is not None and given:
+        raise BadParameter(f"--run tells what is recorded. Leave out {command_option(min(given))}.")
+    from verl_precision.tools.runs.quiet import silence_third_party
+
     if run is not None:
-        if others := sorted(given - {"run"}):
-            raise BadParameter(f"--run tells what is recorded. Leave out --{others[0].replace('_', '-')}.")
         with silence_third_party():
             from verl_precision.tools.gap.explain.from_run import show_run
 
@@ -457,60 +396,39 @@ def explain(
             from verl_precision.tools.gap.explain.from_config import explained_by
 
             of_recipe = explained_by(compose_recipe(recipe, overrides or []))
-        values |= {name: value for name, value in of_recipe.items() if name not in given}
-    chosen = None if values["prompts"] is None else Path(values["prompts"])
-    job = explanation_of(values | {"prompts": BUILT_IN_NAME if chosen is None else str(chosen)})
-    folder = output or _folder_of("explain", job.model if recipe is None else recipe.stem)
-    with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
-        prompts_read = read_prompts(chosen, values["prompt_field"], values["max_prompts"])
-        result = explain_gap(job, prompts_read, folder, console, ray_address, in_flight)
-    write(folder, job, result, sys.argv)
-    show(job, result, console)
-    console.print(f"wrote explanation.html and explanation.json to {folder}", highlight=False, soft_wrap=True)
+        given = {"output": Path("outputs") / "explain" / recipe.stem, **of_recipe, **given}
+    job = Explanation(**given)
+    from verl_precision.tools.gap.explain.session import explain as explain_gap
+
+    _run(job, explain_gap)
 
 
-@verb("evaluate")
-def evaluate(
-    model: Annotated[str, Argument(help="Folder or hub name of the model, e.g. an exported checkpoint.")],
-    data: Annotated[
-        list[Path], Option(help="Data set in verl's format: .parquet or .jsonl. Repeat the option for several.")
-    ],
-    context: Annotated[
-        list[int], Option(help="Most tokens of prompt and response together. Repeat the option for several.")
-    ],
-    dtype: Annotated[
-        list[str] | None, Option(help="Dtype of vLLM: fp16, bf16 or fp32. Repeat it for several. Default: fp16.")
-    ] = None,
-    responses: Annotated[int, Option("--responses", "-n", help="Responses to each problem: k of avg@k.")] = 32,
-    temperature: Annotated[float, Option(help="Sampling temperature; 0 takes the most probable token.")] = 0.6,
-    top_p: Annotated[float, Option(help="Share of the probability that is drawn from, most probable first.")] = 0.95,
-    seed: Annotated[int, Option(help="Sampling seed. Each response gets its own seed from it.")] = 0,
-    reward: Annotated[str, Option(help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")] = "verl",
-    pass_score: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
-    in_flight: Annotated[int, Option(min=1, help="Responses that each engine draws at a time.")] = 256,
-    keep_text: Annotated[bool, Option("--keep-text", help="Write the responses' text into the journal.")] = False,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Folder of the results. Default: outputs/evaluate/<model>.")
-    ] = None,
-    ray_address: Annotated[str | None, Option(help="Draw on every GPU of this Ray; `local` starts one.")] = None,
-) -> None:
+@verb("evaluate", Evaluation)
+def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
     Shows avg@k with its standard error, pass@k and the share of truncated responses; with several dtypes also the
     paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
     it counts: after an interruption, the same command continues.
     """
+    job = Evaluation(**given)
     from verl_precision.tools.evaluate.session import evaluate as evaluate_model
-    from verl_precision.tools.evaluate.settings import Evaluation
 
-    values: dict[str, Any] = dict(
-        model=model, data=tuple(data), contexts=tuple(context), dtypes=tuple(dtype or ["fp16"])
-    )
-    values |= dict(responses=responses, temperature=temperature, top_p=top_p, seed=seed)
-    evaluation = Evaluation(**values, reward=reward, pass_score=pass_score)
-    folder = output or _folder_of("evaluate", model)
-    with after_ctrl_c(f"every process has ended. What is done is in {folder}; the same command continues"):
-        evaluate_model(evaluation, folder, console, ray_address, in_flight, keep_text)
+    _run(job, evaluate_model)
+
+
+@verb("sanity-set", SanitySet)
+def sanity_set(given: dict[str, Any]) -> None:
+    """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
+
+    Draws responses at temperature 1 and top_p 1, and keeps the problems with an accuracy from --low to --high. Sampling
+    stops for a problem once its verdict is decided. Every response is on disk before it counts: after an interruption,
+    the same command continues. Writes kept.parquet, summary.json and accuracy.png.
+    """
+    job = SanitySet(**given)
+    from verl_precision.tools.sanity_set.session import build_sanity_set
+
+    _run(job, build_sanity_set)
 
 
 @verb("export")
@@ -564,54 +482,6 @@ def data(
     from verl_precision.tools.data.prepare import prepare
 
     print(prepare(name, output / f"{name}.parquet", template, source, synthetic, skip_size_check))
-
-
-def _share(text: str) -> Fraction:
-    try:
-        return Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise BadParameter(f"{text!r}: allowed: a share such as 0.2, 20% or 1/5") from None
-
-
-@verb("sanity-set")
-def sanity_set(
-    data: Annotated[Path, Argument(help="Data set in verl's format: a .parquet or .jsonl file.")],
-    model: Annotated[str, Option("--model", "-m", help="Folder or hub name of the model that will be trained.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder of the results. A folder given again is resumed.")],
-    responses_per_problem: Annotated[int, Option("--responses-per-problem", "-n", help="Number of responses.")] = 40,
-    low: Annotated[Fraction, Option(parser=_share, metavar="SHARE", help="Lowest accuracy kept.")] = "0.2",  # type: ignore[assignment]
-    high: Annotated[Fraction, Option(parser=_share, metavar="SHARE", help="Highest accuracy kept.")] = "0.8",  # type: ignore[assignment]
-    reward: Annotated[str, Option(help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")] = "verl",
-    pass_score: Annotated[float, Option(help="Lowest score of a correct response.")] = 1.0,
-    dtype: Annotated[str, Option(help="Dtype of the engine: fp16, bf16 or fp32.")] = "fp16",
-    max_prompt_length: Annotated[
-        int, Option(min=1, help="Largest number of tokens; longer prompts are left out.")
-    ] = 1024,
-    max_response_length: Annotated[
-        int, Option(min=1, help="Largest number of tokens; longer responses are cut.")
-    ] = 6976,
-    seed: Annotated[int, Option(help="Sampling seed. Each response gets its own seed from it.")] = 0,
-    in_flight: Annotated[int, Option(min=1, help="Responses that each engine draws at a time.")] = 512,
-    all_responses: Annotated[bool, Option("--all-responses", help="Also draw for decided problems.")] = False,
-    keep_text: Annotated[bool, Option("--keep-text", help="Write the responses' text into the journal.")] = False,
-    recorded: Annotated[Path | None, Option("--responses", help="Replay this journal instead of sampling.")] = None,
-    ray_address: Annotated[str | None, Option(help="Draw on every GPU of this Ray; `local` starts one.")] = None,
-    engines: Annotated[int | None, Option(min=1, help="With --ray-address: number of engines. Default: GPUs.")] = None,
-) -> None:
-    """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
-
-    Draws responses at temperature 1 and top_p 1, and keeps the problems with an accuracy from --low to --high. A
-    problem gets no further response when its verdict can no longer change. Every response is on disk before it counts:
-    after an interruption, the same command continues. Writes kept.parquet, summary.json and accuracy.png.
-    """
-    values = dict(locals())  # the options, most of them called as the settings are
-    from verl_precision.tools.sanity_set.session import Options, build_sanity_set
-    from verl_precision.tools.sanity_set.window import Window
-
-    window = Window(values.pop("responses_per_problem"), values.pop("low"), values.pop("high"))
-    options = Options(window=window, early_stopping=not values.pop("all_responses"), **values)
-    with after_ctrl_c(f"every response that was ready is in {output}. The same command continues."):
-        build_sanity_set(options, console)
 
 
 @verb("patch")

@@ -16,15 +16,14 @@ import injected_faults
 
 from verl_precision.tools.gap.explain.session import explain
 from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.jobs.prompts import read_prompts
 
 
 def test_another_epsilon_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))  # for the processes of the engines
-    job = Explanation(model="tiny:qwen3", prompts="built-in", max_response_tokens=32)
-    prompts, console = read_prompts(None, "prompt", 6), Console(file=io.StringIO())
+    job = Explanation(max_prompts=6, max_response_tokens=32, output=tmp_path)
+    console = Console(file=io.StringIO())
     vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 100})
-    result = explain(job, prompts, tmp_path, console, vllm=vllm)
+    result = explain(job, console, vllm=vllm)
     by_cause = {finding.variant.cause: finding for finding in result.findings}
     assert [finding.variant.cause for finding in result.findings if finding.fault] == ["engine"]
     assert result.findings[0] is by_cause["engine"] and result.attribution.share(by_cause["engine"].part) > 0.8
@@ -48,9 +47,9 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
 def test_ties_in_the_router_are_found(tmp_path):
     """FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
     model = injected_faults.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)
-    job = Explanation(model=model, prompts="built-in", train_dtype="fp16", rollout_dtype="fp16", max_response_tokens=32)
-    prompts, console = read_prompts(None, "prompt", 6), Console(file=io.StringIO())
-    result = explain(job, prompts, tmp_path / "job", console)
+    dtypes = {"train_dtype": "fp16", "rollout_dtype": "fp16"}
+    job = Explanation(model=model, max_prompts=6, **dtypes, max_response_tokens=32, output=tmp_path / "job")
+    result = explain(job, Console(file=io.StringIO()))
     assert [finding.variant.cause for finding in result.findings if finding.fault] == ["routing"]
     routing = result.findings[0]
     assert result.attribution.share(routing.part) > 0.8 and routing.part.without < 0.2 * result.attribution.k3

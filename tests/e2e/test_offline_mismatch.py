@@ -7,7 +7,6 @@ from rich.console import Console
 
 from verl_precision.tools.gap.pairs.session import measure_mismatch
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs.prompts import read_prompts
 
 MODEL = "tiny:qwen3_rough"
 DTYPES = ("fp16", "bf16")
@@ -18,16 +17,16 @@ def analysis(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offline") / "analysis"
     job = MismatchJob(
         model=MODEL,
-        prompts="built-in",
         rollout_dtypes=DTYPES,
         train_dtypes=DTYPES,
         responses=2,
         max_response_tokens=96,
+        in_flight=16,
+        output=folder,
     )
 
     def run() -> dict[tuple[str, str], float]:
-        prompts = read_prompts(None, "prompt", 16)
-        pairs = measure_mismatch(job, prompts, folder, Console(file=io.StringIO()), in_flight=16)
+        pairs = measure_mismatch(job, Console(file=io.StringIO()))
         assert all(pair.metrics["mismatch/nonfinite_tokens"] == 0 for pair in pairs)
         return {(pair.rollout, pair.train): pair.k3 for pair in pairs}
 

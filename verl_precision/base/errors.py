@@ -1,5 +1,8 @@
 """The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def describe(problem: str, setting: str = "", value: object = None, allowed: str = "", remedy: str = "") -> str:
     """Return the one text that errors and findings of `check` have for a user.
@@ -98,6 +101,15 @@ class RunFailedError(VerlPrecisionError):
 
 class CheckFailedError(VerlPrecisionError, AssertionError):
     """In the self-test: this machine, or the software on it, does not do what training depends on."""
+
+
+@contextmanager
+def after_ctrl_c(text: str) -> Iterator[None]:
+    """Have this text shown if Ctrl-C ends what is inside."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(text) from None
 
 
 def require(condition: bool, problem: str, remedy: str = "") -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
@@ -23,8 +24,36 @@ def command_option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
-def settings(spell: Callable[[str], str]) -> Callable[[type[T]], type[T]]:
+def option(
+    *flags: str, help: str, default: Any = ..., argument: bool = False, recorded: bool = True, **bounds: Any
+) -> Any:
+    """Declare a field that the command line sets; `base.options` makes Typer's parameter of it.
+
+    Args:
+        flags: The option as it is typed, if not `command_option(name)`: the long form first, `--yes/--no` for a switch.
+        help: Text of `--help`.
+        default: Value without the option; without one the option is required.
+        argument: Whether it is typed without an option's name.
+        recorded: Whether it decides the result; `recorded` leaves the others out.
+        bounds: Further arguments of pydantic's `Field`, such as `ge=1`.
+    """
+    typed: Any = {"flags": flags, "help": help, "argument": argument}
+    title = flags[0].partition("/")[0] if flags else None
+    return Field(default=default, title=title, exclude=not recorded, json_schema_extra=typed, **bounds)
+
+
+def recorded(settings: Any) -> dict[str, Any]:
+    """Return the fields that decide the result."""
+    return {name: getattr(settings, name) for name, field in fields_of(settings).items() if not field.exclude}
+
+
+def fields_of(cls: Any) -> dict[str, FieldInfo]:
+    """Return the fields of a class of settings, by name."""
+    return cls.__pydantic_fields__
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field, option))
+def settings(spell: Callable[[str], str], *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen pydantic dataclass whose errors are `ConfigurationError`.
 
     A `__post_init__` checks what concerns several fields, and raises `ConfigurationError` itself.
@@ -32,11 +61,12 @@ def settings(spell: Callable[[str], str]) -> Callable[[type[T]], type[T]]:
     Args:
         spell: Turns the name of a field into what the user writes: `command_option`, or `"mismatch.alarm.{}".format`.
             A field with a `title` is called by its title; a field with a `description` has it for a remedy.
+        kw_only: Whether fields are given by name alone, so that a class may add required ones to those of its base.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         # forbid: an unknown setting is an error; the default is to ignore it.
-        made: Any = dataclass(frozen=True, config=ConfigDict(extra="forbid"))(cls)
+        made: Any = dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))(cls)
         validate = made.__init__
 
         @functools.wraps(validate)
@@ -67,7 +97,7 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
             "there is no such setting", setting=spell(name), value=first["input"], allowed=known,
             remedy="Check the spelling.",
         )  # fmt: skip
-    field = cls.__pydantic_fields__[name]
+    field = fields_of(cls)[name]
     setting = field.title or spell(name)
     if first["type"] in ("missing", "missing_argument"):
         return ConfigurationError(f"{setting}: it is missing", allowed=str(field.annotation), remedy="Give a value.")

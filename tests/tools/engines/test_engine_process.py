@@ -66,7 +66,7 @@ def test_answers_come_from_another_process_that_ends_when_closed(start):
     engine.submit([request(2)])
     back = first + engine.poll() + engine.poll()
     assert [response.response for response in back] == [0, 1, 2] and engine.poll() == []
-    (number,) = {response.tokens for response in back}
+    (number,) = {response.length for response in back}
     assert number != os.getpid()
     engine.close()
     assert not psutil.pid_exists(number)
@@ -92,7 +92,7 @@ from pathlib import Path
 from test_engine_process import SLEEP, Echo, EngineProcess, request
 engine = EngineProcess(partial(Echo), "score", Path({str(tmp_path)!r}))
 engine.submit([request(0), request(1, SLEEP)])
-print(engine.poll()[0].tokens, flush=True)
+print(engine.poll()[0].length, flush=True)
 time.sleep(600)
 """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), *sys.path]))

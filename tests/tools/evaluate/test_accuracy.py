@@ -14,7 +14,7 @@ from verl_precision.tools.jobs.problems import Problem
 
 
 def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
-    return Evaluation("m", ("a.jsonl",), contexts, dtypes, responses)
+    return Evaluation(model="m", data=("a.jsonl",), contexts=contexts, dtypes=dtypes, responses=responses)
 
 
 def measured(evaluation, sets, drawn):
@@ -107,7 +107,7 @@ def test_tables_and_json():
     assert "| set | 8 | fp16 | 62.50 ± 37.50 | 100.00 | 0.00 | 2 | 2 |" in text
     assert "| set | 8 | fp16 - bf16 | -12.50 ± 12.50 |" in text and "| one | 8 | fp16 - bf16 | +0.00 |" in text
     assert "Left out of one" in text and "Left out of set" not in text and "verl 1." in text
-    content = summary(found, differences(found), sets, {"set": 0}, {"seed": 0}, ["verl-precision"])
+    content = summary(found, differences(found), sets, {"set": 0})
     assert content["results"][1]["problems"] == {"a": 1.0, "b": 0.25}
     assert json.dumps(content, allow_nan=False), "no NaN, which JSON has not"
     assert content["results"][2]["standard_error"] is None and content["results"][2]["data"] == "one"

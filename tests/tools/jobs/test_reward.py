@@ -60,19 +60,19 @@ def test_a_function_of_verls_signature(function, body, pass_score, correct):
 )
 def test_a_function_that_gives_no_number_is_found_before_a_model_loads(function, body, words):
     with pytest.raises(ConfigurationError, match=words):
-        load_reward(function(body)).unreadable([problem()])
+        load_reward(function(body)).readable([problem()])
 
 
 def test_a_data_source_that_verl_does_not_know_is_named():
     with pytest.raises(ConfigurationError, match="data_source 'of_my_own'"):
-        load_reward("verl").unreadable([problem("of_my_own")])
+        load_reward("verl").readable([problem("of_my_own")])
 
 
 def test_empty_answers_are_counted_and_all_of_them_refused():
     reward, empty = load_reward("verl"), problem("math_dapo", " ")
-    assert reward.unreadable([empty, problem("math_dapo")]) == [empty]
+    assert reward.readable([empty, problem("math_dapo")]) == [problem("math_dapo")]
     with pytest.raises(ConfigurationError, match="none of the 1 ground truths can be read"):
-        reward.unreadable([empty])
+        reward.readable([empty])
 
 
 def test_another_function_is_another_setting(function):
@@ -108,7 +108,7 @@ def test_math_verify_is_the_reward_of_the_recipes():
     assert reward.is_correct(half, "The answer is \\boxed{0.5}.")
     assert not reward.is_correct(half, "The answer is \\boxed{0.4}.")
     assert not reward.is_correct(half, "The answer is 0.5.")
-    assert reward.unreadable([half, blank]) == [blank]
+    assert reward.readable([half, blank]) == [half]
 
 
 def test_math_verify_that_is_not_installed_says_how_to_get_it(monkeypatch):

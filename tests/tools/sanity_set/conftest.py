@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from verl_precision.tools.jobs.problems import read_data_set
-from verl_precision.tools.sanity_set.session import Options, build_sanity_set
-from verl_precision.tools.sanity_set.window import Window
+from verl_precision.tools.sanity_set.session import build_sanity_set
+from verl_precision.tools.sanity_set.settings import SanitySet
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def record(write_rows) -> Callable[..., Path]:
 def replay(tmp_path, row, write_rows, record) -> Callable:
     """Build a sanity set from verdicts; returns the summary and the folder."""
 
-    def run(verdicts: Sequence[Sequence[bool]], folder: str = "out", window: Window | None = None, **options):
+    def run(verdicts: Sequence[Sequence[bool]], folder: str = "out", **options):
         data = tmp_path / "data.jsonl"
         if not data.exists():
             write_rows(data, [row(number) for number in range(len(verdicts))])
-        recorded = record(tmp_path / "recorded.jsonl", data, verdicts)
-        values = {"data": data, "model": "recorded", "output": tmp_path / folder, "recorded": recorded, **options}
-        chosen = Options(window=window or Window(len(verdicts[0])), **values)
-        return build_sanity_set(chosen, Console(quiet=True)), tmp_path / folder
+        replayed = record(tmp_path / "recorded.jsonl", data, verdicts)
+        values = {"data": data, "model": "recorded", "output": tmp_path / folder, "replayed": replayed}
+        job = SanitySet(**{**values, "responses_per_problem": len(verdicts[0]), **options})
+        return build_sanity_set(job, Console(quiet=True)), tmp_path / folder
 
     return run

@@ -27,15 +27,3 @@ def test_replays_says_what_it_saved_and_resumes_with_shares_written_otherwise(in
     assert "72 (60%)" in text  # 24 of 40 each
     code, text = invoke("--low", "0.2", "--high", "0.8")
     assert code == 0 and "resuming: 48 responses are in the journal" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--dtype", "half"], 1, "error: --dtype half: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
-        (["--low", "few"], 2, "a share such as 0.2, 20% or 1/5"),
-    ],
-)
-def test_refuses_in_one_line(invoke, arguments, code, words):
-    found, text = invoke(*arguments)
-    assert found == code and words in text and "Traceback" not in text

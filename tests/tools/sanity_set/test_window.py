@@ -31,9 +31,14 @@ def test_the_papers_window_by_hand(correct, drawn, verdict):
     assert Window().verdict(correct, drawn) is verdict
 
 
-def test_soonest_by_hand():
+def test_the_fewest_that_decide_by_hand():
     """16 = 8 correct and 8 wrong keep; from 20 correct of 20, 8 wrong keep, or 13 more correct drop."""
-    assert [Window().soonest(*drawn) for drawn in ((0, 0), (20, 20), (32, 32), (8, 16))] == [16, 8, 1, 0]
+    assert [Window().min_responses_to_decide(*drawn) for drawn in ((0, 0), (20, 20), (32, 32), (8, 16))] == [
+        16,
+        8,
+        1,
+        0,
+    ]
 
 
 @st.composite
@@ -47,7 +52,7 @@ def windows(draw) -> Window:
 
 
 @given(windows(), st.data())
-def test_decided_exactly_when_every_end_agrees_and_soonest_is_the_shortest_way_there(window, data):
+def test_decided_exactly_when_every_end_agrees_and_the_minimum_is_the_shortest_way_there(window, data):
     drawn = data.draw(st.integers(0, window.responses))
     correct = data.draw(st.integers(0, drawn))
     left = window.responses - drawn
@@ -59,7 +64,7 @@ def test_decided_exactly_when_every_end_agrees_and_soonest_is_the_shortest_way_t
         for length in range(window.responses - drawn + 1)
         if any(window.verdict(correct + c, drawn + length) is not Verdict.OPEN for c in range(length + 1))
     ]
-    assert window.soonest(correct, drawn) == lengths[0]
+    assert window.min_responses_to_decide(correct, drawn) == lengths[0]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Response:
 
     problem: str
     response: int
-    tokens: int  # length of the response
+    length: int  # number of its tokens
     text: str | None = None
     correct: bool | None = None  # the recorded verdict, where a recorded response has one
     token_ids: tuple[int, ...] | None = None

@@ -61,7 +61,7 @@ def read_outcomes(journal: Journal, evaluation: Evaluation, tasks: Mapping[str, 
     return outcomes
 
 
-class Drawing(FixedWork):
+class ResponseJob(FixedWork):
     """The responses of one dtype to all problems; those to one problem come one after the other."""
 
     def __init__(
@@ -73,7 +73,6 @@ class Drawing(FixedWork):
         journal: Journal,
         reward: Reward,
         decode: Callable[[Sequence[int]], str],
-        keep_text: bool = False,
     ) -> None:
         """Begin with what is in `outcomes`, and add to it.
 
@@ -85,10 +84,9 @@ class Drawing(FixedWork):
             journal: Where responses are written.
             reward: Judges responses.
             decode: Turns the tokens of a beginning into text.
-            keep_text: Whether the text is written, too.
         """
         self._evaluation, self._dtype, self._tasks = evaluation, dtype, tasks
-        self._journal, self._reward, self._decode, self._keep_text = journal, reward, decode, keep_text
+        self._journal, self._reward, self._decode = journal, reward, decode
         self._drawn = outcomes[dtype]
         super().__init__([(name, index) for name in tasks for index in range(evaluation.responses)], self._drawn)
 
@@ -105,15 +103,15 @@ class Drawing(FixedWork):
         """Judge a response, write it, then count it."""
         correct = self._verdicts(response)
         record: dict[str, Any] = {"dtype": self._dtype, "problem": response.problem, "response": response.response}
-        record |= {"tokens": response.tokens, "finish_reason": response.finish_reason, "correct": correct}
-        self._journal.append({**record, "text": response.text if self._keep_text else None})
-        drawn = Drawn(response.tokens, response.finish_reason == "length", correct)
+        record |= {"tokens": response.length, "finish_reason": response.finish_reason, "correct": correct}
+        self._journal.append({**record, "text": response.text if self._evaluation.keep_text else None})
+        drawn = Drawn(response.length, response.finish_reason == "length", correct)
         self._drawn[response.problem, response.response] = drawn
 
     def _verdicts(self, response: Response) -> tuple[bool, ...]:
         """Judge the response as far as it goes in each context; the same text is judged once."""
         task, ids = self._tasks[response.problem], response.token_ids or ()
-        lengths = [min(response.tokens, context - len(task.prompt)) for context in self._evaluation.contexts]
-        texts = {n: response.text if n == response.tokens else self._decode(ids[:n]) for n in lengths}
+        lengths = [min(response.length, context - len(task.prompt)) for context in self._evaluation.contexts]
+        texts = {n: response.text if n == response.length else self._decode(ids[:n]) for n in lengths}
         verdicts = {n: self._reward.is_correct(task.problem, text or "") for n, text in texts.items()}
         return tuple(verdicts[n] for n in lengths)

@@ -73,8 +73,6 @@ def summary(
     changes: Sequence[Difference],
     problems: Mapping[str, Sequence[str]],
     left_out: Mapping[str, int],
-    settings: Mapping[str, Any],
-    command: Sequence[str],
 ) -> dict[str, Any]:
     """Return everything measured for JSON, the share of correct responses to each problem included."""
     return {
@@ -95,6 +93,4 @@ def summary(
             for each in changes
         ],
         "left_out": left_out,
-        "settings": settings,
-        "command": command,
     }

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import recorded
 from verl_precision.integration.rewards import boxed_answer
 from verl_precision.integration.rewards.math_answers import require_math_verify
 from verl_precision.tools.jobs.problems import Problem
+from verl_precision.tools.jobs.settings import JudgedJob
 
 PACKAGE = "pkg://"
 Score = Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number, or dict with score
@@ -56,8 +58,8 @@ class Reward:
             raise _refusal(self.name, f"it returned {score!r} on row {problem.row}", allowed)
         return float(score) >= self.pass_score
 
-    def unreadable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the problems whose ground truth cannot be compared with; every response to them would be wrong.
+    def readable(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Return the problems whose ground truth can be compared with; every response to the others would be wrong.
 
         It also calls the function once for each data source, so that one that cannot work fails before a model loads.
 
@@ -66,11 +68,17 @@ class Reward:
         """
         for problem in {problem.data_source: problem for problem in problems}.values():
             self.is_correct(problem, "")
-        found = [problem for problem in problems if not self.can_read(problem.ground_truth)]
-        if len(found) == len(problems):
-            unread = f"none of the {len(found)} ground truths can be read; the first is {found[0].ground_truth!r}"
+        found = [problem for problem in problems if self.can_read(problem.ground_truth)]
+        if not found:
+            unread = f"none of the {len(problems)} ground truths can be read; the first is {problems[0].ground_truth!r}"
             raise _refusal(self.name, unread, "answers that this reward can compare with")
         return found
+
+
+def recorded_judgement(job: JudgedJob, reward: Reward) -> dict[str, Any]:
+    """Return a job's recorded settings; a reward's name there changes when its function does."""
+    settings = recorded(job) | {"reward": reward.name}
+    return settings | {"correct_at": settings.pop("pass_score")}
 
 
 def load_reward(name: str, pass_score: float = 1.0) -> Reward:

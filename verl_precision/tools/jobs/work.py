@@ -4,16 +4,13 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from verl_precision.tools.engines.engine import Engine, Request, Response
-from verl_precision.tools.engines.engine_process import EngineProcess
 
 _SECONDS_BETWEEN_UPDATES = 0.5
 Key = tuple[str, int]  # (problem, index of the response)
@@ -23,6 +20,10 @@ class Work(Protocol):
     """What a job has to do, and how much of it is done."""
 
     total: int
+
+    @property
+    def in_flight(self) -> int | None:
+        """Responses in flight for each engine; None for the job's number."""
 
     @property
     def done(self) -> int:
@@ -40,6 +41,8 @@ class Work(Protocol):
 
 class FixedWork:
     """`Work` whose responses are known from the start: each that is missing is asked for once, in their order."""
+
+    in_flight: int | None = None
 
     def __init__(self, keys: Sequence[Key], finished: Collection[Key]) -> None:
         """Begin with what is finished; `record` adds to it."""
@@ -75,7 +78,7 @@ def complete(works: Sequence[Work], start: Callable[[], Engine], in_flight: int,
     if unfinished:
         with closing(start()) as engine:
             for work in unfinished:
-                work_through(engine, work, in_flight, console)
+                work_through(engine, work, work.in_flight or in_flight, console)
 
 
 def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
@@ -112,22 +115,3 @@ def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -
             for response in responses:
                 work.record(response)
             asked += len(wanted) - len(responses)
-
-
-def start_engine(
-    build: partial, name: str, folder: Path, ray_address: str | None, engines: int | None = None
-) -> Engine:
-    """Start one engine on this machine, or with an address one on each GPU of that Ray cluster.
-
-    Args:
-        build: Makes an engine.
-        name: What the engine does, for its log and for messages.
-        folder: Folder of the job; logs go to `logs` in it.
-        ray_address: Address of the Ray cluster; None for this machine.
-        engines: Number of engines on Ray; None for one on each GPU.
-    """
-    if ray_address is None:
-        return EngineProcess(build, name, folder / "logs")
-    from verl_precision.tools.engines.ray_engines import RayEngines
-
-    return RayEngines(build, ray_address, engines)

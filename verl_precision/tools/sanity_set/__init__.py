@@ -2,13 +2,4 @@
 
 Draw n responses to each problem, keep the problems with an initial accuracy in [20%, 80%]: what is left is neither
 trivial nor out of reach, so a correct trainer must come close to 100% on it (section 4 of arXiv:2510.26788).
-
-    verdict    when is a problem's verdict beyond change? (exact, pure)
-    schedule   which responses to draw next (pure)
-    recorded   responses replayed from a file in place of an engine
-    results    kept.parquet, summary.json, accuracy.png
-    session    a set from end to end
-    command    the command line
-
-`sampling` reads the problems, draws the responses, and keeps the journal.
 """

@@ -1,6 +1,5 @@
 """What a run leaves: the rows kept, a summary, and the histogram of accuracies."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from rich.table import Table
 from verl_precision.tools.jobs.problems import DataSet
 from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.window import Verdict
-from verl_precision.tools.show.tables import terminal_table, write_json
+from verl_precision.tools.show.tables import terminal_table
 
 BINS = 10
 _BAR_WIDTH = 40  # characters of the longest bar
@@ -89,13 +88,13 @@ def histogram_text(histogram: list[int]) -> str:
     return "\n".join(lines)
 
 
-def write_summary(path: Path, summary: Summary, schedule: Schedule, settings: Mapping[str, Any]) -> None:
-    """Write summary, settings, and every problem's counts and verdict as JSON."""
+def content(summary: Summary, schedule: Schedule) -> dict[str, Any]:
+    """Return the result for JSON, with every problem's counts and verdict."""
     problems = {
         name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
         for name, tally in schedule.tallies.items()
     }
-    write_json(path, {"summary": asdict(summary), "settings": settings, "problems": problems})
+    return {"summary": asdict(summary), "problems": problems}
 
 
 def write_figure(path: Path, schedule: Schedule, title: str) -> None:

@@ -45,8 +45,9 @@ class Schedule:
         self.early_stopping = early_stopping
         self.tallies = {problem: Tally() for problem in problems}
         self.total = len(self.tallies)
+        self.in_flight: int | None = None
         self._open = dict.fromkeys(self.tallies)  # in order
-        self._wanting = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
+        self._undecided = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
 
     @property
     def done(self) -> int:
@@ -95,8 +96,8 @@ class Schedule:
         to the problems still open, one each in turn: some of them may turn out not to be needed.
         """
         chosen: list[Key] = []
-        while self._wanting and len(chosen) < limit:
-            problem = next(iter(self._wanting))
+        while self._undecided and len(chosen) < limit:
+            problem = next(iter(self._undecided))
             chosen += self._take(problem, min(self._needed(problem), limit - len(chosen)))
             self._update(problem)
         while len(chosen) < limit:
@@ -110,7 +111,7 @@ class Schedule:
         tally = self.tallies[problem]
         needed = self.window.responses - tally.drawn
         if self.early_stopping:
-            needed = self.window.soonest(tally.correct_count, tally.drawn)
+            needed = self.window.min_responses_to_decide(tally.correct_count, tally.drawn)
         return max(needed - len(tally.asked), 0)
 
     def _take(self, problem: str, count: int) -> list[Key]:
@@ -125,7 +126,7 @@ class Schedule:
         if self.verdict(problem) is not Verdict.OPEN:
             self._open.pop(problem, None)
         if problem not in self._open or self._needed(problem) == 0:
-            self._wanting.pop(problem, None)
+            self._undecided.pop(problem, None)
         else:
-            self._wanting[problem] = None
-            self._wanting.move_to_end(problem, last=False)
+            self._undecided[problem] = None
+            self._undecided.move_to_end(problem, last=False)

@@ -6,13 +6,11 @@ soon as that whole interval lies inside (kept), or outside (dropped); more respo
 """
 
 import math
+from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from pydantic import Field
-
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.settings import command_option, settings
 
 
 class Verdict(Enum):
@@ -23,11 +21,11 @@ class Verdict(Enum):
     DROPPED = "dropped"
 
 
-@settings(command_option)
+@dataclass(frozen=True)
 class Window:
     """The rule: the accuracies that are kept, both ends included."""
 
-    responses: int = Field(default=40, ge=1, title="--responses-per-problem")  # n
+    responses: int = 40  # n
     low: Fraction = Fraction(1, 5)
     high: Fraction = Fraction(4, 5)
 
@@ -64,7 +62,7 @@ class Window:
             return Verdict.KEPT
         return Verdict.OPEN
 
-    def soonest(self, correct: int, drawn: int) -> int:
+    def min_responses_to_decide(self, correct: int, drawn: int) -> int:
         """Return how many more responses it takes at least to decide: drawing that many at once wastes none.
 
         Kept takes `fewest` correct and n - `most` wrong ones; dropped takes `most` + 1 correct or n - `fewest` + 1

@@ -30,7 +30,6 @@ from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.session import explain
 from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.jobs.prompts import BUILT_IN_NAME, read_prompts
 from verl_precision.tools.show.tables import markdown_table
 
 MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")
@@ -134,7 +133,7 @@ def inject(case: Case, folder: Path) -> dict[str, Any]:
     settings["packed"] = "across_sequences" in faults
     in_vllm = {name: size for name, size in faults.items() if name in injected_faults.IN_VLLM}
     job = Explanation(
-        model=model, rollout_model=rollout_model, prompts=BUILT_IN_NAME, train_dtype=case.train,
+        model=model, rollout_model=rollout_model, train_dtype=case.train, output=folder / "job",
         rollout_dtype=case.rollout, seed=case.seed, max_response_tokens=48,
         fp32_log_probs="16_bit_log_probs" not in faults, **settings,
     )  # fmt: skip
@@ -142,8 +141,7 @@ def inject(case: Case, folder: Path) -> dict[str, Any]:
     trainer = TrainerEngine
     if "attention" in settings or "trainer_epsilon" in faults:
         trainer = partial(injected_faults.faulty_trainer, epsilon=faults.get("trainer_epsilon", 1.0))
-    prompts = read_prompts(None, "prompt", None)
-    result = explain(job, prompts, folder / "job", Console(file=io.StringIO()), vllm=vllm, trainer=trainer)
+    result = explain(job, Console(file=io.StringIO()), vllm=vllm, trainer=trainer)
     made = None
     if in_vllm and len(faults) == 1:
         made = _made(job, folder / "job", "rollout")

@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 from verl_precision import cli
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.options import as_options
 from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.tools.gap.explain import session
-from verl_precision.tools.gap.explain.from_config import as_options, explained_by, replays_sampling
+from verl_precision.tools.gap.explain.from_config import explained_by, replays_sampling
+from verl_precision.tools.gap.explain.settings import Explanation
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart" / "quickstart.yaml"
 
@@ -75,16 +77,16 @@ def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root)
     monkeypatch.chdir(root)
     asked = []
 
-    def explain(job, prompts, *_):
-        asked.append((job, prompts))
+    def explain(job, console):
+        asked.append(job)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session, "explain", explain)
     recipe = ["--recipe", "recipes/quickstart/quickstart.yaml", "precision=bf16"]
-    options = as_options(explained_by(quickstart))
+    options = as_options(Explanation, explained_by(quickstart))
     for arguments in (options, recipe, ["--top-p", "0.8", "--max-prompts", "2", *recipe]):
         result = CliRunner().invoke(cli.app, ["explain", "--output", str(tmp_path / "out"), *arguments])
         assert result.exit_code == 130, result.output
     (of_options, of_recipe, overridden) = asked
-    assert of_options == of_recipe and len(of_recipe[1]) == 16
-    assert overridden[0].top_p == 0.8 and len(overridden[1]) == 2, "an option goes before the recipe"
+    assert of_options == of_recipe and of_recipe.max_prompts == 16
+    assert overridden.top_p == 0.8 and overridden.max_prompts == 2, "an option goes before the recipe"

@@ -126,8 +126,8 @@ def test_a_run_folder(run_folder):
     assert "sampling: +sampling_masks=replay" in said, "the remedy"
     assert "A rerun tells the share of each cause (decode, batch, rollout_precision, engine, trainer_precision" in said
     assert (
-        "verl-precision explain --model tiny:qwen3 --rollout-dtype fp16 --train-dtype fp16 --top-p 0.8 --packed "
-        "--micro-batch-tokens 256 --max-response-tokens 64 --prompts prompts.jsonl --max-prompts 16"
+        "verl-precision explain --rollout-dtype fp16 --train-dtype fp16 --top-p 0.8 --packed "
+        "--micro-batch-tokens 256 --prompts prompts.jsonl --max-prompts 16"
     ) in said
     assert sorted(path.name for path in run_folder.iterdir()) == ["hydra", "metrics.jsonl"], "nothing is written"
 

@@ -1,6 +1,6 @@
 """What other choices of experts do is taken out of every step, and is one step of its own."""
 
-import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +12,8 @@ from verl_precision.tools.gap.explain.judge import judge
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import REPLAYED, variants
-from verl_precision.tools.jobs.prompts import read_prompts
 
-JOB = Explanation(model="tiny:qwen3_moe", prompts="built-in", packed=True)
+JOB = Explanation(model="tiny:qwen3_moe", max_prompts=3, packed=True)
 
 
 def test_parts_are_rounding_and_routing():
@@ -49,44 +48,33 @@ def test_a_fault_keeps_what_it_does_to_the_choices():
     assert {each.variant.cause for each in found.findings if each.fault} == {"weights", "decode"}
 
 
-class MadeUp:
-    """Every engine: vLLM chooses experts 0 and 1, in BF16 it and the trainer 1 and `other`; 2 takes 0.3 nats."""
+def choosing(other):
+    """Return answers: vLLM chooses experts 0 and 1, in BF16 it and the trainer 1 and `other`; 2 takes 0.3 nats."""
 
-    engines = 1
-
-    def __init__(self, name, other, seen):
-        self.name, self.other, self.seen, self.asked = name, other, seen, []
-
-    def submit(self, requests):
-        self.asked += requests
-
-    def poll(self):
-        request = self.asked.pop(0)
-        self.seen.append((self.name, request))
+    def answer(name, request):
         drawn = None if request.response_token_ids else (5, 7)
         length = len(request.prompt_token_ids) + 1  # without the last of two tokens
         experts = np.zeros((length, 1, 2), np.int16)
-        experts[:] = (1, 0) if self.name in ("rollout", "rollout_fp32", "engine_fp32") else (self.other, 1)
+        experts[:] = (1, 0) if name in ("rollout", "rollout_fp32", "engine_fp32") else (other, 1)
         if request.routed_experts is not None:
             assert request.routed_experts.shape == experts.shape
             experts = request.routed_experts
-        rounding = 0.01 if self.name in ("rollout", "trainer_alone", "trainer") else 0.0
+        rounding = 0.01 if name in ("rollout", "trainer_alone", "trainer") else 0.0
         value = -1.0 + rounding - 0.3 * (experts[-1] == 2).any()
-        said = None if self.name == REPLAYED else experts
-        return [Response(request.problem, request.response, 2, None, None, drawn, (value, -2.0), None, said)]
+        said = None if name == REPLAYED else experts
+        return Response(request.problem, request.response, 2, None, None, drawn, (value, -2.0), None, said)
 
-    def close(self):
-        """Nothing is held."""
+    return answer
 
 
 @pytest.mark.parametrize(("other", "cost", "changed"), [(2, 0.3, 0.5), (0, 0.0, 0.0)])
-def test_other_choices_are_a_cause(tmp_path, monkeypatch, other, cost, changed):
-    seen = []
-    monkeypatch.setattr(session, "start_engine", lambda build, name, *_: MadeUp(name, other, seen))
-    monkeypatch.setattr(session, "rounded_copy", lambda model, dtype, target: model)
+def test_other_choices_are_a_cause(tmp_path, monkeypatch, made_up, other, cost, changed):
+    made_up.answer = choosing(other)
     monkeypatch.setattr(session, "read_operations", lambda path: None)
+    monkeypatch.setattr(session, "write", lambda *_: None)
+    monkeypatch.setattr(session, "show", lambda *_: None)
     monkeypatch.setattr("verl_precision.tools.gap.explain.operation_jobs.FileWork.done", 1)
-    result = session.explain(JOB, read_prompts(None, "prompt", 3), tmp_path / "job", Console(file=io.StringIO()))
+    result = session.explain(replace(JOB, output=tmp_path), Console(quiet=True))
     routing = next(each for each in result.findings if each.variant.cause == "routing")
     assert routing.part.size == pytest.approx(cost / 2, abs=1e-6), "the first of two tokens"
     assert routing.evidence == f"{changed:.2%} of the choices differ between rollout and trainer"
@@ -96,5 +84,5 @@ def test_other_choices_are_a_cause(tmp_path, monkeypatch, other, cost, changed):
     by_cause = {each.variant.cause: each.part.size for each in result.findings}
     assert by_cause["trainer_precision"] == pytest.approx(0.005, abs=1e-6), "rounding is what it is without them"
     assert result.bf16_cost == pytest.approx(0.005, abs=1e-6)
-    replays = [request for name, request in seen if name == REPLAYED]
-    assert len(replays) == (6 if cost else 0), "of two chain of the trainer; a set has no order"
+    replays = [request for name, request in made_up.requests if name == REPLAYED]
+    assert len(replays) == (6 if cost else 0), "of two variants of the trainer; a set has no order"

@@ -14,7 +14,7 @@ PROMPTS = [(5, 6), (7,)]
 
 @pytest.fixture
 def job_of() -> Callable[..., MismatchJob]:
-    values = {"model": "tiny:qwen3", "prompts": "built-in", "responses": 3, "max_response_tokens": 40}
+    values = {"responses": 3, "max_response_tokens": 40}
     return lambda **changes: MismatchJob(**{**values, **changes})
 
 

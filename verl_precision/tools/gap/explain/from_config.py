@@ -1,15 +1,12 @@
 """What a recipe, or a run that is over, would have explained: the settings of `Explanation` in verl's config."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.settings import command_option
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, rollout_dtype
 from verl_precision.check.rules.attention import attention_of
-from verl_precision.tools.gap.explain.settings import Explanation
 
 _LONGEST = 512  # tokens of a response: more of them cost time, and show the same
 _PROMPTS = 16  # of the training set
@@ -63,17 +60,3 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
 def replays_sampling(config: DictConfig) -> bool:
     """Return whether the trainer knows which tokens top-p and top-k left out."""
     return bool(OmegaConf.select(config, "actor_rollout_ref.rollout.custom.sampling_masks"))
-
-
-def as_options(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as options of `verl-precision explain`, without those that are its defaults."""
-    defaults = {"prompt_field": "prompt", "max_prompts": None, **vars(Explanation(model="", prompts=""))}
-    options: list[str] = []
-    for name, value in settings.items():
-        if name == "fp32_log_probs" and not value:
-            options.append("--16-bit-log-probs")
-        elif value is True and not defaults[name]:
-            options.append(command_option(name))
-        elif value != defaults[name]:
-            options += [command_option(name), f"{value:g}" if isinstance(value, float) else str(value)]
-    return options

@@ -7,13 +7,14 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import lora_rank
 from verl_precision.check.recipe_config import recorded_config
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.gap.explain.causes import CAUSES
-from verl_precision.tools.gap.explain.from_config import as_options, explained_by, replays_sampling
+from verl_precision.tools.gap.explain.from_config import explained_by, replays_sampling
 from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded_causes
-from verl_precision.tools.gap.explain.settings import explanation_of
+from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import variants
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import terminal_table
@@ -63,11 +64,11 @@ def show_run(source: Path, console: Console) -> None:
         console.print("It has left no config. A rerun tells the share of each cause, and more of them:")
         console.print("verl-precision explain --recipe RECIPE.yaml", highlight=False)
         return
-    job = explanation_of(settings)
+    job = Explanation(**settings)
     known = {one.cause for one in found if one.fault is not None}
     causes = ", ".join(one.cause for one in variants(job)[1:] if one.cause not in known)
     console.print(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:", soft_wrap=True)
-    options = shlex.join(as_options(settings))
+    options = shlex.join(as_options(Explanation, settings))
     console.print(f"verl-precision explain {options}", highlight=False, soft_wrap=True)
     if lora_rank(config):
         console.print(

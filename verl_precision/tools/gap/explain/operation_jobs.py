@@ -13,6 +13,7 @@ class FileWork:
     """`Work` whose one result is a file."""
 
     total = 1
+    in_flight = 1
 
     def __init__(self, path: Path, what: str) -> None:
         self.path, self._what, self._asked = path, what, False

@@ -1,7 +1,7 @@
 """What was found, in words: a table for the terminal, JSON, and one HTML page with a waterfall of the parts."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
 from verl_precision.base.files import write_file
-from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap.explain.judge import FLOOR, Finding, Result
 from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -84,7 +83,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
         console.print(left_out, style="red", soft_wrap=True)
 
 
-def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]) -> None:
+def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:
     """Write `FILES`."""
     content = {
         "verdict": verdict(job, result),
@@ -96,9 +95,8 @@ def write(folder: Path, job: Explanation, result: Result, command: Sequence[str]
         "steps": [_as_dict(each, result) for each in result.findings],
         "operations": {name: asdict(found) for name, found in result.operations.items()},
         "path": [one.name for one in result.chain],
-        "settings": asdict(job),
-        "versions": installed_versions(),
-        "command": shlex.join(command),
+        **envelope,
+        "command": shlex.join(envelope["command"]),
     }
     write_json(folder / "explanation.json", content)
     page = render(

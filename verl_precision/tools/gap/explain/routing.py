@@ -32,6 +32,8 @@ def series_of(variant: Variant) -> tuple[str, str | None]:
 class Replay(Series):
     """Scores of the responses for which a variant chose other experts than the trainer's engine in FP32."""
 
+    in_flight = 1
+
     def __init__(self, store: Store, variant: Variant, engine: Variant) -> None:
         """Find what is missing; both variants are complete."""
         self._variant = variant

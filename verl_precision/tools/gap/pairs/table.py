@@ -1,7 +1,6 @@
 """The result as Markdown, which is shown too, and as JSON. Rank 1 has the smallest mismatch."""
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 from verl_precision.tools.gap.pairs.measure import Pair
@@ -51,9 +50,7 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
     return markdown_page("Training-inference mismatch, offline", about, versions, lines)
 
 
-def summary(
-    pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int, command: list[str]
-) -> dict[str, Any]:
+def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
     """Return everything measured for JSON, with the pairs ranked; `prompts` is their number."""
     return {
         "pairs": [
@@ -66,8 +63,5 @@ def summary(
             }
             for pair in ranked(pairs)
         ],
-        "settings": asdict(settings),
         "prompt_count": prompts,
-        "versions": versions,
-        "command": command,
     }

@@ -1,0 +1,181 @@
+"""One contract for the verbs that draw and score: killed and resumed, nothing twice, one folder, one envelope."""
+
+import json
+import shlex
+import sys
+from collections import Counter
+
+import pytest
+from made_up import six_characters, two_tokens
+from typer.testing import CliRunner
+
+from verl_precision.base.versions import installed_versions
+from verl_precision.cli import app
+from verl_precision.tools.gap.pairs import session as mismatch_session
+from verl_precision.tools.jobs import frame
+
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.split("=")[-1] == ground_truth)
+"""
+JUDGED = ["--reward", "reward.py", "--in-flight", "1"]
+# verb -> its options, its answers, how often it dies, its results
+VERBS = {
+    "mismatch": (["--max-prompts", "2", "--responses", "3"], two_tokens, (4, 15), ("table.md", "summary.json")),
+    "explain": (["--max-prompts", "3"], two_tokens, (2, 11), ("explanation.html", "explanation.json")),
+    "evaluate": (
+        ["tiny:qwen3", "--data", "data.jsonl", "--context", "200", "--dtype", "bf16", "--dtype", "fp16", "-n", "5"],
+        six_characters,
+        (4, 13),
+        ("table.md", "summary.json"),
+    ),
+    "sanity-set": (
+        ["data.jsonl", "--model", "tiny:qwen3", "-n", "10"],
+        six_characters,
+        (2, 6),
+        ("accuracy.png", "summary.json", "kept.parquet"),
+    ),
+}
+
+
+@pytest.fixture(params=VERBS)
+def verb(request, made_up, tmp_path, monkeypatch, row, write_rows):
+    """Type one of the verbs in an empty folder; return how, and the files that it leaves."""
+    options, made_up.answer, lives, results = VERBS[request.param]
+    monkeypatch.chdir(tmp_path)
+    # Drawing takes seconds; tests/tools/gap/pairs/test_measure.py looks at the figures.
+    monkeypatch.setattr(mismatch_session, "write_figures", lambda folder, pairs, title: [])
+    (tmp_path / "reward.py").write_text(REWARD)
+    write_rows(tmp_path / "data.jsonl", [row(n, reward_model={"ground_truth": str(n)}) for n in range(2)])
+    judged = JUDGED if made_up.answer is six_characters else []
+
+    def run(*more: str, lives: int = 0) -> tuple[int, str]:
+        made_up.lives = lives
+        done = CliRunner().invoke(app, [request.param, *options, *judged, *more])
+        return done.exit_code, " ".join(done.output.split())
+
+    return run, tmp_path / "outputs" / request.param / "tiny-qwen3", lives, results
+
+
+def test_a_job_interrupted_twice_and_cut_ends_as_if_it_were_not(verb, made_up, tmp_path):
+    run, folder, deaths, results = verb
+    code, shown = run("--output", "whole")
+    assert code == 0, shown
+    assert " to whole" in shown and results[-1] in shown
+    whole, once = list(made_up.requests), (tmp_path / "whole" / "journal.jsonl").read_text()
+    made_up.seen.clear()
+    journal, place = folder / "journal.jsonl", folder.relative_to(tmp_path)
+    for lives in deaths:
+        code, shown = run(lives=lives)
+        assert code == 130
+        assert f"interrupted; every process has ended. What is done is in {place}; the same command continues" in shown
+        assert not any((folder / name).exists() for name in results)
+    written = journal.read_bytes()
+    journal.write_bytes(written[:-5])
+    code, shown = run()
+    assert code == 0
+    left = written.count(b"\n") - 2  # but for the settings and the torn one
+    assert f"resuming: {left} responses are in the journal; a torn last line was cut off" in shown
+
+    again = Counter(str(each).replace(str(place), "whole") for each in made_up.requests)
+    assert (again - Counter(map(str, whole))).total() == 1, "the torn one alone is asked for twice"
+    assert not Counter(map(str, whole)) - again, "nothing is left out, and seeds are the same"
+    assert sorted(journal.read_text().splitlines()) == sorted(once.splitlines())
+
+    before, made = {name: (folder / name).read_bytes() for name in results}, len(made_up.seen)
+    code, shown = run()
+    assert code == 0 and "resuming: " in shown and len(made_up.seen) == made, "a finished job starts no engine"
+    assert {name: (folder / name).read_bytes() for name in results} == before
+
+
+def test_results_say_how_they_were_made(verb):
+    run, folder, _, results = verb
+    assert run()[0] == 0
+    (name,) = (name for name in results if name.endswith(".json"))
+    content = json.loads((folder / name).read_text())
+    assert content["versions"] == installed_versions() and content["settings"]["seed"] == 0
+    assert content["settings"]["model"] == "tiny:qwen3" and not {"output", "in_flight"} & content["settings"].keys()
+    assert content["command"] in (sys.argv, shlex.join(sys.argv))
+
+
+def test_a_folder_of_another_job_is_refused(verb, monkeypatch):
+    run, folder, _, results = verb
+    assert run()[0] == 0
+    journal = folder / "journal.jsonl"
+    before = journal.read_bytes()
+    code, shown = run("--seed", "1")
+    assert code == 1 and "begun with other settings (seed: 0 there, 1 now)" in shown
+    with monkeypatch.context() as patch:
+        patch.setattr(frame, "installed_versions", lambda: {"verl": "0"})
+        code, shown = run()
+        assert "version of verl: '" in shown or "sanity-set" in str(folder), "which goes on with other versions"
+    assert journal.read_bytes() == before
+    journal.unlink()
+    code, shown = run()
+    assert code == 1 and any(f"it has {name} and no journal.jsonl" in shown for name in (*results, "logs"))
+
+
+FEW = "evaluate tiny:qwen3 --data DATA --context 64"
+SET = "sanity-set DATA --model tiny:qwen3"
+REPLAY = "sanity-set DATA --model recorded --responses"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("mismatch --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
+        (
+            "mismatch --train-dtype fp16 --train-dtype fp16",
+            "--train-dtype fp16 fp16: this cannot work. Allowed: at",
+        ),
+        ("mismatch --seed -1", "--seed -1"),
+        ("mismatch --responses 0", "--responses 0: this cannot work. Allowed: greater than or equal to 1"),
+        ("mismatch --attention eager", "--attention eager: this cannot work. Allowed: 'sdpa' or 'flash_attention_2'"),
+        ("mismatch --attention flash_attention_2 --train-dtype fp32", "flash-attn computes in 16 bits only"),
+        ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
+        ("mismatch --max-response-tokens 5000", "model's context 2048. Allowed: up to "),
+        ("mismatch --model VLLM_REFUSES", "--rollout-dtype fp16 with model gemma: vLLM refuses FP16"),
+        ("explain --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
+        ("explain --top-p 0", "--top-p 0"),
+        ("explain --max-response-tokens 5000", "the model's context 2048"),
+        ("explain --model nowhere/at-all --rollout-model tiny:none", "nowhere/at-all"),
+        ("explain --attention flash_attention_2 --train-dtype fp32", "flash-attn computes in 16 bits only"),
+        ("explain --16-bit-log-probs --train-dtype fp32", "a trainer in fp32 has no 16-bit logits"),
+        ("explain --adapter .", "--adapter .: there is no adapter in it"),
+        ("explain --adapter a --rollout-model b", "the rollout has the trainer's weights, merged"),
+        (f"{FEW} --dtype half", "--dtype half: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
+        (f"{FEW} --dtype fp16 --dtype fp16", "--dtype: fp16 is given twice"),
+        (f"{FEW} --context 64", "--context: 64 is given twice"),
+        (f"{FEW} --context 0", "--context 0: this cannot work"),
+        (f"{FEW} --context 9", "--context 9: the longest prompt has"),
+        (f"{FEW} --context 4096", "and the model's context 2048. Allowed: "),
+        (f"{FEW} --data DATA", "--data: data is given twice. Allowed: at least one, each once"),
+        (f"{FEW} --responses 0", "--responses 0: this cannot work"),
+        (f"{FEW} --temperature -1", "--temperature -1.0: this cannot work"),
+        (f"{FEW} --temperature 0", "--responses 32: at temperature 0 all responses to a problem are the same"),
+        (f"{FEW} --top-p 0", "--top-p 0.0: this cannot work"),
+        (f"{FEW} --reward nowhere.py", "--reward nowhere.py: it cannot be loaded"),
+        (f"{FEW} --data nowhere.jsonl", "nowhere.jsonl: no such file"),
+        ("evaluate nowhere --data DATA --context 64", "model='nowhere': no such folder"),
+        (f"{SET} --dtype half", "error: --dtype half: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
+        (f"{SET} --low few", "--low few: this cannot work. Allowed: a share such as 0.2, 20% or 1/5"),
+        (f"{SET} --low 0.8 --high 20%", "--low 0.8 --high 0.2"),
+        (f"{SET} --max-prompt-length 8", "--max-prompt-length 8: every prompt is longer. Allowed: "),
+        (f"{REPLAY} nowhere.jsonl", "--responses nowhere.jsonl: no such file"),
+        (f"{REPLAY} x --ray-address local", "needs no --ray-address"),
+        (f"{SET} --engines 2", "--engines 2 needs --ray-address"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_and_nothing_written(
+    command, words, tmp_path, monkeypatch, row, write_rows, made_up
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").touch()
+    write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
+    gemma = tmp_path / "gemma"
+    gemma.mkdir()
+    (gemma / "config.json").write_text('{"model_type": "gemma3"}')
+    (gemma / "model.safetensors").touch()
+    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").split()
+    done = CliRunner().invoke(app, [*given, "--output", "out"])
+    assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+    assert not (tmp_path / "out").exists() and not made_up.seen

@@ -1,0 +1,63 @@
+"""Options that several jobs have, and how each is declared: once, in a class whose fields are the command's options."""
+
+import re
+from pathlib import Path
+from typing import ClassVar
+
+from verl_precision.base.settings import command_option, option, settings
+
+BUILT_IN_PROMPTS = "built-in"
+
+
+@settings(command_option, kw_only=True)
+class Job:
+    """Options of every job that draws responses or scores them. Its folder belongs to one set of recorded ones."""
+
+    verb: ClassVar[str]
+    model: str = option(help="Folder or hub name of the model.")
+    seed: int = option(default=0, help="Sampling seed. Each response gets its own seed from it.", ge=0)
+    in_flight: int = option(
+        default=256, help="Responses that each engine draws or scores at a time.", ge=1, recorded=False
+    )
+    output: Path | None = option(
+        "--output", "-o", default=None, recorded=False,
+        help="Folder of the results. A folder given again is resumed. Default: outputs/<verb>/<model>.",
+    )  # fmt: skip
+    ray_address: str | None = option(
+        default=None, help="Share the work among the GPUs of this Ray, e.g. auto; `local` starts one.", recorded=False
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the results."""
+        return self.output or Path("outputs") / self.verb / re.sub(r"[^\w.-]+", "-", Path(self.model).name)
+
+
+@settings(command_option, kw_only=True)
+class PromptedJob(Job):
+    """A job that compares log-probs, on responses to prompts."""
+
+    model: str = option(default="tiny:qwen3", help="Folder or hub name of the model; tiny:qwen3 is built in.")
+    prompts: str = option(
+        default=BUILT_IN_PROMPTS, help="A .parquet or .jsonl file. Without one, 16 questions that are built in."
+    )
+    prompt_field: str = option(
+        default="prompt", help="Column of the prompts: chats in verl's format, or text.", recorded=False
+    )
+    max_prompts: int | None = option(
+        default=None, help="Use only this many prompts, from the first on.", ge=1, recorded=False
+    )
+    responses: int = option(default=1, help="Responses to each prompt.", ge=1)
+    max_response_tokens: int = option(default=64, help="Largest number of tokens of a response.", ge=1)
+    micro_batch_tokens: int = option(
+        default=16384, help="Tokens of one forward of the trainer, padding included.", ge=1
+    )
+
+
+@settings(command_option, kw_only=True)
+class JudgedJob(Job):
+    """A job whose responses to problems are judged."""
+
+    reward: str = option(default="verl", help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")
+    pass_score: float = option(default=1.0, help="Lowest score of a correct response.")
+    keep_text: bool = option(default=False, help="Write the responses' text into the journal.", recorded=False)

@@ -1,0 +1,65 @@
+"""What `verl-precision sanity-set` draws, and which problems it keeps."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import command_option, option, settings
+from verl_precision.tools.engines.engine import Dtype
+from verl_precision.tools.jobs.settings import JudgedJob
+from verl_precision.tools.sanity_set.window import Window
+
+
+def _share(value: Fraction | str) -> Fraction:
+    text = str(value)
+    try:
+        return Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise PydanticCustomError("share", "a share such as 0.2, 20% or 1/5") from None
+
+
+Share = Annotated[Fraction, BeforeValidator(_share)]
+
+
+@settings(command_option, kw_only=True)
+class SanitySet(JudgedJob):
+    """A data set, and the window of accuracies in which its problems are kept."""
+
+    verb: ClassVar[str] = "sanity-set"
+    data: Path = option(argument=True, help="Data set in verl's format: a .parquet or .jsonl file.", recorded=False)
+    model: str = option("--model", "-m", help="Folder or hub name of the model that will be trained.")
+    responses_per_problem: int = option(
+        "--responses-per-problem", "-n", default=Window.responses, help="Number of responses.", ge=1
+    )
+    low: Share = option(default=Window.low, help="Lowest accuracy kept.")
+    high: Share = option(default=Window.high, help="Highest accuracy kept.")
+    dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
+    max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
+    max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
+    in_flight: int = option(default=512, help="Responses that each engine draws at a time.", ge=1, recorded=False)
+    all_responses: bool = option(default=False, help="Also draw for decided problems.", recorded=False)
+    replayed: Path | None = option(
+        "--responses", default=None, help="Replay this journal instead of sampling.", recorded=False
+    )
+    engines: int | None = option(
+        default=None, help="With --ray-address: number of engines. Default: GPUs.", ge=1, recorded=False
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other, and a window that cannot keep anything."""
+        if self.engines is not None and self.ray_address is None:
+            raise ConfigurationError(
+                f"--engines {self.engines} needs --ray-address: without Ray there is one engine. Give both or none."
+            )
+        if self.replayed is not None and self.ray_address is not None:
+            raise ConfigurationError("--responses replays a file and needs no --ray-address. Give one of them.")
+        self.window  # noqa: B018 - it refuses
+
+    @property
+    def window(self) -> Window:
+        """The accuracies that are kept."""
+        return Window(self.responses_per_problem, self.low, self.high)
