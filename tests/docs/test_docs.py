@@ -98,6 +98,16 @@ def test_index_of_the_log_has_every_entry():
     assert set(rows) == entries and len(rows) == len(entries)
 
 
+def test_python_prints_the_text_below_it(capsys):
+    """Where a page shows an output."""
+    shown = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```", re.S)
+    pairs = [pair for document in DOCUMENTS for pair in shown.findall(document.read_text())]
+    assert pairs
+    for code, text in pairs:
+        exec(compile(code, "page", "exec"), {})
+        assert capsys.readouterr().out == text
+
+
 def test_figures_of_the_readme_stand_in_the_log():
     log = "".join(page.read_text() for page in LOG.glob("*.md"))
     figures = set(re.findall(r"\d\.\d+e-\d+|\d\.\d\d\b|\d+ to \d+(?= times)", (ROOT / "README.md").read_text()))
