@@ -11,14 +11,9 @@ SEEDS=${SEEDS:-0}
 #########################################################################
 
 export VERL_PLATFORM=cpu
-# shellcheck disable=SC2086 # seeds are separate words
-"$PYTHON" recipes/phantom_clipping/make_task.py outputs/phantom_clipping/task --seeds $SEEDS
-CHOICES=()
-for ARM in $ARMS; do
-    CHOICES+=(--arm "$ARM")
-done
-for SEED in $SEEDS; do
-    CHOICES+=(--seed "$SEED")
-done
-"$PYTHON" -m verl_precision.cli compare recipes/phantom_clipping/phantom_clipping.yaml "${CHOICES[@]}" \
-    --parallel 2 "$@"
+# shellcheck disable=SC2046,SC2086 # names and seeds are separate words
+{
+    "$PYTHON" recipes/phantom_clipping/make_task.py outputs/phantom_clipping/task --seeds $SEEDS
+    "$PYTHON" -m verl_precision.cli compare recipes/phantom_clipping/phantom_clipping.yaml --parallel 2 \
+        $(printf -- '--arm %s ' $ARMS) $(printf -- '--seed %s ' $SEEDS) "$@"
+}

@@ -20,18 +20,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from verl_precision.base import tiny_model
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import (
-    IM_END,
-    PAD,
-    SEED,
-    VOCABULARY,
-    build_tokenizer,
-    random_model,
-    save,
-    settings,
-    write_problems,
-)
+from verl_precision.base.tiny_model import IM_END, PAD, SEED, VOCABULARY, random_model, settings, write_problems
 
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
 RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end
@@ -101,7 +92,7 @@ def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None
     values = {**values, "num_hidden_layers": LAYERS}
     model = random_model(model_type, values)
     _train(model, on_progress)
-    save(model, build_tokenizer(CHAT_TEMPLATE), values, folder)
+    tiny_model.save(model, tiny_model.build_tokenizer(CHAT_TEMPLATE), values, folder)
 
 
 def _train(model, on_progress: OnProgress) -> None:

@@ -1,6 +1,7 @@
 """Recipes name their files from the repository's root; their scripts are no modules of the package."""
 
 import importlib.util
+import json
 import sys
 
 import pytest
@@ -36,5 +37,18 @@ def executable(tmp_path):
         path.write_text(f"#!/bin/bash\n{script}\n")
         path.chmod(0o755)
         return path
+
+    return write
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """Write the metrics of a run, a mapping for each step, where a comparison has those of an arm and a seed."""
+
+    def write(arm: str, seed: int, rows) -> None:
+        folder = tmp_path / arm / f"seed_{seed}"
+        folder.mkdir(parents=True)
+        lines = [json.dumps({"step": step, "data": row}) + "\n" for step, row in enumerate(rows, 1)]
+        (folder / "metrics.jsonl").write_text("".join(lines))
 
     return write

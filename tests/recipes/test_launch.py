@@ -167,8 +167,7 @@ def watched(tmp_path):
 
 
 def test_a_watched_command_that_ends_well_ends_at_once(watched):
-    process = watched("true")
-    assert process.wait(20) == 0
+    assert watched("true").wait(20) == 0
 
 
 def test_a_watched_command_is_asked_to_end(watched):
@@ -178,41 +177,42 @@ def test_a_watched_command_is_asked_to_end(watched):
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
-def test_rayjob_has_hosts_gpus_image_and_command(load_script):
-    rayjob = load_script("recipes/launch/rayjob.py")
-    job = rayjob.fill_in("registry/verl:0.9.1", Path(RECIPE), OVERRIDES)
+@pytest.fixture
+def rayjob(load_script):
+    """Fill in the manifest; return it, and the pods of head and workers."""
+
+    def rayjob(**options: str) -> tuple[dict, list[dict]]:
+        job = load_script("recipes/launch/rayjob.py").fill_in("registry/verl:0.9.1", Path(RECIPE), OVERRIDES, **options)
+        cluster = job["spec"]["rayClusterSpec"]
+        groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+        return job, [group["template"]["spec"] for group in groups]
+
+    return rayjob
+
+
+def test_rayjob_has_hosts_gpus_image_and_command_keeps_what_a_run_writes_and_tries_again(rayjob):
+    job, pods = rayjob()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert shlex.split(job["spec"]["entrypoint"]) == [
         *("env", "CLUSTER=auto", "bash", "recipes/launch/run.sh", RECIPE, *OVERRIDES)
     ]
-    cluster = job["spec"]["rayClusterSpec"]
-    (workers,) = cluster["workerGroupSpecs"]
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 2
-    for group in (cluster["headGroupSpec"], workers):
-        (container,) = group["template"]["spec"]["containers"]
+    assert job["spec"]["backoffLimit"] > 0
+    written = {"checkpoints", "outputs", "tensorboard_log", "wandb"}
+    for pod in pods:
+        (container,) = pod["containers"]
         assert container["image"] == "registry/verl:0.9.1" and container["workingDir"] == "/workspace/verl-precision"
-        volumes = {volume["name"] for volume in group["template"]["spec"]["volumes"]}
-        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
+        kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"}
+        assert {f"{container['workingDir']}/{folder}" for folder in written | {"data"}} <= kept
+        assert {"name": "VERL_FILE_LOGGER_ROOT", "value": "checkpoints"} in container["env"]
+        assert "rdma" not in str(container) and "securityContext" not in container
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert "FILLED_IN" not in str(job)
 
 
-def test_rayjob_keeps_all_that_a_run_writes_and_tries_again(load_script):
-    job = load_script("recipes/launch/rayjob.py").fill_in("image", Path(RECIPE), OVERRIDES)
-    assert job["spec"]["backoffLimit"] > 0
-    cluster = job["spec"]["rayClusterSpec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        (container,) = group["template"]["spec"]["containers"]
-        kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"}
-        written = {"checkpoints", "outputs", "tensorboard_log", "wandb"}
-        assert {f"{container['workingDir']}/{folder}" for folder in written | {"data"}} <= kept
-        assert {"name": "VERL_FILE_LOGGER_ROOT", "value": "checkpoints"} in container["env"]
-        assert "rdma" not in str(container) and "securityContext" not in container
-
-
-def test_rayjob_asks_for_rdma_where_the_cluster_has_it(load_script):
-    job = load_script("recipes/launch/rayjob.py").fill_in("image", Path(RECIPE), OVERRIDES, rdma="rdma/hca")
-    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    (container,) = workers["template"]["spec"]["containers"]
+def test_rayjob_asks_for_rdma_where_the_cluster_has_it(rayjob):
+    (container,) = rayjob(rdma="rdma/hca")[1][-1]["containers"]
     assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == "1"
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}

@@ -1,7 +1,5 @@
 """The phantom-clipping stall: its model on the BF16 grid, its prompts, and what its arms change."""
 
-import subprocess
-
 import pytest
 import torch
 from composer import ROOT, compose_recipe
@@ -96,4 +94,3 @@ def test_the_run_script_names_arms_that_are_there():
     script = (ROOT / "recipes/phantom_clipping/run_length_qwen3_cpu.sh").read_text()
     (line,) = [line for line in script.splitlines() if line.startswith("ARMS=")]
     assert set(line.partition(":-")[2].partition("}")[0].split()) <= set(ARMS)
-    assert subprocess.run(["bash", "-n", "recipes/phantom_clipping/run_length_qwen3_cpu.sh"]).returncode == 0

@@ -1,12 +1,8 @@
 """The recipe's own reader of dose and response: which steps it takes, and the point each run becomes."""
 
-import json
-
 import pytest
 
 from verl_precision.tools.runs.read import read_runs
-
-STEPS = 30
 
 
 @pytest.fixture
@@ -15,25 +11,14 @@ def reader(load_script):
 
 
 @pytest.fixture
-def outcomes(reader, tmp_path):
+def outcomes(reader, write_run, tmp_path):
     """A run that rises and falls in BF16 while its mismatch grows, and one that rises in FP16."""
-
-    def write(arm: str, k3: float, rewards: list[float]) -> None:
-        folder = tmp_path / arm / "seed_3"
-        folder.mkdir(parents=True)
-        lines = []
-        for step, reward in enumerate(rewards, 1):
-            row = {"critic/score/mean": reward, "mismatch/k3_kl": k3 * (1 if step <= 10 else 100)}
-            row |= {
-                "mismatch/probs_pearson": 0.99,
-                "mismatch/sequence_log_ratio_std": 1.1,
-                "mismatch/sequence_ess": 40.0,
-            }
-            lines.append(json.dumps({"step": step, "data": row}))
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-
-    write("bf16_100", 1e-2, [0.3] * 10 + [0.6] * 10 + [0.1] * 10)
-    write("fp16_100", 1e-4, [0.3] * 10 + [0.6] * 10 + [0.9] * 10)
+    same = {"mismatch/probs_pearson": 0.99, "mismatch/sequence_log_ratio_std": 1.1, "mismatch/sequence_ess": 40.0}
+    for arm, k3, rewards in (("bf16_100", 1e-2, (0.3, 0.6, 0.1)), ("fp16_100", 1e-4, (0.3, 0.6, 0.9))):
+        steps = [
+            (reward, k3 * growth) for reward, growth in zip(rewards, (1, 100, 100), strict=True) for _ in range(10)
+        ]
+        write_run(arm, 3, [{"critic/score/mean": reward, "mismatch/k3_kl": each, **same} for reward, each in steps])
     return [reader.outcome_of(run) for run in read_runs([tmp_path])]
 
 

@@ -1,12 +1,8 @@
 """The recipe's own reader of the stall: gains, the step at which it is read, and the alarms, from known curves."""
 
-import json
-
 import pytest
 
 from verl_precision.tools.runs.read import read_runs
-
-STEPS = 60
 
 
 @pytest.fixture
@@ -15,27 +11,18 @@ def reader(load_script):
 
 
 @pytest.fixture
-def runs(tmp_path):
+def runs(write_run, tmp_path):
     """Write a stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
 
-    def write(arm: str, seed: int, reward, clipped: float) -> None:
-        folder = tmp_path / arm / f"seed_{seed}"
-        folder.mkdir(parents=True)
-        rows = (
-            {
-                "critic/score/mean": reward(step),
-                "phantom/final_token_clip_fraction": clipped,
-                "phantom/fraction": clipped,  # as 0.1 wrote it
-            }
-            for step in range(1, STEPS + 1)
-        )
-        lines = [json.dumps({"step": step, "data": row}) for step, row in enumerate(rows, 1)]
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    def write(arm: str, seed: int, rewards: list[float], clipped: float) -> None:
+        # the last as 0.1 wrote it
+        same = {"phantom/final_token_clip_fraction": clipped, "phantom/fraction": clipped}
+        write_run(arm, seed, [{"critic/score/mean": reward, **same} for reward in rewards])
 
     for seed in (0, 1):
-        write("clipped", seed, lambda step: -8 + 0.4 * (step > 30), clipped=0.8)
-        write("shadow", seed, lambda step: -8.0 if step <= 20 else -3.0, clipped=0.0)
-    write("fp32", 0, lambda step: -8.0 if step <= 10 else -1.0, clipped=0.0)
+        write("clipped", seed, [-8.0] * 30 + [-7.6] * 30, clipped=0.8)
+        write("shadow", seed, [-8.0] * 20 + [-3.0] * 40, clipped=0.0)
+    write("fp32", 0, [-8.0] * 10 + [-1.0] * 50, clipped=0.0)
     return read_runs([tmp_path])
 
 

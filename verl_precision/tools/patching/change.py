@@ -34,9 +34,8 @@ def check_tree(path: Path) -> str:
             f"TREE={tree.root}: patched in part, as an interrupted call leaves it: {len(applied)} of "
             f"{len(tree.files)} files. Run --apply or --revert: either brings all files into one state."
         )
-    state, goal, verb = State.PRISTINE, State.APPLIED, "applies"
-    if applied:
-        state, goal, verb = State.APPLIED, State.PRISTINE, "reverts"
+    state, goal = (State.APPLIED, State.PRISTINE) if applied else (State.PRISTINE, State.APPLIED)
+    verb = "reverts" if applied else "applies"
     with tempfile.TemporaryDirectory(prefix="verl-precision-") as folder:
         make_copies(tree, goal, tree.files, Path(folder).resolve())
     patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(tree.files)} files"
@@ -93,13 +92,7 @@ def folder_for_copies(root: Path) -> Iterator[Path]:
 
 
 def make_copies(tree: Tree, goal: State, paths: list[str], folder: Path) -> None:
-    """Write into an empty folder what files of a tree are in a state; what does not exist in that state is left out.
-
-    Args:
-        tree: The tree; it is only read.
-        goal: State to make.
-        paths: Files of the tree that are in the other state.
-        folder: Folder of the copies.
+    """Write into an empty folder the files of a tree (`paths`) in another state, without those that it does not have.
 
     Raises:
         PatchError: If git is missing, a patch does not apply, or the result is not what was recorded.
@@ -131,10 +124,8 @@ def put_in_place(tree: Tree, goal: State, paths: list[str], folder: Path) -> Non
     gone = [path for path in tree.files if tree.series.files[path][goal] is None]
     new = {folder / path: tree.root / path for path in paths if path not in gone}
     for copy, target in new.items():
-        if target.exists():
-            _make_alike(copy, target)
-        else:
-            _make_alike(copy, next(parent for parent in target.parents if parent.exists()), bits=0o666)
+        like = next(path for path in (target, *target.parents) if path.exists())
+        _make_alike(copy, like, bits=0o7777 if like == target else 0o666)
         with copy.open("rb") as file:
             os.fsync(file.fileno())
     for copy, target in new.items():

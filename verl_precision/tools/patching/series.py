@@ -86,10 +86,8 @@ def load_series(folder: Path) -> Series:
     if not patches or not manifest.is_file():
         raise PatchError(f"{folder}: not a series; it needs *.patch files and {MANIFEST}. Reinstall verl-precision.")
     recorded = json.loads(manifest.read_text())
-    files = {
-        path: {State.PRISTINE: hashes["pristine"], State.APPLIED: hashes["patched"]}
-        for path, hashes in recorded["files"].items()
-    }
+    keys = {State.PRISTINE: "pristine", State.APPLIED: "patched"}
+    files = {path: {state: one[key] for state, key in keys.items()} for path, one in recorded["files"].items()}
     touched = {path for patch in patches for path in patch.files}
     if touched != set(files):
         raise PatchError(

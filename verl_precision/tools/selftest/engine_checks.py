@@ -115,23 +115,17 @@ def offload_overflow(device: str, folder: Path) -> Figures:
     Under `offload_policy` torch's scaler copies 1/S and its found-inf flag to the host and does not wait for them. What
     it misses depends on the machine, and is reported. Ours must miss nothing.
     """
-    figures: Figures = {}
+    never = 10**9
     with one_rank("cuda"):
-        for name in ("torch", "ours"):
-            settings: dict[str, Any] = {"growth_interval": 10**9}
-            scaler = (
-                ShardedGradScaler("cuda", init_scale=_SCALE, **settings)
-                if name == "torch"
-                else LossScaler(LossScaleSettings(initial=_SCALE, **settings), "cuda")
-            )
-            counts = _planted(scaler, _OVERFLOWS)
-            figures |= {f"{name}_{key}": value for key, value in counts.items()}
-    problem = ", ".join(f"{key} {value}" for key, value in counts.items())
-    require(not any(counts.values()), f"of {_OVERFLOWS} overflows: {problem}", "Keep offload_policy=False here.")
-    return figures
+        theirs = _planted(ShardedGradScaler("cuda", init_scale=_SCALE, growth_interval=never))
+        ours = _planted(LossScaler(LossScaleSettings(initial=_SCALE, growth_interval=never), "cuda"))
+    problem = ", ".join(f"{key} {value}" for key, value in ours.items())
+    require(not any(ours.values()), f"of {_OVERFLOWS} overflows: {problem}", "Keep offload_policy=False here.")
+    counted = (("torch", theirs), ("ours", ours))
+    return {f"{name}_{key}": value for name, counts in counted for key, value in counts.items()}
 
 
-def _planted(scaler: ShardedGradScaler, overflows: int) -> dict[str, int]:
+def _planted(scaler: ShardedGradScaler) -> dict[str, int]:
     """Plant an infinite element in one gradient of each step but the first and the last, and count.
 
     Returns:
@@ -151,8 +145,8 @@ def _planted(scaler: ShardedGradScaler, overflows: int) -> dict[str, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     busy, inputs = torch.randn(4096, 4096, device="cuda").half(), torch.randn(8, width, device="cuda")
     counts = {"missed": 0, "misread": 0, "false_alarms": 0}
-    for step in range(overflows + 2):
-        planted = 0 < step <= overflows
+    for step in range(_OVERFLOWS + 2):
+        planted = 0 < step <= _OVERFLOWS
         optimizer.zero_grad()
         scaler.scale(model(inputs).float().square().mean()).backward()
         first, last = [local_part(p.grad) for p in model.parameters() if p.grad is not None and p.dim() == 2]
