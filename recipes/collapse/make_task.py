@@ -43,7 +43,7 @@ CONFIG = settings("qwen3")[1] | {
     "eos_token_id": VOCABULARY.index(END),
     "pad_token_id": VOCABULARY.index(END),
 }
-BATCH, UPDATES, WARM_UP, LEARNING_RATE = 16, 800, 20, 3e-3
+BATCH, UPDATES, WARM_UP, LEARNING_RATE = 64, 500, 20, 3e-3
 
 OnProgress = Callable[[int], None]
 
