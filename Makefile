@@ -58,7 +58,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
 fault-injection: $(STAMP)
-	$(BIN)/python tests/tools/gap/explain/fault_injection.py outputs/fault_injection --page docs/fault_injection.md
+	$(BIN)/python benchmarks/fault_injection.py outputs/fault_injection --page docs/fault_injection.md
 
 bench-check: $(STAMP)
 	$(BIN)/python benchmarks/run.py --check

@@ -52,7 +52,8 @@ leave out a forward then saves less than on a GPU. A share above 100% says that 
 faster than the large ones that the limit is taken from. The quickstart's step is about the smallest there is, and
 what is constant weighs most in it. `make quickstart`, `make test` and CI are timed in [the log](log/speed.md).
 
-Each benchmark's own docstring says what it does; `alarm_rates.py` is a study without a peer, and is run by itself.
+Each benchmark's own docstring says what it does; `alarm_rates.py` and `fault_injection.py` are studies without a peer,
+and are run by themselves.
 
 | what | ours | a user would run instead | ratio (quartiles) | target | physical limit | share reached | grows |
 |---|---|---|---|---|---|---|---|"""

@@ -1,6 +1,6 @@
 """`explain` on real engines: an injected fault is found, and nothing else is called a fault.
 
-`tests/tools/gap/explain/fault_injection.py` injects fifty (docs/fault_injection.md).
+`benchmarks/fault_injection.py` injects fifty (docs/fault_injection.md).
 """
 
 import io

@@ -1,6 +1,6 @@
 """Fifty random fault injections: which faults `explain` names, which it misses, and which false ones it names.
 
-    python tests/tools/gap/explain/fault_injection.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
+    python benchmarks/fault_injection.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
 
 Each case has a random model, pair of dtypes, seed, and none, one or two random faults of random size, in real
 engines. What is in FOLDER is not computed again. It takes about a minute a case and process.
@@ -20,9 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import injected_faults
 import numpy as np
 from rich.console import Console
+
+# The faults, which tests/e2e/test_explain.py injects too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "tools" / "gap" / "explain"))
+import injected_faults
 
 from verl_precision.tools.engines.engine import Request
 from verl_precision.tools.engines.engine_process import EngineProcess
@@ -285,7 +288,7 @@ def main() -> None:
         found = inject(case, folder)
         (folder / FOUND).write_text(json.dumps({**vars(case), "words": case.words, **found}, indent=1))
         return
-    paths = [Path(__file__).parent, Path(__file__).parents[4]]
+    paths = [Path(injected_faults.__file__).parent, Path(__file__).resolve().parents[1]]
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
 
     def compute(case: Case) -> None:
