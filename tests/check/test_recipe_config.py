@@ -6,19 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_precision.base.verl_config import short
-from verl_precision.check.recipe_config import check_recipe, compose_recipe, table
+from verl_precision.check.recipe_config import check_recipe, table
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
-PRECISIONS, ESTIMATORS = preset_names("precision"), preset_names("estimator")
-# Each preset once: dtypes and losses have no rule in common.
-PAIRS = [
-    (PRECISIONS[i % len(PRECISIONS)], ESTIMATORS[i % len(ESTIMATORS)])
-    for i in range(max(len(PRECISIONS), len(ESTIMATORS)))
-]
+PRECISIONS = preset_names("precision")
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +26,20 @@ def check(*arguments: str):
     return done.exit_code, " ".join(done.output.split())
 
 
-@pytest.mark.parametrize(("precision", "estimator"), PAIRS)
-def test_every_preset_passes_on_verls_own_config(compose_verl, precision, estimator):
-    overrides = [f"+precision={precision}", f"+estimator={estimator}", "actor_rollout_ref.rollout.name=vllm"]
-    config = compose_verl(*overrides, return_hydra_config=True)
-    assert [str(f) for f in find_faults(config, Environment()) if f.severity == "error"] == []
+def errors(config) -> list[str]:
+    return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_table_says_what_the_preset_says(precision, root):
-    config = compose_recipe(root / RECIPE, [f"precision={precision}", "critic.enable=True"])
+def test_every_precision_passes_on_verls_own_config(compose_verl, precision):
+    """Estimators: tests/presets/test_presets.py. Both on a recipe: tests/recipes/test_recipes.py."""
+    config = compose_verl(f"+precision={precision}", "actor_rollout_ref.rollout.name=vllm", return_hydra_config=True)
+    assert errors(config) == []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_table_says_what_the_preset_says(precision, compose_recipe):
+    config = compose_recipe(RECIPE, f"precision={precision}", "critic.enable=True")
     rows = {row.what: row.dtype for row in table(config)}
     train, _, rollout = precision.partition("_train_")
     rollout = rollout.removesuffix("_rollout") or train
@@ -50,14 +49,14 @@ def test_table_says_what_the_preset_says(precision, root):
 
 
 @pytest.mark.parametrize(("rollout", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_stochastic_rounding_reaches_the_engine(rollout, dtype, root):
-    chosen = [f"precision=fp32_train_{rollout}_rollout", "weight_sync.rounding=stochastic"]
-    config = compose_recipe(root / RECIPE, chosen)
-    assert [fault for fault in find_faults(config, Environment()) if fault.severity == "error"] == []
+def test_stochastic_rounding_reaches_the_engine(rollout, dtype, compose_recipe):
+    precision = f"precision=fp32_train_{rollout}_rollout"
+    config = compose_recipe(RECIPE, precision, "weight_sync.rounding=stochastic", return_hydra_config=True)
+    assert errors(config) == []
     assert {row.what: row.dtype for row in table(config)}["weights to the rollout"] == rollout
     assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to == rollout
     assert config.actor_rollout_ref.rollout.dtype == dtype
-    config = compose_recipe(root / RECIPE, chosen[:1])
+    config = compose_recipe(RECIPE, precision)
     assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to is None, "nearest by default"
 
 

@@ -1,10 +1,19 @@
-"""`verl-precision check`: what will run in which dtype, what is wrong, and what to do.
+"""What will run in which dtype, what is wrong, and what to do: said before Ray or a model starts.
 
-    installation        is the plugin loaded, what is registered, which versions
-    checkpoint          do a checkpoint's weights survive FP16? tensor by tensor, in slices
+A recipe, for `verl-precision check CONFIG` and for a run that has a preset:
+
+    recipe_config       composes it as verl does; the dtype of each part, and every fault
+    probe               what rules know beyond the config: this machine, verl's answers, vLLM's kernels
+    verl_refusals       what verl's own validators, typed configs and registries refuse
+    rules/              what can be wrong with a config: every rule, once
+    preflight           asks the rules in the driver of a run, and ends it at an error
+
+A model, an installation, a cluster:
+
+    checkpoint          do the weights survive FP16? tensor by tensor, in slices
     activations         do activations and gradients? forward and backward, layer by layer
+    installation        is the plugin loaded, what is registered, which versions
     cluster             is every node of a Ray cluster ready for a run?
-    show                the tables a terminal gets
 
-The rules are in `rules/`; a recipe is composed, and this machine looked at, in `integration/`.
+    show                the tables that a terminal gets of all of these
 """

@@ -6,6 +6,7 @@ from verl_precision.check.rules.gpu_memory import (
     ModelShape,
     activation_bytes,
     gathered_bytes,
+    gpu_memory,
     kv_tokens,
     rollout_bytes,
     state_bytes,
@@ -33,6 +34,11 @@ def test_bytes_by_hand():
     assert rollout_bytes(SMALL, 4, 0.5, GIB) == 12 * 1312 // 4 + GIB // 2 + REST
     assert rollout_bytes(SMALL, 4, 0.5, GIB, width=0) == GIB // 2 + REST
     assert state_bytes(SMALL, 2) == 16 * 1312 // 2
+
+
+def test_memory_of_a_gpu_by_its_name():
+    sizes = {"H200": 141, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-40GB": 40, "A100": 80, "L40S": 48}
+    assert {name: gpu_memory(name) for name in (*sizes, "?")} == {n: gb * GIB for n, gb in sizes.items()} | {"?": None}
 
 
 def test_kv_cache_by_hand():

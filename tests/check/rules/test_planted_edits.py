@@ -19,7 +19,6 @@ from verl_says import objection
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import engines
 from verl_precision.check.probe import model_config, probe_environment
-from verl_precision.check.rules.gpu_memory import GIB, gpu_memory
 from verl_precision.check.rules.layout import VLLM_DTYPES, VLLM_LORA_RANK
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment
@@ -31,85 +30,76 @@ from verl_precision.check.verl_refusals import refusals
 #   by reading: LINE  only a run could show it
 #   NAME              a test below
 EDITS = """
-token-budget-too-small E sanity    1x8_a100 actor.ppo_max_token_len_per_gpu=4000 \
-    | verl: max_token_len must be greater
-token-budget-too-small E sanity    1x8_h100 rollout.log_prob_max_token_len_per_gpu=4000 estimator=grpo \
+token-budget-too-small E sanity 1x8_a100 actor.ppo_max_token_len_per_gpu=4000 | verl: max_token_len must be greater
+token-budget-too-small  E sanity      1x8_h100 rollout.log_prob_max_token_len_per_gpu=4000 estimator=grpo \
     | verl: must be greater
-token-budget-too-small E dense_14b 8x8_h100 actor.use_kl_loss=True ref.log_prob_max_token_len_per_gpu=4000 \
+token-budget-too-small  E dense_14b   8x8_h100 actor.use_kl_loss=True ref.log_prob_max_token_len_per_gpu=4000 \
     | by reading: verl/utils/seqlen_balancing.py:407
-memory-training        E sanity    1x8_a100 actor.ppo_max_token_len_per_gpu=160000     | arithmetic
-memory-training        E dense_14b 8x8_h100 model.enable_gradient_checkpointing=False  | arithmetic
-memory-training        E moe       2x8_h100 trainer.nnodes=1                           | arithmetic
-memory-rollout         E moe       8x8_h100 rollout.tensor_model_parallel_size=1       | arithmetic
-memory-rollout         E dense_14b 1x8_h100 rollout.gpu_memory_utilization=0.2         | arithmetic
-memory-rollout         W sanity    1x8_a100 rollout.gpu_memory_utilization=0.95        | arithmetic
-gpus-do-not-divide     E sanity    1x8_a100 rollout.tensor_model_parallel_size=3       | verl: 8 is not divisible by 3
-gpus-do-not-divide E dense_14b 2x8_h100 trainer.n_gpus_per_node=5 rollout.tensor_model_parallel_size=4 \
+memory-training         E sanity      1x8_a100 actor.ppo_max_token_len_per_gpu=160000   | arithmetic
+memory-training         E dense_14b   8x8_h100 model.enable_gradient_checkpointing=False | arithmetic
+memory-training         E moe         2x8_h100 trainer.nnodes=1                         | arithmetic
+memory-rollout          E moe         8x8_h100 rollout.tensor_model_parallel_size=1     | arithmetic
+memory-rollout          E dense_14b   1x8_h100 rollout.gpu_memory_utilization=0.2       | arithmetic
+memory-rollout          W sanity      1x8_a100 rollout.gpu_memory_utilization=0.95      | arithmetic
+gpus-do-not-divide      E sanity      1x8_a100 rollout.tensor_model_parallel_size=3     | verl: 8 is not divisible by 3
+gpus-do-not-divide      E dense_14b   2x8_h100 trainer.n_gpus_per_node=5 rollout.tensor_model_parallel_size=4 \
     | verl: 10 is not divisible by 4
-gpus-do-not-divide     E sanity    1x8_a100 actor.ulysses_sequence_parallel_size=3     | left_over
-gpus-do-not-divide     E moe       8x8_h100 fsdp.fsdp_size=6                           | left_over
-heads-do-not-divide    E sanity    1x8_a100 rollout.tensor_model_parallel_size=8 \
-    | vllm: attention heads .12. must be div
-heads-do-not-divide    E sanity    1x8_a100 actor.ulysses_sequence_parallel_size=8     | monkey_patch
-heads-do-not-divide    E lora      1x8_h100 trainer.n_gpus_per_node=6 rollout.tensor_model_parallel_size=3 \
+gpus-do-not-divide      E sanity      1x8_a100 actor.ulysses_sequence_parallel_size=3   | left_over
+gpus-do-not-divide      E moe         8x8_h100 fsdp.fsdp_size=6                         | left_over
+heads-do-not-divide E sanity 1x8_a100 rollout.tensor_model_parallel_size=8 | vllm: attention heads .12. must be div
+heads-do-not-divide     E sanity      1x8_a100 actor.ulysses_sequence_parallel_size=8   | monkey_patch
+heads-do-not-divide     E lora        1x8_h100 trainer.n_gpus_per_node=6 rollout.tensor_model_parallel_size=3 \
     | by reading: vllm/model_executor/models/qwen2.py:129
-batch-does-not-divide  E sanity    1x8_a100 trainer.n_gpus_per_node=6                  | verl: Got mini_batch_size=128
-batch-does-not-divide  E lora      1x8_h100 actor.ppo_mini_batch_size=1 rollout.n=6    | verl: Got mini_batch_size=6
-batch-does-not-divide  E quickstart cpu     actor.use_dynamic_bsz=False actor.ppo_micro_batch_size_per_gpu=7 \
+batch-does-not-divide   E sanity      1x8_a100 trainer.n_gpus_per_node=6                | verl: Got mini_batch_size=128
+batch-does-not-divide   E lora        1x8_h100 actor.ppo_mini_batch_size=1 rollout.n=6  | verl: Got mini_batch_size=6
+batch-does-not-divide   E quickstart  cpu      actor.use_dynamic_bsz=False actor.ppo_micro_batch_size_per_gpu=7 \
     | verl: divisible
-batch-does-not-divide  E sanity    1x8_a100 rollout.log_prob_use_dynamic_bsz=False     | verl: workers: Assert
-batch-is-padded        W sanity    1x8_a100 data.train_batch_size=63                   | padded
-batch-is-padded        W sanity    1x8_a100 actor.ppo_mini_batch_size=128              | padded
-batch-is-padded        W octothinker 1x8_h100 actor.ppo_mini_batch_size=12             | padded
-vllm-refuses-setting   E sanity    1x8_a100 rollout.dtype=fp16                         | vllm: Input should be 'auto'
-vllm-refuses-setting   E moe       8x8_h100 rollout.dtype=torch.float16                | vllm: Input should be 'auto'
-vllm-refuses-setting   E sanity    cpu      rollout.max_num_batched_tokens=128 \
-    | vllm: greater than or equal to max_num_s
-vllm-refuses-setting   E lora      1x8_h100 rollout.gpu_memory_utilization=1.2         | vllm: less than or equal to 1
-vllm-refuses-setting   E lora      1x8_h100 rollout.max_model_len=8192                 | context
-vllm-refuses-setting   E lora      1x8_h100 model.lora_rank=1024 \
-    | verl: must be less than or equal to 512
-value-out-of-range     E sanity    1x8_a100 rollout.temperature=0 \
-    | verl: temperature should be greater than 0
-value-out-of-range     E sanity    1x8_a100 rollout.n=0                                | verl: .
-value-out-of-range     E sanity    1x8_a100 trainer.n_gpus_per_node=0                  | verl: .
-nothing-trained        E sanity    1x8_a100 trainer.total_training_steps=0             | verl: by reading
-nothing-trained        E sanity    1x8_a100 trainer.val_only=True trainer.val_before_train=False \
+batch-does-not-divide   E sanity      1x8_a100 rollout.log_prob_use_dynamic_bsz=False   | verl: workers: Assert
+batch-is-padded         W sanity      1x8_a100 data.train_batch_size=63                 | padded
+batch-is-padded         W sanity      1x8_a100 actor.ppo_mini_batch_size=128            | padded
+batch-is-padded         W octothinker 1x8_h100 actor.ppo_mini_batch_size=12             | padded
+vllm-refuses-setting    E sanity      1x8_a100 rollout.dtype=fp16                       | vllm: Input should be 'auto'
+vllm-refuses-setting    E moe         8x8_h100 rollout.dtype=torch.float16              | vllm: Input should be 'auto'
+vllm-refuses-setting E sanity cpu rollout.max_num_batched_tokens=128 | vllm: greater than or equal to max_num_s
+vllm-refuses-setting    E lora        1x8_h100 rollout.gpu_memory_utilization=1.2       | vllm: less than or equal to 1
+vllm-refuses-setting    E lora        1x8_h100 rollout.max_model_len=8192               | context
+vllm-refuses-setting    E lora        1x8_h100 model.lora_rank=1024 | verl: must be less than or equal to 512
+value-out-of-range      E sanity      1x8_a100 rollout.temperature=0 | verl: temperature should be greater than 0
+value-out-of-range      E sanity      1x8_a100 rollout.n=0                              | verl: .
+value-out-of-range      E sanity      1x8_a100 trainer.n_gpus_per_node=0                | verl: .
+nothing-trained         E sanity      1x8_a100 trainer.total_training_steps=0           | verl: by reading
+nothing-trained         E sanity      1x8_a100 trainer.val_only=True trainer.val_before_train=False \
     | by reading: verl/trainer/ppo/v1/trainer_base.py:437
-group-of-one           W octothinker 1x8_h100 rollout.n=1                              | bare_reward
-group-of-one           W dense_14b 8x8_h100 rollout.n=1                                | bare_reward
-resume-refused         E sanity    1x8_a100 trainer.resume_mode=resume_path            | resume
-resume-refused         E sanity    1x8_a100 trainer.resume_mode=never                  | resume
-verl-refuses           E sanity    1x8_a100 algorithm.adv_estimator=grop \
-    | verl: Unknown advantage estimator
-verl-refuses           E sanity    1x8_a100 actor.policy_loss.loss_mode=gropo          | verl: Unsupported loss mode
-verl-refuses           E sanity    1x8_a100 reward.reward_manager.name=naiv            | verl: Unknown reward manager
-verl-refuses           E sanity    1x8_a100 rollout.name=vlm                           | rollout_registry
-verl-refuses           E sanity    1x8_a100 rollout.pipeline_model_parallel_size=2     | verl: not implemented
-verl-refuses           E moe       8x8_h100 rollout.expert_parallel_size=3 \
-    | verl: expert_parallel_size must be equal
-verl-refuses           E sanity    1x8_a100 trainer.logger=wandbb                      | verl: wandbb is not supported
-verl-refuses           E sanity    1x8_a100 trainer.v1.trainer_mode=synk               | verl: Unknown trainer
-verl-refuses           E sanity    1x8_a100 fsdp.mixed_precision.param_dtype=fp61      | verl: fp61
-verl-refuses           E sanity    1x8_a100 actor.loss_agg_mode=token-meen             | verl: Invalid loss_agg_mode
-verl-refuses           E sanity    1x8_a100 actor.use_dynamic_bsz=False \
-    | verl: Please set at least one of
-verl-refuses           E sanity    1x8_a100 actor.optim.lr=abc                         | verl: not supported between
-verl-refuses           E sanity    1x8_a100 actor.optim.lr=-1e-6                       | verl: Invalid learning rate
-verl-refuses           E sanity    1x8_a100 actor.optim.optimizer=Adan                 | verl: has no attribute 'Adan'
-verl-refuses           E sanity    1x8_a100 actor.optim.lr_scheduler_type=linear       | verl: AssertionError
-attention-refuses-fp32 E sanity    1x8_a100 precision=fp32 model.override_config.attn_implementation=flash_attention_2 \
+group-of-one            W octothinker 1x8_h100 rollout.n=1                              | bare_reward
+group-of-one            W dense_14b   8x8_h100 rollout.n=1                              | bare_reward
+resume-refused          E sanity      1x8_a100 trainer.resume_mode=resume_path          | resume
+resume-refused          E sanity      1x8_a100 trainer.resume_mode=never                | resume
+verl-refuses            E sanity      1x8_a100 algorithm.adv_estimator=grop | verl: Unknown advantage estimator
+verl-refuses            E sanity      1x8_a100 actor.policy_loss.loss_mode=gropo        | verl: Unsupported loss mode
+verl-refuses            E sanity      1x8_a100 reward.reward_manager.name=naiv          | verl: Unknown reward manager
+verl-refuses            E sanity      1x8_a100 rollout.name=vlm                         | rollout_registry
+verl-refuses            E sanity      1x8_a100 rollout.pipeline_model_parallel_size=2   | verl: not implemented
+verl-refuses            E moe         8x8_h100 rollout.expert_parallel_size=3 | verl: expert_parallel_size must be equal
+verl-refuses            E sanity      1x8_a100 trainer.logger=wandbb                    | verl: wandbb is not supported
+verl-refuses            E sanity      1x8_a100 trainer.v1.trainer_mode=synk             | verl: Unknown trainer
+verl-refuses            E sanity      1x8_a100 fsdp.mixed_precision.param_dtype=fp61    | verl: fp61
+verl-refuses            E sanity      1x8_a100 actor.loss_agg_mode=token-meen           | verl: Invalid loss_agg_mode
+verl-refuses            E sanity      1x8_a100 actor.use_dynamic_bsz=False | verl: Please set at least one of
+verl-refuses            E sanity      1x8_a100 actor.optim.lr=abc                       | verl: not supported between
+verl-refuses            E sanity      1x8_a100 actor.optim.lr=-1e-6                     | verl: Invalid learning rate
+verl-refuses            E sanity      1x8_a100 actor.optim.optimizer=Adan               | verl: has no attribute 'Adan'
+verl-refuses            E sanity      1x8_a100 actor.optim.lr_scheduler_type=linear     | verl: AssertionError
+attention-refuses-fp32  E sanity 1x8_a100 precision=fp32 model.override_config.attn_implementation=flash_attention_2 \
     | by reading: flash_attn/flash_attn_interface.py, "only support fp16 and bf16"
-data-format-unknown    E sanity    1x8_a100 data.val_files=null                        | dataset
-data-format-unknown    E quickstart cpu     data.train_files=recipes/quickstart/reward.py | dataset
-reward-function-missing E quickstart cpu    reward.custom_reward_function.name=score   | reward
-batch-exceeds-data     E quickstart cpu     data.train_batch_size=512                  | steps_per_epoch
-epochs-end-first       W quickstart cpu     trainer.total_training_steps=100 trainer.total_epochs=2 \
+data-format-unknown     E sanity      1x8_a100 data.val_files=null                      | dataset
+data-format-unknown     E quickstart  cpu      data.train_files=recipes/quickstart/reward.py | dataset
+reward-function-missing E quickstart  cpu      reward.custom_reward_function.name=score | reward
+batch-exceeds-data      E quickstart  cpu      data.train_batch_size=512                | steps_per_epoch
+epochs-end-first        W quickstart  cpu      trainer.total_training_steps=100 trainer.total_epochs=2 \
     | by reading: verl/trainer/ppo/v1/trainer_base.py:467
-folder-not-writable    E quickstart cpu     trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints \
-    | folder
-logger-not-installed   E quickstart cpu     trainer.logger=clearml                     | logger
-model-missing          E quickstart cpu     algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
+folder-not-writable E quickstart cpu trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints | folder
+logger-not-installed    E quickstart  cpu      trainer.logger=clearml                   | logger
+model-missing E quickstart cpu algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
 """
 # The same for edits that verl survives: no error may be raised.
 SURVIVED = """
@@ -359,21 +349,6 @@ def test_vllm_would_have_refused_it():
     config = composed("sanity", "cpu", "rollout.dtype=half")
     assert asked(config.actor_rollout_ref.rollout, {})
     assert set(get_args(ModelDType)) == set(VLLM_DTYPES) and max(get_args(MaxLoRARanks)) == VLLM_LORA_RANK
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("H200", 141),
-        ("NVIDIA H100 80GB HBM3", 80),
-        ("NVIDIA A100-SXM4-40GB", 40),
-        ("A100", 80),
-        ("L40S", 48),
-        ("?", None),
-    ],
-)
-def test_memory_of_a_gpu_by_its_name(name, size):
-    assert gpu_memory(name) == (size and size * GIB)
 
 
 def test_a_named_gpu_counts_before_the_scales_own():
