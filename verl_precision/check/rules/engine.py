@@ -69,34 +69,29 @@ def router_replay(config: DictConfig, environment: Environment) -> Faults:
         return
     setting = f"{actor.setting}." + ("watch_routing" if mode == "disabled" else "router_replay.mode")
 
-    def fault(problem: str, allowed: str, remedy: str, where: str = setting) -> Fault:
-        return Fault(setting=where, problem=problem, allowed=allowed, remedy=remedy)
-
     if not actor.ours:
-        yield fault(
-            "verl's own FSDP engine never reads it", "disabled", "Choose a precision preset, whose engine does."
-        )
+        problem, remedy = "verl's own FSDP engine never reads it", "Choose a precision preset, whose engine does."
+        yield Fault(setting=setting, problem=problem, allowed="disabled", remedy=remedy)
     family = environment.model.get("model_type")
     if family and family not in FAMILIES:
-        yield fault(
-            f"a model of type {family!r} has no router, or one that was not tested",
-            f"a mixture of experts of type {', '.join(FAMILIES)}",
-            "Leave out the preset router_replay.",
+        yield Fault(
+            setting=setting,
+            problem=f"a model of type {family!r} has no router, or one that was not tested",
+            allowed=f"a mixture of experts of type {', '.join(FAMILIES)}",
+            remedy="Leave out the preset router_replay.",
         )
     if (mode == "R3" or watched) and not sent:
-        yield fault("the rollout does not say which experts it has chosen", "True", f"Set {SENT}=True.", SENT)
+        yield Fault(setting=SENT, problem="the rollout does not say which experts it has chosen", allowed="True")
     if mode == "R2" and OmegaConf.select(config, BYPASS):
-        yield fault(
-            "in bypass mode there is no old-log-prob pass whose choice could be replayed",
-            "False, or R3",
-            "Choose router_replay=rollout.",
-        )
+        problem = "in bypass mode there is no old-log-prob pass whose choice could be replayed"
+        remedy = "Choose router_replay=rollout."
+        yield Fault(setting=setting, problem=problem, allowed="False, or R3", remedy=remedy)
     if actor.ulysses[1] > 1:
-        yield fault("a rank then sees a part of each sequence", "1", f"Set {actor.ulysses[0]}=1.", actor.ulysses[0])
+        yield Fault(setting=actor.ulysses[0], problem="a rank then sees a part of each sequence", allowed="1")
     if not OmegaConf.select(config, PADDING):
-        yield fault("choices belong to tokens, and padding has none", "True", f"Set {PADDING}=True.", PADDING)
+        yield Fault(setting=PADDING, problem="choices belong to tokens, and padding has none", allowed="True")
     shadow = actor.node.get("shadow") or {}
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
-        where = f"{actor.setting}.shadow"
-        problem = "the shadow's forward would choose experts of its own"
-        yield fault(problem, "no shadow", f"Set {where}.every_n_steps=0 {where}.ratio_source=training.", where)
+        where, problem = f"{actor.setting}.shadow", "the shadow's forward would choose experts of its own"
+        remedy = f"Set {where}.every_n_steps=0 {where}.ratio_source=training."
+        yield Fault(setting=where, problem=problem, allowed="no shadow", remedy=remedy)

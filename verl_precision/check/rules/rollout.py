@@ -123,41 +123,32 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
     if not replays_masks(config):
         return
     actor, rollout, model = engines(config)[0], config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-
-    def fault(problem: str, allowed: str, setting: str = MASKS, remedy: str = "") -> Fault:
-        return Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy or f"Set {setting}={allowed}.")
-
     if not actor.ours or actor.strategy not in FSDP:
-        yield fault(
-            "only this package's FSDP engine renormalises over them", "False", remedy="Choose a precision preset."
-        )
+        problem = "only this package's FSDP engine renormalises over them"
+        yield Fault(setting=MASKS, problem=problem, allowed="False", remedy="Choose a precision preset.")
     if rollout.top_k < 1:
         problem = "without top_k the mask of a token could hold the whole vocabulary"
         remedy = f"Set {ROLLOUT}.top_k=256, say: top_p alone rarely keeps more."
-        yield fault(problem, "1 or more", f"{ROLLOUT}.top_k", remedy)
+        yield Fault(setting=f"{ROLLOUT}.top_k", problem=problem, allowed="1 or more", remedy=remedy)
     most, least = engine_kwargs(config).get("max_logprobs", 20), 2 * rollout.top_k + 16
     if rollout.top_k >= 1 and 0 <= most < least:
-        setting = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
-        yield fault("vLLM refuses to return so many tokens", f"-1, or {least} or more", setting, f"Set ++{setting}=-1.")
-    if rollout.get("repetition_penalty", 1.0) != 1:
-        setting, problem = (
-            f"{ROLLOUT}.repetition_penalty",
-            "a penalty changes the log-probs of the tokens that are kept",
-        )
-        yield fault(problem, "1.0", setting)
-    if not rollout.calculate_log_probs:
-        yield fault("the masks come with the log-probs", "True", f"{ROLLOUT}.calculate_log_probs")
-    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
-    if mode not in ("sync", "vp_sync"):
-        problem = "verl joins the parts of a response that was interrupted, and drops their masks"
-        yield fault(problem, "sync or vp_sync", "trainer.v1.trainer_mode")
-    if actor.ours and not actor.node.get("fp32_log_probs", True):
-        yield fault("verl's own log-probs know no masks", "True", f"{actor.setting}.fp32_log_probs")
-    if model.get("use_fused_kernels"):
-        setting = "actor_rollout_ref.model.use_fused_kernels"
-        yield fault("fused kernels never show their logits", "False", setting)
-    if actor.ulysses[1] > 1:
-        yield fault("a rank then sees a part of each sequence", "1", actor.ulysses[0])
+        setting, problem = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs", "vLLM refuses to return so many tokens"
+        yield Fault(setting=setting, problem=problem, allowed=f"-1, or {least} or more", remedy=f"Set ++{setting}=-1.")
+    log_probs, mode = rollout.calculate_log_probs, str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    fp32_log_probs, penalty = actor.node.get("fp32_log_probs", True), rollout.get("repetition_penalty", 1.0)
+    kept, own = "a penalty changes the log-probs of the tokens that are kept", "verl's own log-probs know no masks"
+    interrupted = "verl joins the parts of a response that was interrupted, and drops their masks"
+    fused = "actor_rollout_ref.model.use_fused_kernels"
+    for wrong, setting, allowed, problem in (
+        (penalty != 1, f"{ROLLOUT}.repetition_penalty", "1.0", kept),
+        (not log_probs, f"{ROLLOUT}.calculate_log_probs", "True", "the masks come with the log-probs"),
+        (mode not in ("sync", "vp_sync"), "trainer.v1.trainer_mode", "sync or vp_sync", interrupted),
+        (actor.ours and not fp32_log_probs, f"{actor.setting}.fp32_log_probs", "True", own),
+        (model.get("use_fused_kernels"), fused, "False", "fused kernels never show their logits"),
+        (actor.ulysses[1] > 1, actor.ulysses[0], "1", "a rank then sees a part of each sequence"),
+    ):
+        if wrong:
+            yield Fault(setting=setting, problem=problem, allowed=allowed)
 
 
 @rule("cascade-attention", "warning")

@@ -1,18 +1,7 @@
 """What a rule is, what it finds, and what it may know beyond the config.
 
 A new rule is one function, in the module of its subject. The decorator says its name and how serious it is; the
-function yields a `Fault` for each setting that is wrong:
-
-    @rule("half-weights", "warning")
-    def half_weights(config: DictConfig, environment: Environment) -> Faults:
-        \"\"\"The reference holds its weights in 16 bits.\"\"\"
-        for engine in engines(config):
-            if engine.role == "ref" and engine.master in HALF:
-                yield Fault(
-                    setting=f"{engine.setting}.model_dtype",
-                    problem="weights are rounded to 16 bits once and for all",
-                    allowed="fp32",
-                )
+function yields a `Fault` for each setting that is wrong. `half-weights` in `dtypes.py` is a short one.
 
 Then plant the fault: one row of `FAULTS` in tests/check/rules/test_rules.py. Describe it: a row in docs/precision.md.
 """
