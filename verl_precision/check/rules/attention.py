@@ -45,13 +45,10 @@ def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
     if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
         return
     if attention == VERLS_ATTENTION and not machine.flash_attention:
-        yield Fault(
-            setting=ATTENTION,
-            value=attention,
-            problem="flash-attn is not installed on this machine, and the trainer would refuse to load the model",
-            allowed="sdpa, which takes packed sequences too",
-            remedy=f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md).",
-        )
+        problem = "flash-attn is not installed on this machine, and the trainer would refuse to load the model"
+        remedy = f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md)."
+        allowed = "sdpa, which takes packed sequences too"
+        yield Fault(setting=ATTENTION, value=attention, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("ulysses-needs-flash")

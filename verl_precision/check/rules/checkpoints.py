@@ -44,12 +44,9 @@ def resume_refused(config: DictConfig, environment: Environment) -> Faults:
     """verl looks for a checkpoint once everything is loaded."""
     mode, path = config.trainer.get("resume_mode", "auto"), config.trainer.get("resume_from_path")
     if mode not in ("auto", "disable", "resume_path"):
-        yield Fault(
-            setting="trainer.resume_mode",
-            problem="verl knows no such mode, and stops with UnboundLocalError once everything is loaded",
-            allowed="auto, disable, resume_path",
-            remedy="Set trainer.resume_mode=auto.",
-        )
+        problem = "verl knows no such mode, and stops with UnboundLocalError once everything is loaded"
+        remedy = "Set trainer.resume_mode=auto."
+        yield Fault(setting="trainer.resume_mode", problem=problem, allowed="auto, disable, resume_path", remedy=remedy)
     elif mode == "resume_path" and (not isinstance(path, str) or "global_step_" not in path):
         yield Fault(
             setting="trainer.resume_from_path",

@@ -96,10 +96,7 @@ def ray_resources(config: DictConfig, environment: Environment) -> Faults:
             remedy=f"Set ray_kwargs.ray_init.num_cpus={needed}.",
         )
     elif gpus < workers:
-        yield Fault(
-            setting="ray_kwargs.ray_init.num_gpus",
-            value=gpus,
-            problem=f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource",
-            allowed=f"{workers} or more",
-            remedy=f"Set ray_kwargs.ray_init.num_gpus={workers}.",
-        )
+        problem = f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource"
+        remedy = f"Set ray_kwargs.ray_init.num_gpus={workers}."
+        allowed = f"{workers} or more"
+        yield Fault(setting="ray_kwargs.ray_init.num_gpus", value=gpus, problem=problem, allowed=allowed, remedy=remedy)

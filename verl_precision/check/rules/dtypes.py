@@ -89,11 +89,8 @@ def half_weights(config: DictConfig, environment: Environment) -> Faults:
     """The reference holds its weights in 16 bits."""
     for engine in engines(config):
         if engine.verls_fsdp and engine.master in HALF and not engine.trains:
-            yield Fault(
-                setting=f"{engine.setting}.model_dtype",
-                problem="weights and RoPE's frequencies are rounded to 16 bits once and for all",
-                allowed="fp32",
-            )
+            problem = "weights and RoPE's frequencies are rounded to 16 bits once and for all"
+            yield Fault(setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
 
 
 @rule("half-master-weights")
@@ -214,13 +211,8 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults
         return
     for engine in engines(config):
         if engine.verls_fsdp and engine.trains and engine.compute == "fp16":
-            yield Fault(
-                setting=engine.source,
-                value="fp16",
-                problem=effect,
-                allowed="an engine that scales there and saves the scale",
-                remedy="See docs/precision.md, loss scaling.",
-            )
+            remedy, allowed = "See docs/precision.md, loss scaling.", "an engine that scales there and saves the scale"
+            yield Fault(setting=engine.source, value="fp16", problem=effect, allowed=allowed, remedy=remedy)
 
 
 @rule("fp32-head-unread")
@@ -242,12 +234,9 @@ def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
     saves = "hf_model" in (OmegaConf.select(config, setting) or []) and config.trainer.save_freq > 0
     if saves and actor.verls_fsdp and actor.compute == "fp16":
-        yield Fault(
-            setting=setting,
-            problem="verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again",
-            allowed="contents without hf_model",
-            remedy="Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16.",
-        )
+        problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
+        remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."
+        yield Fault(setting=setting, problem=problem, allowed="contents without hf_model", remedy=remedy)
 
 
 @rule("rollout-quantised", "warning")

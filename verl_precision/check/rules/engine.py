@@ -37,12 +37,9 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
                 remedy=f"Set {ACTOR}.shadow instead.",
             )
         elif shadow.enabled and short(shadow.dtype) != rollout_dtype(config):
-            yield Fault(
-                setting=f"{path}.shadow.dtype",
-                problem=f"the rollout runs in {rollout_dtype(config)}, and the shadow stands for the rollout",
-                allowed="the rollout's dtype",
-                remedy="Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
-            )
+            problem = f"the rollout runs in {rollout_dtype(config)}, and the shadow stands for the rollout"
+            remedy = "Leave it out: the presets take it from actor_rollout_ref.rollout.dtype."
+            yield Fault(setting=f"{path}.shadow.dtype", problem=problem, allowed="the rollout's dtype", remedy=remedy)
 
 
 @rule("offload-policy-ignored", "warning")

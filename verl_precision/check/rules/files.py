@@ -65,13 +65,9 @@ def missing_files(config: DictConfig, machine: Machine) -> Faults:
     """Data files and the reward function are there. One missing file is enough."""
     for setting, name in named_files(config):
         if name in machine.missing_files:
-            yield Fault(
-                setting=setting,
-                value=name,
-                problem=f"there is no such file (relative to {machine.folder})",
-                allowed="a file that is there",
-                remedy="Recipes are run from the repository's root; prepare the data first, or give an absolute path.",
-            )
+            problem = f"there is no such file (relative to {machine.folder})"
+            remedy = "Recipes are run from the repository's root; prepare the data first, or give an absolute path."
+            yield Fault(setting=setting, value=name, problem=problem, allowed="a file that is there", remedy=remedy)
             return
 
 
@@ -120,24 +116,18 @@ def reward_function(config: DictConfig, machine: Machine) -> Faults:
     path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
     if path and (names := machine.reward_names) is not None and name not in names:
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
-        yield Fault(
-            setting=f"{REWARD}.name",
-            problem=f"{path} defines no such function: verl stops in the reward workers",
-            allowed=functions or "a function of that file",
-            remedy="Correct the name, or the path.",
-        )
+        problem = f"{path} defines no such function: verl stops in the reward workers"
+        allowed = functions or "a function of that file"
+        yield Fault(setting=f"{REWARD}.name", problem=problem, allowed=allowed, remedy="Correct the name, or the path.")
 
 
 @rule("math-verify-missing", of_machine=True)
 def math_verify(config: DictConfig, machine: Machine) -> Faults:
     """The rewards of the paper's recipes compare answers with math-verify."""
     if OmegaConf.select(config, f"{REWARD}.path") in ANSWER_REWARDS and not machine.math_verify:
-        yield Fault(
-            setting=f"{REWARD}.path",
-            problem="this reward compares answers with math-verify, which is not installed",
-            allowed="a machine with math-verify",
-            remedy='Install it on every node: pip install "math-verify[antlr4_9_3]".',
-        )
+        problem = "this reward compares answers with math-verify, which is not installed"
+        remedy = 'Install it on every node: pip install "math-verify[antlr4_9_3]".'
+        yield Fault(setting=f"{REWARD}.path", problem=problem, allowed="a machine with math-verify", remedy=remedy)
 
 
 @rule("folder-not-writable", of_machine=True)
@@ -145,13 +135,10 @@ def folders(config: DictConfig, machine: Machine) -> Faults:
     """A run can write where it is told to; the first checkpoint is hours in."""
     for setting, path in written_folders(config):
         if path in machine.unwritable:
-            yield Fault(
-                setting=setting,
-                value=path,
-                problem="nothing can be written there, which the first checkpoint would show",
-                allowed="a folder that can be made and written to",
-                remedy=f"Set {setting}, or give this user the right to write there.",
-            )
+            problem = "nothing can be written there, which the first checkpoint would show"
+            remedy = f"Set {setting}, or give this user the right to write there."
+            allowed = "a folder that can be made and written to"
+            yield Fault(setting=setting, value=path, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("logger-not-installed", of_machine=True)

@@ -45,12 +45,9 @@ def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
 def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Faults:
     """verl's own loss for bypass mode needs a block of settings."""
     if _loss(config) == "bypass_mode" and OmegaConf.select(config, LOSS_CORRECTION) is None:
-        yield Fault(
-            setting=LOSS_CORRECTION,
-            problem="loss_mode=bypass_mode reads its settings there and raises in the first update without them",
-            allowed="a RolloutCorrectionConfig",
-            remedy=f"Choose estimator=pg_seq_tis or pg_seq_mis, or set +{LOSS_CORRECTION}.*.",
-        )
+        problem = "loss_mode=bypass_mode reads its settings there and raises in the first update without them"
+        remedy = f"Choose estimator=pg_seq_tis or pg_seq_mis, or set +{LOSS_CORRECTION}.*."
+        yield Fault(setting=LOSS_CORRECTION, problem=problem, allowed="a RolloutCorrectionConfig", remedy=remedy)
 
 
 @rule("bypass-without-loss")
@@ -234,11 +231,8 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
             "actor.policy_loss.",
         )
     if not config.trainer.get("use_v1", True):
-        yield Fault(
-            setting="trainer.use_v1",
-            problem=f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode",
-            allowed="True",
-        )
+        problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"
+        yield Fault(setting="trainer.use_v1", problem=problem, allowed="True")
 
 
 @rule("loss-settings")
@@ -259,12 +253,9 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
             remedy=f"Set {loss_mode}=grpo.",
         )
     if correction.get("bypass_mode"):
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            problem=f"in bypass mode verl silently makes no weights for rollout_is={weights}",
-            allowed="False",
-            remedy="Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward.",
-        )
+        problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
+        remedy = "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward."
+        yield Fault(setting=f"{CORRECTION}.bypass_mode", problem=problem, allowed="False", remedy=remedy)
     if correction.get("rollout_rs") is not None:
         yield Fault(
             setting=f"{CORRECTION}.rollout_rs",

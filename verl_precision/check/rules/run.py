@@ -124,12 +124,9 @@ def value_out_of_range(config: DictConfig, environment: Environment) -> Faults:
     temperature = "actor_rollout_ref.rollout.temperature"
     value = OmegaConf.select(config, temperature)
     if not isinstance(value, int | float) or value <= 0:
-        yield Fault(
-            setting=temperature,
-            problem="the trainer divides logits by it, and greedy sampling has no distribution to train",
-            allowed="a number > 0; validation has its own, rollout.val_kwargs.temperature",
-            remedy=f"Set {temperature}=1.0.",
-        )
+        problem = "the trainer divides logits by it, and greedy sampling has no distribution to train"
+        allowed = "a number > 0; validation has its own, rollout.val_kwargs.temperature"
+        yield Fault(setting=temperature, problem=problem, allowed=allowed, remedy=f"Set {temperature}=1.0.")
 
 
 @rule("nothing-trained")
@@ -147,12 +144,9 @@ def nothing_trained(config: DictConfig, environment: Environment) -> Faults:
         return
     setting = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
     if not isinstance(value := OmegaConf.select(config, setting), int) or value < 1:
-        yield Fault(
-            setting=setting,
-            problem="the run ends before its first step, without an error",
-            allowed="a whole number >= 1; trainer.val_only=True only validates",
-            remedy=f"Set {setting}=1 or more.",
-        )
+        problem = "the run ends before its first step, without an error"
+        allowed = "a whole number >= 1; trainer.val_only=True only validates"
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {setting}=1 or more.")
 
 
 @rule("group-of-one", "warning")
