@@ -28,7 +28,7 @@ from verl_precision.check.verl_refusals import refusals
 #   verl: MESSAGE     `verl_says.objection` raises it
 #   vllm: MESSAGE     vLLM's `EngineArgs` refuses it
 #   by reading: LINE  only a run could show it
-#   NAME              a test below
+#   NAME              `witness_NAME` below
 EDITS = """
 token-budget-too-small E sanity 1x8_a100 actor.ppo_max_token_len_per_gpu=4000 | verl: max_token_len must be greater
 token-budget-too-small  E sanity      1x8_h100 rollout.log_prob_max_token_len_per_gpu=4000 estimator=grpo \
@@ -196,12 +196,12 @@ def test_the_witness_agrees(row):
     WITNESSES[witness](composed(recipe, scale, edit))
 
 
-def _arithmetic(config) -> None:
+def witness_arithmetic(config) -> None:
     """By arithmetic only: tests/check/rules/test_gpu_memory.py has the functions, by hand."""
     assert config.trainer.device == "cuda"
 
 
-def _padded(config) -> None:
+def witness_padded(config) -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     trainer = types.SimpleNamespace(config=config, use_critic=False, global_steps=1)
@@ -210,7 +210,7 @@ def _padded(config) -> None:
     assert objection(config) == "", "it is padded, and nothing else is said"
 
 
-def _left_over(config) -> None:
+def witness_left_over(config) -> None:
     """The mesh that verl asks for leaves ranks out."""
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
     engine = engines(config)[0]
@@ -218,7 +218,7 @@ def _left_over(config) -> None:
     assert (gpus // size) * size < gpus  # create_device_mesh: (world_size // fsdp_size, fsdp_size)
 
 
-def _monkey_patch(config) -> None:
+def witness_monkey_patch(config) -> None:
     from verl.models.transformers.monkey_patch import apply_monkey_patch
 
     _, size = engines(config)[0].ulysses
@@ -231,7 +231,7 @@ def _monkey_patch(config) -> None:
         apply_monkey_patch(Model(), ulysses_sp_size=size)
 
 
-def _context(config) -> None:
+def witness_context(config) -> None:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     described = types.SimpleNamespace(hf_config=types.SimpleNamespace(**model_config(config)))
@@ -240,7 +240,7 @@ def _context(config) -> None:
         vLLMHttpServer._validate_configs(server)
 
 
-def _bare_reward(config) -> None:
+def witness_bare_reward(config) -> None:
     import numpy
     import torch
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -251,21 +251,21 @@ def _bare_reward(config) -> None:
     assert torch.allclose(advantages, 0.7 * mask, atol=1e-5)
 
 
-def _resume(config) -> None:
+def witness_resume(config) -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     with pytest.raises((AssertionError, UnboundLocalError)):
         PPOTrainer._load_checkpoint(types.SimpleNamespace(config=config))
 
 
-def _rollout_registry(config) -> None:
+def witness_rollout_registry(config) -> None:
     from verl.workers.rollout.base import get_rollout_class
 
     with pytest.raises(AssertionError, match="Rollout vlm with mode async not found"):
         get_rollout_class(config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode)
 
 
-def _dataset(config) -> None:
+def witness_dataset(config) -> None:
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     files = config.data.val_files if config.data.val_files is None else config.data.train_files
@@ -273,14 +273,14 @@ def _dataset(config) -> None:
         RLHFDataset(files, None, config.data)
 
 
-def _reward(config) -> None:
+def witness_reward(config) -> None:
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
     with pytest.raises(AttributeError, match="score"):
         get_custom_reward_fn(config)
 
 
-def _steps_per_epoch(config) -> None:
+def witness_steps_per_epoch(config) -> None:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils import hf_tokenizer
 
@@ -291,12 +291,12 @@ def _steps_per_epoch(config) -> None:
     assert trainer.steps_per_epoch == 0, "PPOTrainer.fit divides by it"
 
 
-def _folder(config) -> None:
+def witness_folder(config) -> None:
     with pytest.raises(NotADirectoryError):
         os.makedirs(config.trainer.default_local_dir, exist_ok=True)
 
 
-def _logger(config) -> None:
+def witness_logger(config) -> None:
     from verl.utils.tracking import Tracking
 
     assert importlib.util.find_spec("clearml") is None
@@ -304,7 +304,7 @@ def _logger(config) -> None:
         Tracking("project", "experiment", config.trainer.logger, config={})
 
 
-def _critic(config) -> None:
+def witness_critic(config) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
     OmegaConf.resolve(config.critic)
@@ -312,11 +312,7 @@ def _critic(config) -> None:
         omega_conf_to_dataclass(config.critic.model)
 
 
-WITNESSES = {
-    name.removeprefix("_"): globals()[name]
-    for name in ("_arithmetic", "_padded", "_left_over", "_monkey_patch", "_context", "_bare_reward", "_resume")
-    + ("_rollout_registry", "_dataset", "_reward", "_steps_per_epoch", "_folder", "_logger", "_critic")
-}
+WITNESSES = {name.removeprefix("witness_"): value for name, value in globals().items() if name.startswith("witness_")}
 
 
 def test_vllm_would_have_refused_it():
