@@ -33,7 +33,8 @@ def errors(config) -> list[str]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_passes_on_verls_own_config(compose_verl, precision):
     """Estimators: tests/presets/test_presets.py. Both on a recipe: tests/recipes/test_recipes.py."""
-    config = compose_verl(f"+precision={precision}", "actor_rollout_ref.rollout.name=vllm", return_hydra_config=True)
+    overrides = [f"+precision={precision}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
+    config = compose_verl(*overrides, return_hydra_config=True)
     assert errors(config) == []
 
 
