@@ -324,9 +324,8 @@ def report(
         raise EnvironmentMismatchError(needed, remedy="pip install jinja2 'matplotlib>=3.8'")
     if (expected is None) != (estimator is None):
         raise BadParameter("--expected and --estimator belong together: give both, or neither")
-    from verl_precision.tools.runs.expected import read_expected
     from verl_precision.tools.runs.page import page, write_page
-    from verl_precision.tools.runs.read import read_runs
+    from verl_precision.tools.runs.read import read_expected, read_runs
 
     curves = read_expected(expected, estimator) if expected and estimator else []
     write_page(output, page(read_runs(runs), expected=curves), force)

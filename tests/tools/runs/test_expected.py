@@ -11,9 +11,8 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD
-from verl_precision.tools.runs.expected import expected_of, read_expected
 from verl_precision.tools.runs.figures import PANELS, draw
-from verl_precision.tools.runs.read import Run
+from verl_precision.tools.runs.read import Run, expected_of, read_expected
 from verl_precision.tools.show.figures import GREY
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"

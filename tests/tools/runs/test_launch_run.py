@@ -10,8 +10,17 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_precision.base.errors import RunFailedError
-from verl_precision.tools.runs.launch import STAGES, TOTAL_STEPS, quoted, run_verl, stage_of, verl_command
-from verl_precision.tools.runs.processes import RUN_MARK, end_processes, marked_processes
+from verl_precision.tools.runs.launch import (
+    RUN_MARK,
+    STAGES,
+    TOTAL_STEPS,
+    end_processes,
+    marked_processes,
+    quoted,
+    run_verl,
+    stage_of,
+    verl_command,
+)
 
 # Lines as verl 0.9.1, Ray 2.60 and vLLM 0.28 print them, one a stage.
 LOG = [

@@ -1,8 +1,13 @@
-"""Run verl once: private Ray, log to a file, progress from the log, and nothing left behind."""
+"""Run verl once: private Ray, log to a file, progress from the log, and nothing left behind.
 
+The processes of a run are known by a mark in their environment, and all of them are ended, whoever started them.
+"""
+
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from verl_precision.base.errors import RunFailedError
 from verl_precision.tools.runs.failure_report import reason
-from verl_precision.tools.runs.processes import RUN_MARK, end_marked, end_processes
 
-_POLL_SECONDS = 0.5
+# Every process of a run carries this variable, so that exactly those are ended.
+RUN_MARK = "VERL_PRECISION_RUN"
+_POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
 # What verl is doing, in the order in which a run passes it: (pattern in verl's, Ray's or vLLM's output, what the user
 # is told). Start-up takes over a minute on two cores; these lines are the only sign of life until the first step.
 STAGES = (
@@ -156,3 +164,44 @@ def stage_of(line: str, current: int) -> int:
     """Return the index of the furthest stage that a line of the log shows, at least `current` (-1: none yet)."""
     reached = (index for index in range(len(STAGES) - 1, current, -1) if re.search(STAGES[index][0], line))
     return next(reached, current)
+
+
+def end_processes(process: subprocess.Popen, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
+    """End the driver and every process of its run: asked first, then killed.
+
+    Args:
+        process: The driver.
+        mark: Value of `RUN_MARK` in the environment of the run's processes.
+        grace_seconds: How long the driver may take to end by itself.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    end_marked(mark)
+
+
+def end_marked(mark: str) -> None:
+    """End every process whose environment carries the mark: asked first, then killed."""
+    left = marked_processes(mark)
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for survivor in left:
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
+                end(survivor)
+        _, left = psutil.wait_procs(left, timeout=5)
+
+
+def marked_processes(mark: str | None = None) -> list[psutil.Process]:
+    """Return the live processes whose environment carries the mark, or with None any run's mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            carried = process.environ().get(RUN_MARK)
+            if carried is not None and mark in (None, carried) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's: not ours
+            continue
+    return found

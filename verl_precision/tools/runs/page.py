@@ -25,7 +25,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
     Args:
         runs: Runs with different names; those of one arm are one curve in the figures.
         settings: Settings of the alarm, which is run over the recorded metrics.
-        expected: Curves drawn beside the reward (`tools/runs/expected.py`).
+        expected: Curves drawn beside the reward (`read_expected`).
 
     Raises:
         ConfigurationError: If no run has any of the metrics shown, or there are too many runs.

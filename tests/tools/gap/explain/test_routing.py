@@ -73,7 +73,7 @@ def test_other_choices_are_a_cause(tmp_path, monkeypatch, made_up, other, cost, 
     monkeypatch.setattr(session, "read_operations", lambda path: None)
     monkeypatch.setattr(session, "write", lambda *_: None)
     monkeypatch.setattr(session, "show", lambda *_: None)
-    monkeypatch.setattr("verl_precision.tools.gap.explain.operation_jobs.FileWork.done", 1)
+    monkeypatch.setattr("verl_precision.tools.gap.explain.operations.FileWork.done", 1)
     result = session.explain(replace(JOB, output=tmp_path), Console(quiet=True))
     routing = next(each for each in result.findings if each.variant.cause == "routing")
     assert routing.part.size == pytest.approx(cost / 2, abs=1e-6), "the first of two tokens"

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from verl_precision.tools.gap.explain.causes import CAUSES
+from verl_precision.tools.gap.explain.judge import CAUSES
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import reference, replayed, variants
 

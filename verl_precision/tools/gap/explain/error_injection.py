@@ -7,14 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from verl_precision.tools.gap.explain.operation_error import AddedToScores, OperationError, modeling
+from verl_precision.tools.gap.explain.operation_error import AddedToScores, OperationError, modeling, modules_of
 
 
 @contextmanager
 def injected(model: Any, errors: Sequence[OperationError]) -> Iterator[None]:
     """Inside, add errors to the same places of transformers' forward."""
-    inner, layers = model.model, model.model.layers
-    rotations: dict[int, OperationError] = {}
+    layers, rotations = model.model.layers, {}
     with ExitStack() as stack:
 
         def after(module: nn.Module, value: Tensor) -> None:
@@ -25,50 +24,30 @@ def injected(model: Any, errors: Sequence[OperationError]) -> Iterator[None]:
 
         for error in errors:
             value: Tensor = error.value[0]
+            if modules := modules_of(model, error.kind, error.layer, error.name):
+                sizes = [getattr(module, "out_features", value.shape[-1]) for module in modules]
+                for module, part in zip(modules, value.split(sizes, -1), strict=True):
+                    after(module, part)
+                continue
             block: Any = layers[error.layer] if error.layer is not None else None
             match error.kind:
-                case "embeddings":
-                    after(inner.embed_tokens, value)
                 case "residual":  # the sum before a norm: equal to an error of what was added last
                     if error.name.endswith("post_attention_layernorm"):
                         after(block.self_attn.o_proj, value)
                     else:
                         after(layers[error.layer - 1 if error.layer is not None else -1].mlp, value)
-                case "input norm":
-                    after(block.input_layernorm, value)
-                case "post-attention norm":
-                    after(block.post_attention_layernorm, value)
-                case "final norm":
-                    after(inner.norm, value)
-                case "qkv":
-                    projections = (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)
-                    for one, part in zip(
-                        projections, value.split([p.out_features for p in projections], -1), strict=True
-                    ):
-                        after(one, part)
-                case "qk norm":
-                    after(getattr(block.self_attn, error.name.rpartition(".")[2]), value)
                 case "rotary":
-                    rotations[error.layer or 0] = error
+                    rotations[error.layer] = error
                 case "attention":
                     before(block.self_attn.o_proj, value)
-                case "output projection":
-                    after(block.self_attn.o_proj, value)
-                case "gate and up":
-                    for one, part in zip((block.mlp.gate_proj, block.mlp.up_proj), value.chunk(2, -1), strict=True):
-                        after(one, part)
                 case "activation":
                     before(block.mlp.down_proj, value)
-                case "down":
-                    after(block.mlp.down_proj, value)
                 case "router":
                     gate = block.mlp.gate
                     stack.callback(delattr, gate, "forward")
                     gate.forward = partial(_with_scores, gate.forward, value, gate.weight)
                 case "experts":
                     after(block.mlp, value)
-                case "head":
-                    after(model.lm_head, value)
         if rotations:
             source = modeling(model)
             original = source.apply_rotary_pos_emb
@@ -78,9 +57,7 @@ def injected(model: Any, errors: Sequence[OperationError]) -> Iterator[None]:
 
 
 def _add_to_output(module: nn.Module, args: tuple, output: Any, value: Tensor) -> Any:
-    if isinstance(output, tuple):
-        return (_sum(output[0], value), *output[1:])
-    return _sum(output, value)
+    return (_sum(output[0], value), *output[1:]) if isinstance(output, tuple) else _sum(output, value)
 
 
 def _add_to_input(module: nn.Module, args: tuple, value: Tensor) -> Any:
@@ -103,7 +80,9 @@ def _with_scores(forward: Callable[..., Any], value: Tensor, weight: Tensor, *ar
 class _Rotated:
     """transformers' rotary function, with an error added in each layer; the layers call it one after the other."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, Tensor]], errors: dict[int, OperationError]) -> None:
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, Tensor]], errors: dict[int | None, OperationError]
+    ) -> None:
         self.function, self.errors, self.layer = function, errors, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -1,12 +1,13 @@
-"""Which steps are faults, and which are what a dtype costs."""
+"""Which steps are faults, and which are the cost of a dtype."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import yaml
 
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
-from verl_precision.tools.gap.explain.causes import CAUSES, Cause
 from verl_precision.tools.gap.explain.operations import Operations
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -14,6 +15,21 @@ from verl_precision.tools.gap.explain.variants import Variant, reference
 
 _BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of the significand
 FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is known of a cause; `causes.yaml` explains each field."""
+
+    title: str
+    remedy: str
+    effect: str
+    rounding_of: tuple[str, ...] = ()
+    most: float = 0.0
+
+
+_KNOWN = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text())
+CAUSES = {name: Cause(**known) for name, known in _KNOWN.items()}
 
 
 @dataclass(frozen=True)

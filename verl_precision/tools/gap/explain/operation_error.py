@@ -1,4 +1,4 @@
-"""transformers' counterpart of each operation of vLLM: an operation's own error, on equal inputs."""
+"""An operation's own error: vLLM's output less that of transformers' counterpart, on equal inputs."""
 
 import importlib
 import re
@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# Kinds of operations, in the order of a layer.
-KINDS = (
-    *("embeddings", "residual", "input norm", "qkv", "qk norm", "rotary", "attention", "output projection"),
-    *("post-attention norm", "gate and up", "activation", "down", "router", "experts", "final norm", "head"),
-)
-_OF_MODULE = {
+# The last part of the name of vLLM's module -> the kind of operation, in the order of a layer.
+_KINDS = {
     "embed_tokens": "embeddings",
+    "residual": "residual",  # the sum before a norm, which vLLM's norm computes
     "input_layernorm": "input norm",
     "qkv_proj": "qkv",
     "q_norm": "qk norm",
@@ -33,11 +30,25 @@ _OF_MODULE = {
     "norm": "final norm",
     "logits_processor": "head",
 }
+KINDS = tuple(dict.fromkeys(_KINDS.values()))
+# The modules of transformers that together compute the same: of several, vLLM's output has all, one after the other.
+_MODULES = {
+    "embeddings": ("model.embed_tokens",),
+    "input norm": ("{block}.input_layernorm",),
+    "qkv": ("{block}.self_attn.q_proj", "{block}.self_attn.k_proj", "{block}.self_attn.v_proj"),
+    "qk norm": ("{block}.self_attn.{name}",),
+    "output projection": ("{block}.self_attn.o_proj",),
+    "post-attention norm": ("{block}.post_attention_layernorm",),
+    "gate and up": ("{block}.mlp.gate_proj", "{block}.mlp.up_proj"),
+    "down": ("{block}.mlp.down_proj",),
+    "final norm": ("model.norm",),
+    "head": ("lm_head",),
+}
 
 
 @dataclass(frozen=True)
 class OperationError:
-    """An operation's own error: vLLM's output less that of transformers on the same input, [T, ...]."""
+    """An operation's own error, [T, ...]."""
 
     kind: str
     layer: int | None
@@ -48,13 +59,13 @@ class OperationError:
 
 def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[OperationError]:
     """Compute every recorded operation again from its inputs; leave out what has no counterpart."""
-    inner, layer, rotations = model.model, None, 0
+    layer, rotations = None, 0
     routers: dict[int | None, Tensor] = {}  # layer -> error of the router's scores
     length = len(calls[0]["outputs"][0])
     head = whole_head(calls)
     for call in calls:
         name, inputs, outputs = call["name"], call["inputs"], call["outputs"]
-        kind = _OF_MODULE[name.rpartition(".")[2]]
+        kind = _KINDS[name.rpartition(".")[2]]
         if (found := re.search(r"layers\.(\d+)\.", name)) and kind != "rotary":
             layer = int(found[1])
         elif kind == "rotary":  # one module for all layers
@@ -63,13 +74,11 @@ def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[Op
             layer = None
         if kind == "head" and call is not head:
             continue
-        block = inner.layers[layer] if layer is not None else None
         if kind in ("input norm", "post-attention norm", "final norm") and len(inputs) == 2:
-            total = inputs[0] + inputs[1]
-            yield _error("residual", layer, name, (outputs[1],), (total,))
+            yield _error("residual", layer, name, (outputs[1],), (inputs[0] + inputs[1],))
             inputs = (outputs[1],)
         with torch.no_grad():
-            expected = _again(model, block, kind, name, inputs, length, routers.get(layer))
+            expected = _again(model, kind, layer, name, inputs, length, routers.get(layer))
         if expected is not None:
             error = _error(kind, layer, name, outputs[: len(expected)], expected)
             if kind == "router":
@@ -77,70 +86,55 @@ def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[Op
             yield error
 
 
+def modules_of(model: Any, kind: str, layer: int | None, name: str) -> list[nn.Module]:
+    """Return transformers' counterparts of a module of vLLM; none for a kind that is no module there."""
+    leaf = name.rpartition(".")[2]
+    paths = [path.format(block=f"model.layers.{layer}", name=leaf) for path in _MODULES.get(kind, ())]
+    known = dict(model.named_modules())
+    return [known[path] for path in paths] if known.keys() >= set(paths) else []
+
+
 def _error(
     kind: str, layer: int | None, name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
 ) -> OperationError:
     value = tuple(a.reshape(b.shape) - b for a, b in zip(found, expected, strict=True))
-    size = sum(float(b.square().sum()) for b in expected) ** 0.5
-    return OperationError(
-        kind, layer, name, value, sum(float(v.square().sum()) for v in value) ** 0.5 / max(size, 1e-30)
-    )
+    size, of_error = (sum(float(t.square().sum()) for t in tensors) ** 0.5 for tensors in (expected, value))
+    return OperationError(kind, layer, name, value, of_error / max(size, 1e-30))
 
 
 def _again(
-    model: Any, block: Any, kind: str, name: str, inputs: tuple[Tensor, ...], length: int, router: Tensor | None
+    model: Any, kind: str, layer: int | None, name: str, inputs: tuple[Tensor, ...], length: int, router: Tensor | None
 ) -> tuple[Tensor, ...] | None:
-    """Return what transformers' modules give for an operation's inputs; None if there is no counterpart."""
-    inner, x = model.model, inputs[0]
-    attention: Any = getattr(block, "self_attn", None)
-    mlp: Any = getattr(block, "mlp", None)
+    """Return what transformers computes from an operation's inputs; None if there is no counterpart."""
+    if modules := modules_of(model, kind, layer, name):
+        return (torch.cat([module(inputs[0]) for module in modules], dim=-1),)
+    block: Any = model.model.layers[layer] if layer is not None else None
+    attention, mlp, x = getattr(block, "self_attn", None), getattr(block, "mlp", None), inputs[0]
+
+    def by_head(tensor: Tensor) -> Tensor:
+        return tensor.view(1, length, -1, attention.head_dim).transpose(1, 2)
+
     match kind:
-        case "embeddings":
-            return (inner.embed_tokens(x),)
-        case "input norm":
-            return (block.input_layernorm(x),)
-        case "post-attention norm":
-            return (block.post_attention_layernorm(x),)
-        case "final norm":
-            return (inner.norm(x),)
-        case "qkv" if hasattr(attention, "q_proj"):
-            return (torch.cat([attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)], dim=-1),)
-        case "qk norm":
-            return (getattr(attention, name.rpartition(".")[2])(x),)
         case "rotary":
             positions, query, key = inputs
-            heads = [t.view(1, length, -1, attention.head_dim).transpose(1, 2) for t in (query, key)]
-            cos, sin = inner.rotary_emb(query[None], positions[None])
-            rotated = modeling(model).apply_rotary_pos_emb(*heads, cos, sin)
+            cos, sin = model.model.rotary_emb(query[None], positions[None])
+            rotated = modeling(model).apply_rotary_pos_emb(by_head(query), by_head(key), cos, sin)
             return tuple(t[0].transpose(0, 1).flatten(1) for t in rotated)
         case "attention":
-            query, key, value = (t.view(1, length, -1, attention.head_dim).transpose(1, 2) for t in inputs)
             attended = nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=True
+                *map(by_head, inputs), is_causal=True, scale=attention.scaling, enable_gqa=True
             )
             return (attended[0].transpose(0, 1).flatten(1),)
-        case "output projection":
-            return (attention.o_proj(x),)
-        case "gate and up" if hasattr(mlp, "gate_proj"):
-            return (torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], dim=-1),)
         case "activation" if hasattr(mlp, "act_fn"):
             gate, up = x.chunk(2, dim=-1)
             return (mlp.act_fn(gate) * up,)
-        case "down" if hasattr(mlp, "down_proj"):
-            return (mlp.down_proj(x),)
         case "router" if hasattr(mlp, "gate"):
             return (nn.functional.linear(x, mlp.gate.weight),)
         case "experts" if router is not None:  # of the experts that vLLM's scores choose
             with AddedToScores(router, mlp.gate.weight):
-                return (_tensor(mlp(x[None]))[0],)
-        case "head":
-            return (model.lm_head(x),)
+                output = mlp(x[None])
+            return ((output[0] if isinstance(output, tuple) else output)[0],)
     return None
-
-
-def _tensor(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
 
 
 class AddedToScores(TorchFunctionMode):

@@ -1,13 +1,13 @@
 """The first operation that two engines compute differently, and which operations add most to the gap.
 
-vLLM has recorded what every operation of one forward got and gave. Each is computed again by transformers' module, in
-FP32, from the same inputs: the difference is that operation's own error, whatever came before it. Added to the same
-place of transformers' forward, the errors of one kind of operation give what this kind does to the log-probs, and the
-errors of all kinds together give vLLM's log-probs again: so nothing is left out unseen.
+vLLM has recorded the inputs and outputs of every operation of one forward. Each is computed again by transformers'
+module, in FP32, from the same inputs: the difference is that operation's own error, whatever came before it. Added to
+the same place of transformers' forward, the errors of one kind of operation give that kind's effect on the log-probs,
+and the errors of all kinds together give vLLM's log-probs again: so nothing is left out unseen.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,19 @@ from verl_precision.tools.engines.model import model_location
 from verl_precision.tools.gap.explain.attribution import attribute
 from verl_precision.tools.gap.explain.error_injection import injected
 from verl_precision.tools.gap.explain.operation_error import KINDS, operation_errors, whole_head
+from verl_precision.tools.jobs.store import Store
 from verl_precision.tools.show.tables import write_json
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # whose layers have been compared
 
 # A right operation rounds its output, by a third of an epsilon on average, and what is between. FP32's sums are long.
 _BOUND_IN_EPSILONS, _LEAST_BOUND = 2, 1e-5
+_RECORDED_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What one kind of operation does.
+    """One kind of operation.
 
     Attributes:
         kind: One of `KINDS`.
@@ -111,6 +113,65 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
 
 def _of_labels(logits: Tensor, labels: Tensor) -> Any:
     return logits.float().log_softmax(-1).gather(-1, labels[:, None])[:, 0].double().cpu().numpy()
+
+
+class FileWork:
+    """`Work` whose one result is a file."""
+
+    total = 1
+    in_flight = 1
+
+    def __init__(self, path: Path, what: str, request: Callable[[], Request], made_from_it: Path | None = None) -> None:
+        """Note what is wanted.
+
+        Args:
+            path: The file.
+            what: What it is, in words.
+            request: Returns the request that has the file written.
+            made_from_it: A file that is made from it; where that is, this one is wanted no more.
+        """
+        self.path, self._what, self._request, self._made_from_it = path, what, request, made_from_it
+        self._asked = False
+
+    @property
+    def done(self) -> int:
+        """1 if the file is there, or is wanted no more."""
+        return int(any(path.exists() for path in (self.path, self._made_from_it) if path))
+
+    def next_requests(self, limit: int) -> list[Request]:
+        """Return the one request, once."""
+        asked, self._asked = self._asked, True
+        return [] if asked or self.done else [self._request()]
+
+    def record(self, response: Response) -> None:
+        """Do nothing: the file is there."""
+
+    def progress(self) -> str:
+        """Say what is done."""
+        return self._what
+
+
+def recording(store: Store, folder: Path, variant: str) -> FileWork:
+    """Have a variant record its operations on the beginning of the longest sequence, a response to its first token."""
+    path = folder / f"record-{variant}.pt"
+
+    def request() -> Request:
+        samples = ((key, store.journal.read(store.positions["rollout", None][key])["token_ids"]) for key in store.keys)
+        sequences = [store.prompt_ids[int(problem)] + tuple(ids) for (problem, _), ids in samples]
+        ids = max(sequences, key=len)[:_RECORDED_TOKENS]
+        return Request("record", 0, ids[:1], response_token_ids=ids[1:], record_to=str(path))
+
+    return FileWork(path, f"operations recorded: {variant}", request, made_from_it=_compared(folder, variant))
+
+
+def comparison(folder: Path, variant: str) -> FileWork:
+    """Have the record of a variant compared with transformers."""
+    path, record = _compared(folder, variant), str(folder / f"record-{variant}.pt")
+    return FileWork(path, f"operations compared: {variant}", lambda: Request(record, 0, (), record_to=str(path)))
+
+
+def _compared(folder: Path, variant: str) -> Path:
+    return folder / f"operations-{variant}.json"
 
 
 class OperationComparer:

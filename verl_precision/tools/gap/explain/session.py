@@ -13,8 +13,7 @@ from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import Model, find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.judge import Result, judge
-from verl_precision.tools.gap.explain.operation_jobs import Comparison, Record
-from verl_precision.tools.gap.explain.operations import OperationComparer, read_operations
+from verl_precision.tools.gap.explain.operations import OperationComparer, comparison, read_operations, recording
 from verl_precision.tools.gap.explain.page import FILES, show, write
 from verl_precision.tools.gap.explain.routing import Replay, read_routing, series_of
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -69,12 +68,12 @@ def explain(job: Explanation, console: Console, vllm: Maker = VllmEngine, traine
 
         for stops in _by_process(wanted):
             series = [_series(store, one) for one in stops]
-            records = [Record(store, folder, one.name) for one in stops if one.name in recorded_at]
+            records = [recording(store, folder, one.name) for one in stops if one.name in recorded_at]
             fill(stops[0].name, [*series, *records], partial(engine_of, stops[0]))
         engine_fp32 = next(one for one in chain if one.cause == "engine")
-        compared = [Comparison(folder, name) for name in recorded_at]
+        compared = [comparison(folder, name) for name in recorded_at]
         fill("operations", compared, lambda: partial(OperationComparer, _weights(job, engine_fp32, models)))
-        operations = {name: read_operations(Comparison(folder, name).path) for name in recorded_at}
+        operations = {name: read_operations(comparison(folder, name).path) for name in recorded_at}
         found = {one.name: _log_probs(store, one) for one in wanted}
         routing, evidence = None, {}
         if routed:

@@ -27,9 +27,9 @@ In a mixture of experts every step may also choose other experts. What that does
 for itself (`tools/gap/explain/routing.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from verl_precision.tools.engines.engine import Dtype
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -98,93 +98,52 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
         job: What is explained.
         routed: Whether the model is a mixture of experts, whose choices are recorded.
     """
-    return [replace(one, routing="recorded" if routed else "") for one in _variants(job)]
-
-
-class _Step(NamedTuple):
-    name: str  # of the variant that it leads to
-    cause: str
-    words: str
-    changes: dict[str, Any]
-    wanted: bool = True  # whether the job has it
-
-
-def _variants(job: Explanation) -> Iterator[Variant]:
     rollout, train = job.rollout_dtype, job.train_dtype
-    one = Variant(
-        name=ROLLOUT,
-        cause="",
-        words=f"vLLM as it samples, {rollout}",
-        engine="vllm",
-        model="rollout",
-        rounded_to=None,
-        dtype=rollout,
-        draws=True,
-        tempered=not job.untempered,
-        processed=not job.raw_log_probs,
-        cached=job.prefix_caching,
-        compiled=job.cuda_graphs,
-    )
-    yield one
-    changed_weights = "weights not rounded" if train == "fp32" else f"weights rounded to {train}"
-    micro_batches = f"the trainer as it trains: {'packed' if job.packed else 'padded'} micro-batches"
-    steps = (
-        _Step("tempered", "temperature", "divided by the temperature", {"tempered": True}, job.untempered),
-        _Step("untruncated", "sampling", "without top-p and top-k", {"processed": False}, job.truncated),
-        _Step("uncached", "cache", "without prefix cache and chunked prefill", {"cached": False}, job.prefix_caching),
-        _Step("prefill", "decode", "the same tokens as a prompt", {"processed": True, "draws": False}),
-        _Step("prefill_alone", "batch", "each sequence alone", {"alone": True}),
-        _Step("eager", "cuda_graphs", "not compiled, without CUDA graphs", {"compiled": False}, job.cuda_graphs),
-        _Step(
-            "rollout_fp32",
-            "rollout_precision",
-            f"vLLM in fp32, weights rounded to {rollout}",
-            {"dtype": "fp32", "rounded_to": rollout},
-            rollout != "fp32",
-        ),
-        _Step(
-            "engine_fp32",
-            "engine",
-            "verl's FSDP engine in fp32, the same weights",
-            {"engine": "trainer"},
-        ),
-        _Step("weights", "weights", "with the trainer's weights", {"model": "trainer"}, job.rollout_model is not None),
-        _Step(
-            "merged_lora",
-            "merged_lora",
-            "base and adapter apart, not rounded",
-            {"adapter": True, "rounded_to": None},
-            job.adapter is not None,
-        ),
-        _Step(
-            "weight_rounding",
-            "weight_rounding",
-            changed_weights,
-            {"rounded_to": None if train == "fp32" else train},
-            train != rollout and job.adapter is None,
-        ),
-        _Step(
-            "trainer_alone",
-            "trainer_precision",
-            f"in {train}",
-            {"rounded_to": None, "model": "trainer", "dtype": train},  # the engine itself rounds the weights
-            train != "fp32",
-        ),
-        _Step(
-            "attention",
-            "attention",
-            f"attention {job.attention}",
-            {"attention": job.attention},
-            job.attention != "sdpa",
-        ),
-        _Step("output_head", "output_head", "output head in fp32", {"fp32_output_head": True}, job.fp32_output_head),
-        _Step("log_probs", "log_probs", f"log-probs in {train}", {"fp32_log_probs": False}, not job.fp32_log_probs),
-        _Step("trainer", "layout", micro_batches, {"alone": False, "packed": job.packed}),
-    )
-    for step in steps:
-        if step.wanted:
-            one = replace(one, name=step.name, cause=step.cause, words=step.words, **step.changes)
-            yield one
+    chain = [
+        Variant(
+            name=ROLLOUT,
+            cause="",
+            words=f"vLLM as it samples, {rollout}",
+            engine="vllm",
+            model="rollout",
+            rounded_to=None,
+            dtype=rollout,
+            draws=True,
+            tempered=not job.untempered,
+            processed=not job.raw_log_probs,
+            cached=job.prefix_caching,
+            compiled=job.cuda_graphs,
+            routing="recorded" if routed else "",
+        )
+    ]
+
+    def then(cause: str, words: str, name: str = "", wanted: bool = True, **changes: Any) -> None:
+        if wanted:
+            chain.append(replace(chain[-1], name=name or cause, cause=cause, words=words, **changes))
+
+    then("temperature", "divided by the temperature", "tempered", job.untempered, tempered=True)
+    then("sampling", "without top-p and top-k", "untruncated", job.truncated, processed=False)
+    then("cache", "without prefix cache and chunked prefill", "uncached", job.prefix_caching, cached=False)
+    then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
+    then("batch", "each sequence alone", "prefill_alone", alone=True)
+    then("cuda_graphs", "not compiled, without CUDA graphs", "eager", job.cuda_graphs, compiled=False)
+    fp32 = f"vLLM in fp32, weights rounded to {rollout}"
+    then("rollout_precision", fp32, "rollout_fp32", rollout != "fp32", dtype="fp32", rounded_to=rollout)
+    then("engine", "verl's FSDP engine in fp32, the same weights", "engine_fp32", engine="trainer")
+    then("weights", "with the trainer's weights", wanted=job.rollout_model is not None, model="trainer")
+    apart = {"adapter": True, "rounded_to": None}
+    then("merged_lora", "base and adapter apart, not rounded", wanted=job.adapter is not None, **apart)
+    rounding = ("weights not rounded", None) if train == "fp32" else (f"weights rounded to {train}", train)
+    other = train != rollout and job.adapter is None
+    then("weight_rounding", rounding[0], wanted=other, rounded_to=rounding[1])
+    in_dtype = {"rounded_to": None, "model": "trainer", "dtype": train}  # the engine itself rounds the weights
+    then("trainer_precision", f"in {train}", "trainer_alone", train != "fp32", **in_dtype)
+    then("attention", f"attention {job.attention}", wanted=job.attention != "sdpa", attention=job.attention)
+    then("output_head", "output head in fp32", wanted=job.fp32_output_head, fp32_output_head=True)
+    then("log_probs", f"log-probs in {train}", wanted=not job.fp32_log_probs, fp32_log_probs=False)
+    layout = f"the trainer as it trains: {'packed' if job.packed else 'padded'} micro-batches"
+    then("layout", layout, "trainer", alone=False, packed=job.packed)
+    return chain
 
 
 def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Variant]:

@@ -1,12 +1,15 @@
-"""A comparison from end to end: checks, the runs of its grid, what the user sees."""
+"""A comparison from end to end: checks, the runs of its grid, progress and results on the terminal."""
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from verl_precision.base.errors import ConfigurationError, RunFailedError
 from verl_precision.tools.runs import grid
@@ -16,7 +19,6 @@ from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
 from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.grid import PlannedRun
 from verl_precision.tools.runs.launch import Progress, quoted, run_verl
-from verl_precision.tools.runs.progress import Board
 
 
 def compare_runs(
@@ -52,7 +54,7 @@ def compare_runs(
     todo = [run for run in runs if run.name not in results.measured()]
     # Threads of two runs on one core wait for each other actively, at several times the work.
     threads = max(1, (os.cpu_count() or 1) // side_by_side) if side_by_side > 1 else None
-    board = Board(console, len(runs), len(runs) - len(todo))
+    board = _Board(console, len(runs), len(runs) - len(todo))
     failed, interrupted = threading.Event(), threading.Event()
 
     def start(run: PlannedRun, python: str | None) -> None:
@@ -166,3 +168,50 @@ def check_arguments(
             )
     grid.check_overrides(runs, overrides)
     return runs
+
+
+class _Board:
+    """How far the runs are, from any thread: live bars on a terminal, one line a stage or step elsewhere."""
+
+    def __init__(self, console: Console, runs: int, done: int) -> None:
+        self._console = console
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._bars = Bars(SpinnerColumn(), TextColumn("[bold]{task.fields[name]}[/]"), *columns, console=console)
+        self._all = self._bars.add_task("runs are finished", total=runs, completed=done, name="all", visible=runs > 1)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the bars meanwhile, on a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with self._bars:
+            yield
+
+    @contextmanager
+    def run(self, name: str) -> Iterator[Callable[[Progress], None]]:
+        """Show a run meanwhile; yield what is to be called with its progress."""
+        live = self._console.is_terminal
+        task, last, text = self._bars.add_task("starting verl", total=None, name=name), Progress("", 0, None, 0.0), ""
+
+        def show(progress: Progress) -> None:
+            nonlocal last, text
+            total = progress.total_steps
+            self._bars.update(task, description=progress.stage, completed=progress.step, total=total)
+            former, text = text, f"step {progress.step}/{total or '?'}" if progress.step else progress.stage
+            if text != former and not live:
+                self._say(progress, f"{name}: {text}")
+            last = progress
+
+        try:
+            yield show
+        except BaseException:
+            self._bars.remove_task(task)
+            raise
+        self._bars.remove_task(task)  # a line takes less room than a bar
+        self._bars.advance(self._all)
+        if live:
+            self._say(last, f"{name}: finished, {text}")
+
+    def _say(self, progress: Progress, text: str) -> None:
+        self._console.print(f"[{progress.seconds:5.0f} s] {text}", markup=False, highlight=False)

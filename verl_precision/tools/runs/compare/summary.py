@@ -10,10 +10,9 @@ from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
-from verl_precision.tools.runs.read import Rows
+from verl_precision.tools.runs.read import REWARD, Rows
 from verl_precision.tools.show.tables import terminal_table, write_json
 
-REWARD = "critic/score/mean"
 LENGTH = "response_length/mean"
 STEP_SECONDS = "timing_s/step"
 Verdict = dict[str, float | bool | None]

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
-from verl_precision.tools.gap.explain.from_metrics import gap_of, recorded_causes
+from verl_precision.tools.gap.explain.from_run import gap_of, recorded_causes
 
 SETTINGS = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "raw_log_probs": False, "train_dtype": "fp16",
