@@ -11,47 +11,74 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError, RunFailedError
 from verl_precision.tools.runs import grid
-from verl_precision.tools.runs.compare import outputs as comparison_files
+from verl_precision.tools.runs.compare import outputs
 from verl_precision.tools.runs.compare import run as compare
 from verl_precision.tools.runs.compare.summary import PassBar
 from verl_precision.tools.runs.launch import Progress
 
 STARTED = "Ray has started"
+RECIPE = "recipes/quickstart/quickstart.yaml"
 
 
 @pytest.fixture
 def run(root, tmp_path, monkeypatch):
-    """Compare recorded runs in place of real ones; return what the user sees. With `fails`, that one fails."""
+    """Compare recorded runs in place of real ones; return what the user sees.
 
-    def compare_recorded(*precisions: str, fails: str = "", terminal: bool = False) -> str:
+    `during(name, on_progress)` is called in each run. The run `keeps` has the metrics that `during` wrote. Figure
+    and report have one word, unless `draws`.
+    """
+
+    def compare_recorded(
+        runs, during=lambda name, on_progress: None, parallel=1, keeps="", terminal=False, pass_bar=None, draws=False
+    ) -> str:
         def recorded(config, overrides, folder, on_progress, python, goes_on, threads):
+            name = folder.relative_to(tmp_path / "out").as_posix()
+            ran.append((name, overrides[:-1]))
             checkpoints = folder / "checkpoints"
-            own = [f"precision={folder.name}", f"trainer.default_local_dir='{checkpoints}'"]
-            assert config.name == "quickstart.yaml" and overrides == ["a=b", *own] and goes_on and threads is None
-            assert checkpoints.is_dir()
-            ran.append(folder.name)
+            assert config.name == "quickstart.yaml" and goes_on and checkpoints.is_dir()
+            assert overrides[-1] == f"trainer.default_local_dir='{checkpoints}'"
+            assert threads == (max(1, os.cpu_count() // parallel) if parallel > 1 else None)
             on_progress(Progress(STARTED, 0, None, 1.0))
+            during(name, on_progress)
             on_progress(Progress("training", 10, 10, 2.0))
-            if folder.name == fails:
-                raise RunFailedError("verl ended with exit code 1")
-            shutil.copytree(root / "tests" / "data" / "quickstart" / folder.name, folder, dirs_exist_ok=True)
+            if name != keeps:
+                precision = folder.name if folder.name == "bf16" else "fp16"
+                shutil.copytree(root / "tests" / "data" / "quickstart" / precision, folder, dirs_exist_ok=True)
             return 60.0
 
         monkeypatch.setattr(compare, "run_verl", recorded)
+        if not draws:
+            monkeypatch.setattr(outputs, "write_comparison", lambda path, *drawn: path.write_text("figure"))
+            monkeypatch.setattr(outputs, "page", lambda part, expected: "page")
         seen = io.StringIO()
         console = Console(file=seen, width=200, force_terminal=terminal)
-        config = root / "recipes" / "quickstart" / "quickstart.yaml"
-        runs = grid.with_seeds(grid.preset_arms(precisions))
-        compare.compare_runs(config, runs, ["a=b"], tmp_path / "out", console, PassBar(-20, 4))
+        compare.compare_runs(root / RECIPE, runs, ["a=b"], tmp_path / "out", console, pass_bar, parallel)
         return seen.getvalue()
 
     compare_recorded.ran = ran = []
     return compare_recorded
 
 
+def fails(name: str):
+    """Return what makes one run fail."""
+
+    def during(run: str, on_progress):
+        if run == name:
+            raise RunFailedError("verl ended with exit code 1")
+
+    return during
+
+
+def recorded_summary(folder) -> list[tuple]:
+    runs = json.loads((folder / "summary.json").read_text())["runs"]
+    return [tuple(run[key] for key in ("arm", "precision", "estimator", "seed")) for run in runs]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_two_runs_are_compared(run, tmp_path, terminal):
-    seen = run("bf16", "fp16", terminal=terminal)
+    runs = grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))
+    seen = run(runs, terminal=terminal, pass_bar=PassBar(-20, 4), draws=not terminal)
+    assert run.ran == [(precision, ["a=b", f"precision={precision}"]) for precision in ("bf16", "fp16")]
     assert "ratio bf16/fp16" in seen and "bar -20" in seen and "report.html" in seen
     assert "verl-precision explain --run" in seen and "<precision>" in seen
     lines = [
@@ -75,64 +102,27 @@ def test_two_runs_are_compared(run, tmp_path, terminal):
 
 
 def test_what_was_measured_stays_when_a_later_run_fails_and_is_not_repeated(run, tmp_path):
+    runs = grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))
     with pytest.raises(RunFailedError):
-        run("bf16", "fp16", fails="fp16")
+        run(runs, fails("fp16"))
     (before,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
     assert before["precision"] == "bf16"
     run.ran.clear()
-    assert "ratio bf16/fp16" in run("bf16", "fp16")
-    assert run.ran == ["fp16"]
+    assert "ratio bf16/fp16" in run(runs)
+    assert [name for name, _ in run.ran] == ["fp16"]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0] == before
 
 
 def test_runs_do_not_share_a_folder_of_checkpoints(root):
-    recipe = root / "recipes" / "quickstart" / "quickstart.yaml"
     with pytest.raises(ConfigurationError, match="go on from each other's checkpoints"):
-        compare.check_arguments(recipe, ["bf16", "fp16"], ["+trainer.default_local_dir=/data"])
+        compare.check_arguments(root / RECIPE, ["bf16", "fp16"], ["+trainer.default_local_dir=/data"])
 
 
-@pytest.fixture
-def run_grid(root, tmp_path, monkeypatch):
-    """Compare recorded runs of a grid in place of real ones; `during(name, on_progress)` is called in each.
-
-    The run `keeps` has what `during` wrote. Figure and report have one word: `run` has them drawn, test_figures.py too.
-    """
-
-    def compare_recorded(runs, during=lambda name, on_progress: None, side_by_side=1, keeps="") -> str:
-        def recorded(config, overrides, folder, on_progress, python, goes_on, threads):
-            name = folder.relative_to(tmp_path / "out").as_posix()
-            ran.append((name, overrides[:-1]))
-            assert overrides[-1] == f"trainer.default_local_dir='{folder / 'checkpoints'}'" and goes_on
-            assert threads == (max(1, os.cpu_count() // side_by_side) if side_by_side > 1 else None)
-            during(name, on_progress)
-            on_progress(Progress("training", 10, 10, 2.0))
-            if name != keeps:
-                shutil.copytree(root / "tests" / "data" / "quickstart" / "fp16", folder, dirs_exist_ok=True)
-            return 60.0
-
-        monkeypatch.setattr(compare, "run_verl", recorded)
-        monkeypatch.setattr(comparison_files, "write_comparison", lambda path, *drawn: path.write_text("figure"))
-        monkeypatch.setattr(comparison_files, "page", lambda part, expected: "page")
-        seen = io.StringIO()
-        config = root / "recipes" / "quickstart" / "quickstart.yaml"
-        console = Console(file=seen, width=200)
-        compare.compare_runs(config, runs, ["a=b"], tmp_path / "out", console, side_by_side=side_by_side)
-        return seen.getvalue()
-
-    compare_recorded.ran = ran = []
-    return compare_recorded
-
-
-def recorded_summary(folder) -> list[tuple]:
-    runs = json.loads((folder / "summary.json").read_text())["runs"]
-    return [tuple(run[key] for key in ("arm", "precision", "estimator", "seed")) for run in runs]
-
-
-def test_estimators_times_precisions_times_seeds_each_in_its_folder(run_grid, tmp_path):
+def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):
     runs = grid.with_seeds(grid.preset_arms(["bf16", "fp16"], ["grpo", "gspo"]), [1, 2])
-    seen = run_grid(runs)
-    assert run_grid.ran[0] == ("grpo-bf16/seed_1", ["a=b", "estimator=grpo", "precision=bf16", "seed=1"])
-    assert [name for name, _ in run_grid.ran] == [run.name for run in runs] and len(runs) == 8
+    seen = run(runs)
+    assert run.ran[0] == ("grpo-bf16/seed_1", ["a=b", "estimator=grpo", "precision=bf16", "seed=1"])
+    assert [name for name, _ in run.ran] == [run.name for run in runs] and len(runs) == 8
     assert recorded_summary(tmp_path / "out")[::3] == [
         ("grpo-bf16", "bf16", "grpo", 1),
         ("grpo-fp16", "fp16", "grpo", 2),
@@ -141,11 +131,11 @@ def test_estimators_times_precisions_times_seeds_each_in_its_folder(run_grid, tm
     assert "gspo-fp16/seed_2: step 10/10" in seen and "<arm>/seed_<n>/metrics.jsonl" in seen
     assert "ratio grpo-bf16/grpo-fp16" in seen and "ratio grpo-bf16/gspo" not in seen
     assert (tmp_path / "out" / "comparison.png").exists() and not (tmp_path / "out" / "report_2.html").exists()
-    run_grid.ran.clear()
-    assert "ratio grpo-bf16/grpo-fp16" in run_grid(runs) and run_grid.ran == [], "finished runs are not repeated"
+    run.ran.clear()
+    assert "ratio grpo-bf16/grpo-fp16" in run(runs) and run.ran == [], "finished runs are not repeated"
 
 
-def test_runs_of_arms_side_by_side_are_at_the_same_time_and_listed_in_the_order_of_the_plan(run_grid, tmp_path):
+def test_runs_of_arms_side_by_side_are_at_the_same_time_and_listed_in_the_order_of_the_plan(run, tmp_path):
     arms = [grid.Arm("clipped", ("precision=fp16", "x=1")), grid.Arm("shadow", ())]
     together, first_ended = threading.Barrier(2, timeout=60), threading.Event()
 
@@ -156,12 +146,12 @@ def test_runs_of_arms_side_by_side_are_at_the_same_time_and_listed_in_the_order_
         else:
             first_ended.set()
 
-    seen = run_grid(grid.with_seeds(arms), during, side_by_side=2)
+    seen = run(grid.with_seeds(arms), during, parallel=2)
     assert recorded_summary(tmp_path / "out") == [("clipped", "fp16", None, None), ("shadow", None, None, None)]
     assert "clipped: step 10/10" in seen and "shadow: step 10/10" in seen and "<arm>/metrics.jsonl" in seen
 
 
-def test_after_a_failure_what_is_under_way_goes_on_and_nothing_else_starts(run_grid, tmp_path):
+def test_after_a_failure_what_is_under_way_goes_on_and_nothing_else_starts(run, tmp_path):
     runs = grid.with_seeds([grid.Arm("mine", ())], [1, 2, 3, 4])
     together, failed = threading.Barrier(2, timeout=60), threading.Event()
 
@@ -173,15 +163,15 @@ def test_after_a_failure_what_is_under_way_goes_on_and_nothing_else_starts(run_g
         assert failed.wait(60)
 
     with pytest.raises(RunFailedError, match="exit code 1"):
-        run_grid(runs, during, side_by_side=2)
+        run(runs, during, parallel=2)
     assert [seed for *_, seed in recorded_summary(tmp_path / "out")] == [2]
-    run_grid.ran.clear()
-    run_grid(runs)
-    assert [name for name, _ in run_grid.ran] == ["mine/seed_1", "mine/seed_3", "mine/seed_4"]
+    run.ran.clear()
+    run(runs)
+    assert [name for name, _ in run.ran] == ["mine/seed_1", "mine/seed_3", "mine/seed_4"]
     assert [seed for *_, seed in recorded_summary(tmp_path / "out")] == [1, 2, 3, 4]
 
 
-def test_a_run_that_measured_no_mismatch_does_not_keep_another_from_being_recorded(run_grid, tmp_path):
+def test_a_run_that_measured_no_mismatch_does_not_keep_another_from_being_recorded(run, tmp_path):
     runs = grid.with_seeds([grid.Arm("mine", ())], [1, 2])
     ready = threading.Barrier(2, timeout=60)
 
@@ -192,11 +182,11 @@ def test_a_run_that_measured_no_mismatch_does_not_keep_another_from_being_record
             path.write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
 
     with pytest.raises(ConfigurationError, match="the run did not report .*mismatch"):
-        run_grid(runs, during, side_by_side=2, keeps="mine/seed_1")
+        run(runs, during, parallel=2, keeps="mine/seed_1")
     assert [seed for *_, seed in recorded_summary(tmp_path / "out")] == [2]
 
 
-def test_ctrl_c_ends_every_run_under_way(run_grid, tmp_path, monkeypatch):
+def test_ctrl_c_ends_every_run_under_way(run, tmp_path, monkeypatch):
     runs = grid.with_seeds([grid.Arm("mine", ())], [1, 2, 3, 4])
     ended = []
     two_more = threading.Barrier(2, timeout=60)
@@ -215,8 +205,8 @@ def test_ctrl_c_ends_every_run_under_way(run_grid, tmp_path, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparison_files.Results, "draw", interrupt)  # the main thread is busy with the first run
+    monkeypatch.setattr(outputs.Results, "draw", interrupt)  # the main thread is busy with the first run
     with pytest.raises(KeyboardInterrupt):
-        run_grid(runs, during, side_by_side=2)
+        run(runs, during, parallel=2)
     assert sorted(ended) == ["mine/seed_2", "mine/seed_3"]
     assert [seed for *_, seed in recorded_summary(tmp_path / "out")] == [1], "the one that had finished"

@@ -28,7 +28,7 @@ def compare_runs(
     folder: Path,
     console: Console,
     pass_bar: PassBar | None = None,
-    side_by_side: int = 1,
+    parallel: int = 1,
 ) -> list[Summary]:
     """Run a recipe once for each arm and seed, and write the comparison.
 
@@ -40,7 +40,7 @@ def compare_runs(
             last checkpoint.
         console: Where progress and the table are shown.
         pass_bar: What each run is judged by.
-        side_by_side: How many runs at a time. Each has a Ray of its own.
+        parallel: How many runs at a time. Each has a Ray of its own.
 
     Returns:
         One summary a run.
@@ -53,7 +53,7 @@ def compare_runs(
     results = Results(config, runs, overrides, folder, pass_bar)
     todo = [run for run in runs if run.name not in results.measured()]
     # Threads of two runs on one core wait for each other actively, at several times the work.
-    threads = max(1, (os.cpu_count() or 1) // side_by_side) if side_by_side > 1 else None
+    threads = max(1, (os.cpu_count() or 1) // parallel) if parallel > 1 else None
     board = _Board(console, len(runs), len(runs) - len(todo))
     failed, interrupted = threading.Event(), threading.Event()
 
@@ -78,7 +78,7 @@ def compare_runs(
                 raise
 
     errors: list[BaseException] = []
-    with fork_server_on_cpu() as python, board.shown(), ThreadPoolExecutor(side_by_side) as pool:
+    with fork_server_on_cpu() as python, board.shown(), ThreadPoolExecutor(parallel) as pool:
         futures = {pool.submit(start, run, python): run for run in todo}
         try:
             for handled, future in enumerate(as_completed(futures), start=1):
