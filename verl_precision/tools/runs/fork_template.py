@@ -32,25 +32,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Order(NamedTuple):
-    """What a fork is to run, and what it has from the process that starts it.
+    """The command of a fork, and all that it has from the process that starts it."""
 
-    Attributes:
-        arguments: As after `python`: a script, `-m` and a module, or `-c` and a command, then its own.
-        environment: Its environment variables.
-        cwd: Its working directory.
-        descriptors: Numbers of the open files it has, the three standard streams first.
-        niceness: Its scheduling priority.
-        open_files: Soft and hard limit of its open files.
-        cpu: The one CPU it is bound to, or None where it has the template's.
-    """
-
-    arguments: list[str]
-    environment: dict[str, str]
-    cwd: str
-    descriptors: list[int]
-    niceness: int
-    open_files: tuple[int, int]
-    cpu: int | None
+    arguments: list[str]  # as after `python`: a script, `-m` and a module, or `-c` and a command, then its own
+    environment: dict[str, str]  # its environment variables
+    cwd: str  # its working directory
+    descriptors: list[int]  # numbers of the open files it has, the three standard streams first
+    niceness: int  # its scheduling priority
+    open_files: tuple[int, int]  # soft and hard limit of its open files
+    cpu: int | None  # the one CPU it is bound to, or None where it has the template's
 
 
 def serve(folder: str, name: str) -> Order:

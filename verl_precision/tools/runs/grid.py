@@ -18,19 +18,12 @@ _ARM_NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # it names a folder
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared.
+    """One side of a comparison."""
 
-    Attributes:
-        name: Name in folders, table and figures.
-        overrides: Hydra overrides that make the arm.
-        precision: The precision preset that -p chose; None for an arm of the recipe.
-        estimator: The estimator preset that -e chose, if any.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    precision: str | None = None
-    estimator: str | None = None
+    name: str  # name in folders, table and figures
+    overrides: tuple[str, ...]  # Hydra overrides that make the arm
+    precision: str | None = None  # the precision preset that -p chose; None for an arm of the recipe
+    estimator: str | None = None  # the estimator preset that -e chose, if any
 
 
 @dataclass(frozen=True)
@@ -77,12 +70,11 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> li
             )
         _refuse_twice(option, chosen, "each preset once")
     pairs = product(estimators or (None,), precisions)
-    return [
-        Arm(
-            name, ((f"estimator={estimator}",) if estimator else ()) + (f"precision={precision}",), precision, estimator
-        )
-        for name, (estimator, precision) in zip(arm_names(precisions, estimators), pairs, strict=True)
-    ]
+    arms = []
+    for name, (estimator, precision) in zip(arm_names(precisions, estimators), pairs, strict=True):
+        overrides = (f"estimator={estimator}", f"precision={precision}")
+        arms.append(Arm(name, overrides if estimator else overrides[1:], precision, estimator))
+    return arms
 
 
 def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:

@@ -41,19 +41,12 @@ TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """How far a run is."""
 
-    Attributes:
-        stage: What verl is doing.
-        step: Number of training steps done.
-        total_steps: Number of steps to do, or None while it is unknown.
-        seconds: Seconds since the start.
-    """
-
-    stage: str
-    step: int
-    total_steps: int | None
-    seconds: float
+    stage: str  # what verl is doing
+    step: int  # number of training steps done
+    total_steps: int | None  # number of steps to do, or None while it is unknown
+    seconds: float  # seconds since the start
 
 
 def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:

@@ -72,18 +72,16 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
         ConfigurationError: If the file exists and is not an earlier report, unless `force`; or its folder does not.
     """
     if not path.absolute().parent.is_dir():
-        raise _refused(
-            path, f"{path.parent} is not a folder", "a file in a folder that exists", "Make the folder first."
-        )
-    if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
-        allowed = "a new file or an earlier report"
-        raise _refused(path, "it exists and is not an earlier report", allowed, "Name another file, or add --force.")
-    write_file(path, content, replace=True)
-
-
-def _refused(path: Path, problem: str, allowed: str, remedy: str) -> ConfigurationError:
+        problem, allowed = f"{path.parent} is not a folder", "a file in a folder that exists"
+        remedy = "Make the folder first."
+    elif path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
+        problem, allowed = "it exists and is not an earlier report", "a new file or an earlier report"
+        remedy = "Name another file, or add --force."
+    else:
+        write_file(path, content, replace=True)
+        return
     problem += "; nothing was written"
-    return ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
+    raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
 
 
 def _measured(panel: Panel, runs: list[Run]) -> Iterator[dict[str, Any]]:

@@ -30,22 +30,14 @@ Rows = list[dict[str, float]]
 
 @dataclass(frozen=True)
 class Run:
-    """The metrics of a run.
+    """The metrics of a run."""
 
-    Attributes:
-        name: Name in legend and table.
-        path: The file or folder that was read.
-        rows: One dictionary a step, in order: `step`, and numbers by key. A NaN that was logged is NaN.
-        notes: What was left out, in words.
-        arm: Runs of one arm (its seeds) are one curve with this name; empty: the run has a curve of its own.
-        column: In a comparison of estimators, the one whose plots show the run; empty where all runs share plots.
-    """
-
-    name: str
-    path: Path
-    rows: Rows
-    notes: tuple[str, ...] = ()
-    arm: str = ""
+    name: str  # name in legend and table
+    path: Path  # the file or folder that was read
+    rows: Rows  # one dictionary a step, in order: `step`, and numbers by key. A NaN that was logged is NaN
+    notes: tuple[str, ...] = ()  # what was left out, in words
+    arm: str = ""  # runs of one arm (its seeds) are one curve with this name; empty: the run has a curve of its own
+    # In a comparison of estimators, the one whose plots show the run; empty where all runs share plots.
     column: str = ""
 
     @property

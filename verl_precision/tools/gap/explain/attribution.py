@@ -10,19 +10,12 @@ _SMALL = 1e-6  # below this gap k3(g)/g is g/2 to nine digits
 
 @dataclass(frozen=True)
 class Part:
-    """What one step of the path does.
+    """What one step of the path does."""
 
-    Attributes:
-        nats: Its part of the mean |g|, nats. Negative where it undoes what others do.
-        k3: Its part of the k3.
-        size: Mean |δ| of its own, nats: its size, whatever the others do.
-        without: The k3 that would be left without it.
-    """
-
-    nats: float
-    k3: float
-    size: float
-    without: float
+    nats: float  # its part of the mean |g|, nats. Negative where it undoes what others do
+    k3: float  # its part of the k3
+    size: float  # mean |δ| of its own, nats: its size, whatever the others do
+    without: float  # the k3 that would be left without it
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from verl_precision.tools.gap.explain.operation_error import AddedToScores, Oper
 @contextmanager
 def injected(model: Any, errors: Sequence[OperationError]) -> Iterator[None]:
     """Inside, add errors to the same places of transformers' forward."""
-    layers, rotations = model.model.layers, {}
+    layers = model.model.layers
+    rotations: dict[int | None, OperationError] = {}
     with ExitStack() as stack:
 
         def after(module: nn.Module, value: Tensor) -> None:

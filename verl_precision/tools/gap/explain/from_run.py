@@ -30,19 +30,12 @@ Rows = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class RecordedCause:
-    """What is known of one cause.
+    """What is known of one cause."""
 
-    Attributes:
-        cause: Its name, as in `CAUSES`.
-        seen: What was recorded, in words.
-        fault: Whether something is wrong; None where it is a cost whose size a rerun tells.
-        remedy: What to do about a fault.
-    """
-
-    cause: str
-    seen: str
-    fault: bool | None
-    remedy: str = ""
+    cause: str  # its name, as in `CAUSES`
+    seen: str  # what was recorded, in words
+    fault: bool | None  # whether something is wrong; None where it is a cost whose size a rerun tells
+    remedy: str = ""  # what to do about a fault
 
 
 def read_run(source: Path) -> tuple[Run, DictConfig | None]:

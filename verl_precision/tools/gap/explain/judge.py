@@ -46,20 +46,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        chain: The variants from rollout to trainer, and with a mixture of experts `routing` at the end.
-        findings: Of each step, faults first.
-        attribution: The gap and its parts, in the order of the path.
-        bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts.
-        operations: Variant of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
-    """
-
-    chain: list[Variant]
-    findings: list[Finding]
-    attribution: Attribution
-    bf16_cost: float
+    chain: list[Variant]  # the variants from rollout to trainer, and with a mixture of experts `routing` at the end
+    findings: list[Finding]  # of each step, faults first
+    attribution: Attribution  # the gap and its parts, in the order of the path
+    bf16_cost: float  # mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts
+    # Variant of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
     operations: dict[str, Operations]
 
 

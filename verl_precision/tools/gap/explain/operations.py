@@ -32,20 +32,13 @@ _RECORDED_TOKENS = 128
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of operation.
+    """One kind of operation."""
 
-    Attributes:
-        kind: One of `KINDS`.
-        layer: The layer with the largest error; None outside of the layers.
-        error: That error: ‖vLLM's - transformers'‖ / ‖transformers'‖ on equal inputs.
-        share: The kind's share of the k3 between vLLM and transformers in FP32, on the tokens of the record.
-        errors: The largest error in each layer, the first layer first; one number outside of the layers.
-    """
-
-    kind: str
-    layer: int | None
-    error: float
-    share: float
+    kind: str  # one of `KINDS`
+    layer: int | None  # the layer with the largest error; None outside of the layers
+    error: float  # that error: ‖vLLM's - transformers'‖ / ‖transformers'‖ on equal inputs
+    share: float  # the kind's share of the k3 between vLLM and transformers in FP32, on the tokens of the record
+    # The largest error in each layer, the first layer first; one number outside of the layers.
     errors: tuple[float, ...]
 
 

@@ -1,4 +1,4 @@
-"""What was found, in words: a table for the terminal, JSON, and one HTML page with a waterfall of the parts."""
+"""The result of an explanation: a table on the terminal, JSON, and one HTML page with a waterfall of the parts."""
 
 import shlex
 from collections.abc import Mapping

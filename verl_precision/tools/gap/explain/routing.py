@@ -48,15 +48,10 @@ class Replay(Series):
 
 @dataclass(frozen=True)
 class Routing:
-    """What other choices do.
+    """What other choices do."""
 
-    Attributes:
-        log_probs: Variant -> H of its choices, all tokens, nats.
-        changed: Share of the choices that differ between rollout and trainer, over all layers and tokens.
-    """
-
-    log_probs: Mapping[str, np.ndarray]
-    changed: float
+    log_probs: Mapping[str, np.ndarray]  # variant -> H of its choices, all tokens, nats
+    changed: float  # share of the choices that differ between rollout and trainer, over all layers and tokens
 
 
 def read_routing(store: Store, chain: Sequence[Variant], others: Sequence[Variant], engine: Variant) -> Routing:

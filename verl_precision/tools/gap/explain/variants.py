@@ -41,48 +41,27 @@ REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the ex
 
 @dataclass(frozen=True)
 class Variant:
-    """Something that gives log-probs to the tokens.
+    """Something that gives log-probs to the tokens."""
 
-    Attributes:
-        name: Its name in the journal.
-        cause: What separates it from the variant before.
-        words: What it is, in words.
-        engine: Which engine computes.
-        model: Whose weights it has: those of the rollout, or the trainer's.
-        adapter: Whether base and LoRA adapter are apart; else the adapter is merged.
-        rounded_to: Dtype to which they are rounded before they are loaded; None for no rounding.
-        dtype: Dtype of the computation.
-        alone: Whether sequences are computed one by one.
-        draws: Whether it draws the tokens itself, and does not score those of the rollout.
-        tempered: Of vLLM: whether log-probs are those of the temperature.
-        processed: Of vLLM: whether log-probs are those after top-p and top-k.
-        cached: Of vLLM: whether it has a prefix cache and cuts prompts into chunks.
-        compiled: Of vLLM: whether it compiles, and runs CUDA graphs.
-        attention: Of the trainer.
-        packed: Of the trainer: whether sequences are packed without padding.
-        fp32_output_head: Of the trainer.
-        fp32_log_probs: Of the trainer.
-        routing: Of a mixture of experts: whether the chosen experts are recorded, or replayed.
-    """
-
-    name: str
-    cause: str
-    words: str
-    engine: Literal["vllm", "trainer"]
-    model: Literal["rollout", "trainer"]
-    rounded_to: Dtype | None
-    dtype: Dtype
-    adapter: bool = False
-    alone: bool = False
-    draws: bool = False
-    tempered: bool = True
-    processed: bool = True
-    cached: bool = False
-    compiled: bool = False
-    attention: str = "sdpa"
-    packed: bool = False
-    fp32_output_head: bool = False
-    fp32_log_probs: bool = True
+    name: str  # its name in the journal
+    cause: str  # what separates it from the variant before
+    words: str  # what it is, in words
+    engine: Literal["vllm", "trainer"]  # which engine computes
+    model: Literal["rollout", "trainer"]  # whose weights it has: those of the rollout, or the trainer's
+    rounded_to: Dtype | None  # dtype to which they are rounded before they are loaded; None for no rounding
+    dtype: Dtype  # dtype of the computation
+    adapter: bool = False  # whether base and LoRA adapter are apart; else the adapter is merged
+    alone: bool = False  # whether sequences are computed one by one
+    draws: bool = False  # whether it draws the tokens itself, and does not score those of the rollout
+    tempered: bool = True  # of vLLM: whether log-probs are those of the temperature
+    processed: bool = True  # of vLLM: whether log-probs are those after top-p and top-k
+    cached: bool = False  # of vLLM: whether it has a prefix cache and cuts prompts into chunks
+    compiled: bool = False  # of vLLM: whether it compiles, and runs CUDA graphs
+    attention: str = "sdpa"  # of the trainer
+    packed: bool = False  # of the trainer: whether sequences are packed without padding
+    fp32_output_head: bool = False  # of the trainer
+    fp32_log_probs: bool = True  # of the trainer
+    # Of a mixture of experts: whether the chosen experts are recorded, or replayed.
     routing: Literal["", "recorded", "replayed"] = ""
 
     @property

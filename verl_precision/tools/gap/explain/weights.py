@@ -28,20 +28,17 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
         ConfigurationError: If the model has no safetensors.
     """
     import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     if target.exists():
         return str(target)
     files = _files(model)
-    source = files[0].parent
+    source, to = files[0].parent, getattr(torch, DTYPES[dtype])
     if all(found == _NAMES[dtype] for file in files for found in _dtypes(file)):
         return str(source)
-    to = getattr(torch, DTYPES[dtype])
     with new_folder(target) as folder:
         for file in files:
-            with safe_open(file, "pt") as saved:
-                tensors = {name: saved.get_tensor(name) for name in saved.keys()}
+            tensors = load_file(file)
             rounded = {name: t.to(to) if t.is_floating_point() else t for name, t in tensors.items()}
             save_file(rounded, folder / file.name, {"format": "pt"})
         for other in source.iterdir():
@@ -93,14 +90,9 @@ def different_weights(one: str, other: str) -> str:
 
     with ExitStack() as stack:
         ones, others = places(one), places(other)
-        names = sorted(ones.keys() | others.keys())
-        differing = [
-            name
-            for name in names
-            if name not in ones
-            or name not in others
-            or not ones[name].get_tensor(name).equal(others[name].get_tensor(name))
-        ]
+        names, both = sorted(ones.keys() | others.keys()), ones.keys() & others.keys()
+        equal = {name for name in both if ones[name].get_tensor(name).equal(others[name].get_tensor(name))}
+        differing = [name for name in names if name not in equal]
     named = ": " + ", ".join(differing[:_NAMED]) + (", ..." if len(differing) > _NAMED else "")
     return f"{len(differing)} of {len(names)} tensors differ" + (named if differing else "")
 

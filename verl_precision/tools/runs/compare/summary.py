@@ -117,15 +117,10 @@ def by_arm(summaries: list[Summary]) -> dict[str, list[Summary]]:
 
 @dataclass(frozen=True)
 class PassBar:
-    """The mean reward of the last steps must be above a value.
+    """The mean reward of the last steps must be above a value."""
 
-    Attributes:
-        above: The value, in the reward's unit.
-        steps: Number of steps of the mean. A pass through the data is a good choice.
-    """
-
-    above: float
-    steps: int
+    above: float  # the value, in the reward's unit
+    steps: int  # number of steps of the mean. A pass through the data is a good choice
 
     def __post_init__(self) -> None:
         """Check both."""
