@@ -109,7 +109,8 @@ def _again(
     if modules := modules_of(model, kind, layer, name):
         return (torch.cat([module(inputs[0]) for module in modules], dim=-1),)
     block: Any = model.model.layers[layer] if layer is not None else None
-    attention, mlp, x = getattr(block, "self_attn", None), getattr(block, "mlp", None), inputs[0]
+    attention: Any = getattr(block, "self_attn", None)
+    mlp: Any = getattr(block, "mlp", None)
 
     def by_head(tensor: Tensor) -> Tensor:
         return tensor.view(1, length, -1, attention.head_dim).transpose(1, 2)
@@ -121,18 +122,19 @@ def _again(
             rotated = modeling(model).apply_rotary_pos_emb(by_head(query), by_head(key), cos, sin)
             return tuple(t[0].transpose(0, 1).flatten(1) for t in rotated)
         case "attention":
+            query, key, value = map(by_head, inputs)
             attended = nn.functional.scaled_dot_product_attention(
-                *map(by_head, inputs), is_causal=True, scale=attention.scaling, enable_gqa=True
+                query, key, value, is_causal=True, scale=attention.scaling, enable_gqa=True
             )
             return (attended[0].transpose(0, 1).flatten(1),)
         case "activation" if hasattr(mlp, "act_fn"):
-            gate, up = x.chunk(2, dim=-1)
+            gate, up = inputs[0].chunk(2, dim=-1)
             return (mlp.act_fn(gate) * up,)
         case "router" if hasattr(mlp, "gate"):
-            return (nn.functional.linear(x, mlp.gate.weight),)
+            return (nn.functional.linear(inputs[0], mlp.gate.weight),)
         case "experts" if router is not None:  # of the experts that vLLM's scores choose
             with AddedToScores(router, mlp.gate.weight):
-                output = mlp(x[None])
+                output = mlp(inputs[0][None])
             return ((output[0] if isinstance(output, tuple) else output)[0],)
     return None
 

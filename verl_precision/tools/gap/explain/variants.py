@@ -110,12 +110,12 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     then("rollout_precision", fp32, "rollout_fp32", rollout != "fp32", dtype="fp32", rounded_to=rollout)
     then("engine", "verl's FSDP engine in fp32, the same weights", "engine_fp32", engine="trainer")
     then("weights", "with the trainer's weights", wanted=job.rollout_model is not None, model="trainer")
-    apart = {"adapter": True, "rounded_to": None}
-    then("merged_lora", "base and adapter apart, not rounded", wanted=job.adapter is not None, **apart)
+    apart = "base and adapter apart, not rounded"
+    then("merged_lora", apart, wanted=job.adapter is not None, adapter=True, rounded_to=None)
     rounding = ("weights not rounded", None) if train == "fp32" else (f"weights rounded to {train}", train)
     other = train != rollout and job.adapter is None
     then("weight_rounding", rounding[0], wanted=other, rounded_to=rounding[1])
-    in_dtype = {"rounded_to": None, "model": "trainer", "dtype": train}  # the engine itself rounds the weights
+    in_dtype: dict[str, Any] = {"rounded_to": None, "model": "trainer", "dtype": train}  # the engine rounds the weights
     then("trainer_precision", f"in {train}", "trainer_alone", train != "fp32", **in_dtype)
     then("attention", f"attention {job.attention}", wanted=job.attention != "sdpa", attention=job.attention)
     then("output_head", "output head in fp32", wanted=job.fp32_output_head, fp32_output_head=True)
