@@ -189,7 +189,7 @@ def test_a_run_that_measured_no_mismatch_does_not_keep_another_from_being_record
 def test_ctrl_c_ends_every_run_under_way(run, tmp_path, monkeypatch):
     runs = grid.with_seeds([grid.Arm("mine", ())], [1, 2, 3, 4])
     ended = []
-    two_more = threading.Barrier(2, timeout=60)
+    two_more = threading.Barrier(3, timeout=60)
 
     def during(name, on_progress):
         if name == "mine/seed_1":
@@ -202,7 +202,8 @@ def test_ctrl_c_ends_every_run_under_way(run, tmp_path, monkeypatch):
             ended.append(name)
             raise
 
-    def interrupt(*arguments, **options):
+    def interrupt(results):
+        two_more.wait()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(outputs.Results, "draw", interrupt)  # the main thread is busy with the first run
