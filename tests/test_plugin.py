@@ -233,10 +233,8 @@ def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypa
     overridden = {key for c in ours for key, value in vars(c).items() if callable(value)} & set(dir(theirs[0]))
     overridden -= set(dir(object))
     expected = {"_build_fsdp_module", "train_batch", "optimizer_step", "lr_scheduler_step"}
-    expected |= {"save_checkpoint", "load_checkpoint", "forward_step"}
-    if model_type == "language_model":
-        expected |= {"prepare_model_outputs", "to", "disable_adapter"}
-        expected |= {"get_per_tensor_param", "_merged_lora_per_tensor_param"}
+    expected |= {"save_checkpoint", "load_checkpoint", "forward_step", "prepare_model_outputs", "to"}
+    expected |= {"disable_adapter", "get_per_tensor_param", "_merged_lora_per_tensor_param"}
     assert overridden == expected
     engine = object.__new__(engine_cls)
     engine.engine_config = FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"})

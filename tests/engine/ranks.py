@@ -50,8 +50,7 @@ from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.fsdp_engine import AlwaysManifest, precision_variant
-from verl_precision.integration.engine.weight_export import ExactWeights
+from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine, precision_variant
 from verl_precision.tools.export.session import export_checkpoint
 from verl_precision.weight_sync.manifest import digest
 
@@ -59,7 +58,7 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARED = Path(os.environ["SHARED_FOLDER"])
 INF = float("inf")
 FSDP1_ON_CPU = {
-    "language_model": precision_variant(transformer_impl.FSDPEngineWithLMHead, "FSDP1OnCPU", AlwaysManifest),
+    "language_model": precision_variant(transformer_impl.FSDPEngineWithLMHead, "FSDP1OnCPU"),
     "value_model": precision_variant(transformer_impl.FSDPEngineWithValueHead, "FSDP1CriticOnCPU"),
 }
 STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
@@ -651,7 +650,7 @@ def test_stochastic_rounding_sends_the_same_bits_from_every_rank_and_new_ones_af
     def sent(of=engine.get_per_tensor_param):
         return {name: weight.clone() for name, weight in of()[0] if not name.startswith("__")}
 
-    one, again, trained = sent(), sent(), sent(super(ExactWeights, engine).get_per_tensor_param)
+    one, again, trained = sent(), sent(), sent(super(PrecisionFSDPEngine, engine).get_per_tensor_param)
     assert {weight.dtype for weight in one.values()} == {torch.bfloat16}
     assert all(torch.equal(weight, again[name]) for name, weight in one.items())
     everywhere = [None] * WORLD

@@ -31,8 +31,8 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 from verl_precision.base.seeds import response_seed
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
+from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.resolvers import run_name
-from verl_precision.integration.trainer.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import DTYPES, ShadowSettings, short_name
@@ -45,6 +46,31 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
         gradient_of: Same shape; the result has its dtype.
     """
     return _StraightThrough.apply(value.detach(), gradient_of)
+
+
+def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callable:
+    """Return verl's loss function on log-probs that have the shadow's values and the training forward's gradient.
+
+    Args:
+        loss_function: verl's, called with `model_output`.
+        shadow_log_probs: Nested, of the same micro-batch.
+    """
+
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        if "model_output" not in kwargs:
+            raise ConfigurationError(
+                "top-k distillation takes its loss from logits, which the shadow does not give",
+                setting="fsdp_config.shadow.ratio_source",
+                value="shadow",
+                allowed="training",
+                remedy="Set ratio_source=training, or distillation without use_topk.",
+            )
+        output = kwargs["model_output"]
+        flat = straight_through(shadow_log_probs.values(), output["log_probs"].values())  # type: ignore[operator]
+        values = torch.nested.nested_tensor_from_jagged(flat, shadow_log_probs.offsets())  # type: ignore[operator]
+        return loss_function(*args, **{**kwargs, "model_output": {**output, "log_probs": values}})
+
+    return loss
 
 
 @dataclasses.dataclass(eq=False)

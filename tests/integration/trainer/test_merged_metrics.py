@@ -7,7 +7,7 @@ import torch
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 
-from verl_precision.integration.trainer.measurement import MISMATCH
+from verl_precision.integration.engine.measurement import MISMATCH
 from verl_precision.integration.trainer.merged_metrics import (
     MergedMetric,
     keep_merged_metrics,

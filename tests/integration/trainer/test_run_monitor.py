@@ -12,8 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
-from verl_precision.integration.trainer import run_monitor
-from verl_precision.integration.trainer.measurement import (
+from verl_precision.integration.engine.measurement import (
     FAILED,
     MISMATCH,
     PHANTOM,
@@ -22,6 +21,7 @@ from verl_precision.integration.trainer.measurement import (
     Request,
     measure,
 )
+from verl_precision.integration.trainer import run_monitor
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, RunMonitor
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics

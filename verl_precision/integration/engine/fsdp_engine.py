@@ -1,36 +1,39 @@
-"""Mixins that put loss scaling, FP32 log-probs and verified dtypes into verl's FSDP engines.
+"""verl's FSDP engines with loss scaling, FP32 log-probs, verified dtypes, a shadow, router replay and exact weights.
 
-verl builds and drives the scaler as it does its own; these mixins choose which scaler that is, and read what happened.
-An engine whose config is not `PrecisionFSDPConfig` takes verl's path in every method.
+`PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases. The phases
+themselves stand in the modules of their subjects. verl builds and drives the scaler as it does its own; here it is
+chosen which scaler that is, and read what happened.
+An engine whose config is not `PrecisionFSDPConfig` takes verl's path in every method, the measurement left aside, which
+the trainer asks for.
 """
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_precision.base.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
-from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.rounded_weights import ROUNDED_TO, rounded_weights
 from verl_precision.engine.settings import DTYPES
+from verl_precision.engine.shadow import ShadowModel, build_shadow, loss_of_shadow
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.measurement import MeasuredUpdates, measured_loss
+from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.router_replay import RouterReplay
-from verl_precision.integration.engine.sampling_masks import kept_tokens
-from verl_precision.integration.engine.shadow_engine import ShadowForward
-from verl_precision.integration.engine.weight_export import ExactWeights, write_export_dtype
+from verl_precision.integration.engine.weight_export import SentWeights, merged_lora, write_export_dtype
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.kept_files import spare_marked
 
@@ -38,73 +41,134 @@ from verl_precision.integration.trainer.kept_files import spare_marked
 NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
 
 
-class VerifiedScaledTraining:
-    """Loss scaling by our settings, its metrics, a schedule that waits, state in checkpoints, and verified dtypes."""
+class PrecisionFSDPEngine:
+    """The mixin that comes before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names."""
 
     engine_config: Any
-    model_config: Any
     checkpoint_manager: Any
     lr_scheduler: Any
     module: Any
     scaler: Any
+    is_mp_src_rank_with_outputs: Callable[[], bool]
     _dtypes: ForwardDtypes
-    _report: StepReport
+    _shadow: ShadowModel | None = None
+    _replay: RouterReplay | None = None
+    _report = functools.cached_property(lambda self: StepReport())
+    _updates = functools.cached_property(lambda self: MeasuredUpdates())
+    _sent = functools.cached_property(lambda self: SentWeights())
 
     @property
-    def _precise(self) -> bool:
+    def _has_precision_config(self) -> bool:
         return isinstance(self.engine_config, PrecisionFSDPConfig)
 
+    @property
+    def _is_critic(self) -> bool:
+        return isinstance(self, FSDPEngineWithValueHead)
+
+    # Building: shadow, routers, actor; each before its model is sharded.
+
     def _build_fsdp_module(self, module):
-        if not self._precise:
+        if not self._has_precision_config:
             return super()._build_fsdp_module(module)
+        config = self.engine_config
+        if not (config.forward_only or self._is_critic):
+            if config.shadow.enabled:
+                # First: what verl's builder notes about the engine must be, in the end, the actor's.
+                self._shadow = build_shadow(self, module, self._build_verified)
+            if RouterReplay.is_asked(config):
+                self._replay = RouterReplay(module, config)
+        return self._build_verified(module)
+
+    def _build_verified(self, module):
+        """Have verl shard a model whose forward records its dtypes, and put our scaler in the place of verl's."""
         config, head = self.engine_config, None
-        if config.fp32_output_head and self.model_config.model_type == "language_model":
+        if config.fp32_output_head and not self._is_critic:
             head = compute_head_in_fp32(module)
-        role = "critic" if self.model_config.model_type == "value_model" else "actor"
         # Before sharding: under FSDP1 the modules then have no matrix of their own any more.
         self._dtypes = ForwardDtypes(
             module,
-            role="reference" if config.forward_only else role,
+            role="reference" if config.forward_only else "critic" if self._is_critic else "actor",
             expected=getattr(torch, DTYPES[config.compute_dtype]),
             exempt=head,
         )
         with warnings.catch_warnings():  # verl's scaler, replaced below, says that it is off without CUDA
             warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
             module = super()._build_fsdp_module(module)
-        self._report = StepReport()
         if self.scaler is not None:
             self.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
         return module
 
+    # Forward: shadow, measurement, router replay, canary, verl's step, verification.
+
     def forward_step(self, micro_batch, loss_function, forward_only):
+        """Do verl's forward step; with `ratio_source=shadow`, every log-prob has the shadow's value.
+
+        Without gradients the shadow alone runs. With gradients both run, and the loss gets log-probs that are the
+        shadow's in value and the training forward's in gradient.
+        """
+        step = self._verified_step
+        if self._replay is not None:
+            step = functools.partial(self._replay.step, step)
+        ratio_from_shadow = self._shadow is not None and self.engine_config.shadow.ratio_source == "shadow"
+        if forward_only and ratio_from_shadow:
+            with self._shadow.in_place_of_the_actor(self):  # type: ignore[union-attr]
+                return step(micro_batch, loss_function, True)
+        request = None if forward_only or self._is_critic else self._updates.request
+        if request or (ratio_from_shadow and not forward_only):
+            shadow_log_probs = None
+            if self._shadow is not None and (ratio_from_shadow or self._updates.need_shadow(self.engine_config.shadow)):
+                with self._shadow.in_place_of_the_actor(self):
+                    shadow_log_probs = step(micro_batch, None, True)[1]["model_output"]["log_probs"]
+            if ratio_from_shadow:
+                loss_function = loss_of_shadow(loss_function, shadow_log_probs)
+            if request:
+                loss_function = measured_loss(loss_function, request, shadow_log_probs)
+        return step(micro_batch, loss_function, forward_only)
+
+    def _verified_step(self, micro_batch, loss_function, forward_only):
         """Do verl's forward step, then compare the dtypes seen in the model with the config.
 
         The canary asks for weights rounded to the rollout's dtype (`ROUNDED_TO`).
         """
-        coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None) if self._precise else None
-        rounded = rounded_weights(self.module, getattr(torch, coarser)) if coarser else contextlib.nullcontext()
-        with rounded:
+        if not self._has_precision_config:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None)
+        with rounded_weights(self.module, getattr(torch, coarser)) if coarser else contextlib.nullcontext():
             result = super().forward_step(micro_batch, loss_function, forward_only)
-        if self._precise:
-            self._dtypes.check()
+        self._dtypes.check()
         return result
 
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        """Return log-probs and entropy in FP32, unless the config asks for verl's; a critic's values are verl's."""
+        verls = functools.partial(
+            super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func
+        )
+        if self._is_critic or not (self._has_precision_config and self.engine_config.fp32_log_probs):
+            return verls()
+        return fp32_outputs(self, output, output_args, micro_batch, verls)
+
+    # Update: measurement, verl's mini-batch, then what scaler and weight sync have to report.
+
     def train_batch(self, data, loss_function):
-        """Train on a mini-batch as verl does; at the last one of a step also report what the scaler did."""
-        outputs = super().train_batch(data, loss_function)
-        if self._precise and self.is_mp_src_rank_with_outputs():
-            metrics = outputs["metrics"]
+        """Train on a mini-batch as verl does, measured if asked; at the last one of a step also report."""
+        with self._updates.one(data):
+            outputs = super().train_batch(data, loss_function)
+        if (self._has_precision_config or self._sent.has_metrics) and self.is_mp_src_rank_with_outputs():
             if self._report.last_skipped:  # verl averages it over mini-batches: one inf would hide all others
-                metrics.pop("grad_norm")
+                outputs["metrics"].pop("grad_norm")
             if tu.get(data, key="update_lr_scheduler", default=True):
+                found = self._report.metrics(self.scaler) if self._has_precision_config else {}
+                found |= self._sent.take_metrics()
                 # lists, as verl's own: it joins those of all ranks
-                metrics.update({key: [value] for key, value in self._report.metrics(self.scaler).items()})
+                outputs["metrics"].update({key: [value] for key, value in found.items()})
         return outputs
 
     def optimizer_step(self):
         """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""
         grad_norm = super().optimizer_step()
-        if self._precise:
+        if self._shadow is not None:
+            self._shadow.outdate()
+        if self._has_precision_config:
             self._report.add(grad_norm, self.scaler)
             if self.scaler is not None and self.scaler.exhausted:
                 raise LossScaleError(diagnosis(self.scaler, self.module.named_parameters()))
@@ -112,16 +176,28 @@ class VerifiedScaledTraining:
 
     def lr_scheduler_step(self):
         """Advance the schedule, unless every update since the last call was skipped."""
-        if not self._precise or self._report.take_applied():
+        if not self._has_precision_config or self._report.take_applied():
             return super().lr_scheduler_step()
         return self.lr_scheduler.get_last_lr()[0]
 
+    # Weights: to the rollout, to a checkpoint and from one, to another device.
+
+    def get_per_tensor_param(self, *args, **kwargs):
+        """Return verl's weight stream, watched and perhaps rounded; if the receiver reads it, closed by a manifest."""
+        if not self._has_precision_config and get_device_name() != "cpu":
+            return super().get_per_tensor_param(*args, **kwargs)
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        return self._sent.prepared(weights, self), peft_config
+
+    def _merged_lora_per_tensor_param(self):
+        return merged_lora(self) if self._has_precision_config else super()._merged_lora_per_tensor_param()
+
     def save_checkpoint(self, local_path, *args, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
-        if self._precise:
+        if self._has_precision_config:
             spare_marked(self.checkpoint_manager)
         super().save_checkpoint(local_path, *args, **kwargs)
-        if local_path is None or not self._precise:
+        if local_path is None or not self._has_precision_config:
             return
         if self._has_scaler() and self.checkpoint_manager.should_save_extra:
             save_scaler(self.scaler, local_path)
@@ -132,64 +208,33 @@ class VerifiedScaledTraining:
     def load_checkpoint(self, local_path, *args, **kwargs):
         """Load verl's checkpoint and the scaler's state; a checkpoint without it loads with a warning."""
         super().load_checkpoint(local_path, *args, **kwargs)
+        if self._shadow is not None:
+            self._shadow.outdate()
         if self._has_scaler() and local_path is not None and self.checkpoint_manager.should_load_extra:
             load_scaler(self.scaler, local_path)
 
     def _has_scaler(self) -> bool:
-        return self._precise and isinstance(self.scaler, LossScaler)
+        return self._has_precision_config and isinstance(self.scaler, LossScaler)
+
+    def to(self, device, model=True, optimizer=True, grad=True):
+        """Move the engine, and the shadow with the actor's weights."""
+        moved = super().to(device, model, optimizer, grad)
+        if self._shadow is not None and model:
+            (offload_fsdp_model_to_cpu if device == "cpu" else load_fsdp_model_to_gpu)(self._shadow.module)
+        return moved
+
+    def disable_adapter(self):
+        """Leave LoRA out, of the shadow as well: it then stands for the reference."""
+        without = super().disable_adapter()
+        if self._shadow is None:
+            return without
+        both = contextlib.ExitStack()
+        both.enter_context(without)
+        both.enter_context(self._shadow.module.disable_adapter())
+        return both
 
 
-class FP32LogProbs:
-    """Temperature, log-probs and entropy in FP32, chunk by chunk."""
-
-    engine_config: Any
-    _precise: bool
-    _gather_and_unpad_packed: Any
-
-    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        """Return nested log-probs and entropy in FP32.
-
-        Fused kernels never show their logits: verl's path. Distillation and Σπ² need the whole logits: verl's path on
-        FP32 logits, whose memory no chunk bounds.
-        """
-        verls = partial(super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func)
-        ask = partial(tu.get_non_tensor_data, data=micro_batch, default=False)
-        if not self._precise or not self.engine_config.fp32_log_probs or ask(key="use_fused_kernels"):
-            return verls()
-        if any(ask(key=k) for k in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")):
-            output.logits = output.logits.float()
-            return verls()
-        logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
-        offsets = micro_batch["input_ids"].offsets()
-        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
-        if packed:
-            logits_NV, temperature_N = logits.squeeze(0), output_args["temperature_rmpad"]
-        else:
-            lengths = offsets.diff()
-            logits_NV = logits[torch.arange(logits.shape[1], device=logits.device) < lengths.unsqueeze(1)]
-            temperature_N = output_args["temperature"].repeat_interleave(lengths)
-        labels_N = output_args["input_ids_rmpad_rolled"]
-        log_probs, entropy = log_probs_and_entropy(
-            logits_NV,
-            labels_N,
-            temperature_N,
-            chunk_tokens=self.engine_config.log_prob_chunk_tokens,
-            with_entropy=bool(ask(key="calculate_entropy")),
-            kept=kept_tokens(micro_batch, labels_N),
-        )
-        outputs = {"log_probs": log_probs, **({} if entropy is None else {"entropy": entropy})}
-        if packed:
-            outputs = {k: self._gather_and_unpad_packed(v, output_args["pad_size"]) for k, v in outputs.items()}
-        return {k: torch.nested.nested_tensor_from_jagged(v, offsets) for k, v in outputs.items()}
-
-
-class AlwaysManifest:
-    """Weights can be loaded again on a CPU by `VerifiedWeightSyncExtension` only, which reads the manifest."""
-
-    _sends_manifest = True
-
-
-class FSDP1Refused:
+class RefuseFSDP1OnCPU:
     """FSDP1 cannot broadcast CPU parameters (`sync_module_states=True`): refused by name, not deep inside torch."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -204,10 +249,8 @@ class FSDP1Refused:
 
 def precision_variant(base: type, name: str, *mixins: type) -> type:
     """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
-    ours: tuple[type, ...] = (VerifiedScaledTraining,)
-    if not issubclass(base, FSDPEngineWithValueHead):
-        ours = (ShadowForward, RouterReplay, FP32LogProbs, ExactWeights, VerifiedScaledTraining)
-    return type(name, (*mixins, *ours, base), {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}."})
+    about = {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}."}
+    return type(name, (*mixins, PrecisionFSDPEngine, base), about)
 
 
 def register_nvidia_engines(transformer_impl: ModuleType) -> None:
@@ -226,8 +269,8 @@ def register_cpu_engines(transformer_impl: ModuleType) -> None:
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
     for model_type, base in _bases(transformer_impl):
         name = f"{base.__name__}OnCPU"
-        _register(precision_variant(base, name, AlwaysManifest), model_type, "fsdp2", CPU)
-        _register(precision_variant(base, f"Refused{name}", FSDP1Refused), model_type, "fsdp", CPU)
+        _register(precision_variant(base, name), model_type, "fsdp2", CPU)
+        _register(precision_variant(base, f"Refused{name}", RefuseFSDP1OnCPU), model_type, "fsdp", CPU)
 
 
 def _without_pinned_memory(wrapped, instance, args, kwargs):

@@ -1,4 +1,4 @@
-"""The mixin that replays the rollout's choice of experts in verl's FSDP engine, and compares it with the trainer's.
+"""The rollout's choice of experts, replayed in verl's FSDP engine and compared with the trainer's.
 
 verl carries `routed_experts` from the rollout to every forward of the actor (`rollout.enable_rollout_routing_replay`),
 and only its Megatron and VeOmni engines read it. This reads it for FSDP, by verl's own setting `router_replay.mode`:
@@ -6,54 +6,64 @@ R3 replays the rollout's choice in the old-log-prob pass and in the update, R2 t
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement, without_padding
+from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
 
 CHOICES = "routed_experts"  # verl's field: [tokens, layers, top_k] of each sequence
 
 
 class RouterReplay:
-    """Routers that answer with the choices of a batch, where the config asks for it."""
+    """Routers that answer with the choices of a batch."""
 
-    engine_config: Any
-    model_config: Any
-    _precise: bool
-    _routers: ReplayedRouters | None = None
+    def __init__(self, module: nn.Module, config: PrecisionFSDPConfig) -> None:
+        """Find the routers.
 
-    def _build_fsdp_module(self, module):
-        config = self.engine_config
-        if self._precise and not config.forward_only and (config.watch_routing or self._replay_mode != "disabled"):
-            if self._routers is not None:  # the shadow's model has come first
-                raise ConfigurationError(
-                    "the shadow would choose experts of its own",
-                    setting="fsdp_config.shadow",
-                    allowed="no shadow beside router_replay",
-                    remedy="Set shadow.every_n_steps=0 and ratio_source=training.",
-                )
-            self._routers = ReplayedRouters(module)  # before sharding, which replaces the modules' classes
-        return super()._build_fsdp_module(module)
+        Args:
+            module: The model; not sharded yet, which would replace the modules' classes.
+            config: Of its engine.
 
-    @property
-    def _replay_mode(self) -> str:
-        return self.engine_config.router_replay.mode
+        Raises:
+            ConfigurationError: If the config asks for a shadow too, or the model cannot be replayed.
+        """
+        if config.shadow.enabled:
+            raise ConfigurationError(
+                "the shadow would choose experts of its own",
+                setting="fsdp_config.shadow",
+                allowed="no shadow beside router_replay",
+                remedy="Set shadow.every_n_steps=0 and ratio_source=training.",
+            )
+        self._mode = config.router_replay.mode
+        self._routers = ReplayedRouters(module)
 
-    def forward_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step with the batch's choices; in training, report how far the trainer's own agree."""
-        step = super().forward_step
-        if self._routers is None:
-            return step(micro_batch, loss_function, forward_only)
+    @staticmethod
+    def is_asked(config: PrecisionFSDPConfig) -> bool:
+        """Return whether the choices are to be replayed, or compared."""
+        return config.watch_routing or config.router_replay.mode != "disabled"
+
+    def step(self, step: Callable, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
+        """Do a forward step with the batch's choices; in training, report how far the trainer's own agree.
+
+        Args:
+            step: The engine's.
+            micro_batch: verl's.
+            loss_function: verl's.
+            forward_only: Whether no gradient is needed.
+        """
         offsets = micro_batch["input_ids"].offsets()
         choices, known = None, None
         if CHOICES in micro_batch:
             choices = micro_batch[CHOICES].values()
-            known = known_tokens(choices, offsets) if self._replay_mode != "R2" else torch.ones(len(choices)).bool()
-        replay = choices if self._replay_mode != "disabled" and not self._records(micro_batch, forward_only) else None
+            known = known_tokens(choices, offsets) if self._mode != "R2" else torch.ones(len(choices)).bool()
+        replay = choices if self._mode != "disabled" and not self._records(micro_batch, forward_only) else None
         self._routers.replay(replay, known)  # until the next forward: gradient checkpointing asks again in the backward
         watched = self._routers.watched() if choices is not None or forward_only else contextlib.nullcontext({})
 
@@ -75,4 +85,4 @@ class RouterReplay:
     def _records(self, micro_batch: Any, forward_only: bool) -> bool:
         """Return whether this is the forward whose choices R2 replays: the old-log-prob pass, and not a reference."""
         reference = tu.get_non_tensor_data(data=micro_batch, key="no_lora_adapter", default=False)
-        return forward_only and self._replay_mode == "R2" and not reference
+        return forward_only and self._mode == "R2" and not reference

@@ -17,7 +17,7 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.integration.trainer.measurement import (
+from verl_precision.integration.engine.measurement import (
     FAILED,
     MISMATCH,
     PHANTOM,

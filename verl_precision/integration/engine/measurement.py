@@ -4,14 +4,18 @@ The trainer asks for it by a request among a batch's data (`run_monitor.py`). Wh
 statistics that merge, not as numbers (`merged_metrics.py`).
 """
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_precision.base.mergeable import Count
+from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
@@ -40,6 +44,56 @@ class Request(TypedDict):
     beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
     ratio_threshold: float  # C
     longest_response: int  # tokens; a response of this length was cut
+
+
+class MeasuredUpdates:
+    """Which updates of an engine are measured: the first of each training step for which the trainer asks.
+
+    At the first update the weights are still those the rollout was drawn with: later ones have drifted.
+
+    Attributes:
+        request: What to measure in the update under way; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self._steps, self._first_of_step = 0, True
+
+    @contextlib.contextmanager
+    def one(self, data: Any) -> Iterator[None]:
+        """Have one update inside the block.
+
+        Args:
+            data: verl's mini-batch.
+        """
+        asked = tu.get(data, key=REQUEST, default=None)
+        if asked is None:
+            yield
+            return
+        self.request = asked if self._first_of_step else None
+        try:
+            yield
+        finally:
+            self.request = None
+            self._first_of_step = tu.get(data, key="update_lr_scheduler", default=True)
+            self._steps += self._first_of_step
+
+    def need_shadow(self, shadow: ShadowSettings) -> bool:
+        """Return whether α and β are measured in this training step."""
+        return shadow.every_n_steps > 0 and self._steps % shadow.every_n_steps == 0
+
+
+def measured_loss(loss_function: Callable, request: Request, shadow_log_probs: Tensor | None) -> Callable:
+    """Return verl's loss function with the measurement of the micro-batch among its metrics."""
+
+    def loss_and_measurement(*args: Any, **kwargs: Any) -> Any:
+        if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
+            return loss_function(*args, **kwargs)
+        measured = measure(request, kwargs["model_output"]["log_probs"], shadow_log_probs, kwargs["data"])
+        loss, metrics = loss_function(*args, **kwargs)
+        return loss, {**metrics, **measured}
+
+    return loss_and_measurement
 
 
 def measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any) -> dict[str, MergedMetric]:
