@@ -38,9 +38,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from verl_precision.base import tiny_model
+from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.process_group import one_rank
-from verl_precision.engine.settings import DTYPES, ShadowSettings
+from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.engine.engine_batch import engine_batch
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 
@@ -171,7 +172,7 @@ def engine(
     settings = dict(
         strategy="fsdp2",
         use_torch_compile=False,
-        dtype=DTYPES[dtype],
+        dtype=long(dtype),
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         **({} if replay is None else {"router_replay": replay}),
     )
@@ -234,7 +235,7 @@ def least_time(step: Callable[[], None], dtype: str) -> float:
     """Return the milliseconds that a step's matrix products take at least."""
     with FlopCounterMode(display=False) as counter:
         step()
-    return counter.get_total_flops() / matmul_peak(getattr(torch, DTYPES[dtype]))
+    return counter.get_total_flops() / matmul_peak(torch_dtype(dtype))
 
 
 def log_prob_memory(tokens: int = 4096, vocabulary: int = 32768, chunk: int = 512) -> Record:

@@ -21,8 +21,9 @@ from measure import Record, alternate, parser, record, report
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from verl_precision.base.dtypes import HALF, torch_dtype
+
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 QWEN3_30B = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
@@ -48,7 +49,7 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
         expected = exact(hidden)
     copies = 3 * tokens * shape["num_experts_per_tok"] * shape["hidden_size"] * shape["moe_intermediate_size"] * 2
     small = copies <= memory(device) / 4
-    for name, dtype in DTYPES.items():
+    for name, dtype in ((name, torch_dtype(name)) for name in HALF):
         blocks = {}
         for implementation in IMPLEMENTATIONS if small else IMPLEMENTATIONS[:-1]:
             blocks[implementation] = copy.deepcopy(exact).to(dtype)

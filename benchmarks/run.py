@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from measure import Record, bandwidth, matmul_peak
 
+from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.versions import installed_versions
-from verl_precision.engine.settings import DTYPES
 from verl_precision.integration.cpu.kernels import CPUINFO, instruction_sets
 
 HERE = Path(__file__).resolve().parent
@@ -164,9 +164,7 @@ def machine() -> dict[str, Any]:
         "instruction_sets": instruction_sets(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "copy_gb_per_second": round(bandwidth() / 1e6, 1),
-        "matmul_gflop_per_second": {
-            name: round(matmul_peak(getattr(torch, dtype)) / 1e6, 1) for name, dtype in DTYPES.items()
-        },
+        "matmul_gflop_per_second": {name: round(matmul_peak(torch_dtype(name)) / 1e6, 1) for name in DTYPES},
     }
 
 

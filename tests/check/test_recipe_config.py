@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from verl_precision.base.verl_config import short
+from verl_precision.base.dtypes import short
 from verl_precision.check.recipe_config import check_recipe, table
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment

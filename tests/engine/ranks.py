@@ -42,12 +42,13 @@ from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDP
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
+from verl_precision.base.dtypes import long
 from verl_precision.base.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.engine.router_replay import ReplayedRouters
-from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
+from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import reshard
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine, precision_variant
@@ -108,7 +109,7 @@ def make_engine(
         ulysses_sequence_parallel_size=ulysses,
         fsdp_size=fsdp_size,
         use_torch_compile=False,
-        dtype=DTYPES[dtype],
+        dtype=long(dtype),
         mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )
     model = HFModelConfig(

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.dtypes import HALF, short
 from verl_precision.base.errors import ConfigurationError
 
-ALIASES = {
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16", "bf16-mixed"),
-    "fp16": ("fp16", "float16", "half", "16", "16-mixed", "torch.float16"),
-    "fp32": ("fp32", "float32", "float", "32", "32-true", "torch.float32"),
-}
-HALF = ("bf16", "fp16")
 FSDP = ("fsdp", "fsdp2")
 ULYSSES = "ulysses_sequence_parallel_size"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -23,17 +18,6 @@ ROLLOUT = "actor_rollout_ref.rollout"
 AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
 SEEDED = f"{ROLLOUT}.custom.seeded"
 BUFFER = "trainer.v1.sampler.custom_sampler.name"
-
-
-def short(value: object) -> str:
-    """Return bf16, fp16 or fp32 for any spelling of them; any other value as it is.
-
-    Example:
-        >>> short("bfloat16"), short("half"), short("auto")
-        ('bf16', 'fp16', 'auto')
-    """
-    text = str(value).lower()
-    return next((name for name, spellings in ALIASES.items() if text in spellings), text)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.errors import ConfigurationError
 
 FP16_MAX = 65504.0
@@ -23,7 +24,7 @@ SLICE_ELEMENTS = 4 << 20
 FLUSH_WARNING = 0.01
 # safetensors' own limit
 MAX_HEADER = 100_000_000
-DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # read: their name in torch
 INDEX = "model.safetensors.index.json"
 
 
@@ -115,7 +116,7 @@ def audit_checkpoint(
         with file.open("rb") as content:
             start, header = _header(file, content)
             for name, described in header.items():
-                if described["dtype"] not in DTYPES:
+                if described["dtype"] not in STORED:
                     skipped.append(name)
                     continue
                 begin, end = described["data_offsets"]
@@ -179,7 +180,7 @@ def _pieces(name: str, dtype: str, content: BinaryIO, size: int, on_slice: Calla
     """Yield the tensor that the next `size` bytes hold, in slices."""
     import torch
 
-    kind, left = getattr(torch, DTYPES[dtype]), size
+    kind, left = getattr(torch, STORED[dtype]), size
     while left:
         raw = bytearray(content.read(min(left, SLICE_ELEMENTS * kind.itemsize)))
         if not raw:

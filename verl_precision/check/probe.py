@@ -13,8 +13,8 @@ import psutil
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
-from verl_precision.base.verl_config import short
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
 from verl_precision.check.rules.files import logger_packages, named_files, names_in, written_folders
@@ -22,7 +22,6 @@ from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
 from verl_precision.check.verl_refusals import refusals
 from verl_precision.integration.cpu.kernels import (
-    DTYPES,
     attention_head_sizes,
     has_attention_kernel,
     head_size,
@@ -179,7 +178,8 @@ def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
     except EnvironmentMismatchError as error:
         return {"kernel_problem": error}
     size = head_size(model)
-    dtype = DTYPES.get(short(config.actor_rollout_ref.rollout.dtype), DTYPES["bf16"])  # auto: the model's, mostly BF16
+    asked = config.actor_rollout_ref.rollout.dtype
+    dtype = torch_dtype(asked if short(asked) in DTYPES else "bf16")  # auto: the model's, mostly BF16
     if size is None or has_attention_kernel(size, dtype):
         return {}
     return {"head_size": size, "head_sizes": tuple(attention_head_sizes(dtype))}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
+from verl_precision.base.dtypes import HALF, torch_dtype
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
 from verl_precision.base.files import write_file
 from verl_precision.engine.settings import LossScaleSettings
@@ -95,7 +96,7 @@ class LossScaler(ShardedGradScaler):
 
     def scale(self, outputs: Any) -> Any:
         """Return S·loss in FP32 or wider: S·loss may exceed FP16's range where the loss itself does not."""
-        if isinstance(outputs, Tensor) and outputs.dtype in (torch.float16, torch.bfloat16):
+        if isinstance(outputs, Tensor) and outputs.dtype in map(torch_dtype, HALF):
             outputs = outputs.float()
         return super().scale(outputs)
 

@@ -6,13 +6,12 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import settings
 
-# What verl's PrecisionType understands, as verl's YAML spells it in `mixed_precision` and in `dtype`.
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-LONG_NAMES = {long: short for short, long in DTYPES.items()}
-Dtype = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
+# As verl's YAML spells them in `mixed_precision` and in `dtype`.
+DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 _PRESET = "Choose a preset: precision=fp16."
 
@@ -80,11 +79,11 @@ class ShadowSettings:
 
     def __post_init__(self) -> None:
         """Check the dtype of a shadow that is switched on."""
-        if self.enabled and self.dtype not in get_args(Dtype):
+        if self.enabled and self.dtype not in get_args(DtypeName):
             raise ConfigurationError(
                 setting="fsdp_config.shadow.dtype",
                 value=self.dtype,
-                allowed=", ".join(get_args(Dtype)),
+                allowed=", ".join(get_args(DtypeName)),
                 remedy="Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
             )
 
@@ -98,9 +97,9 @@ class ShadowSettings:
 class MixedPrecision:
     """The dtypes that verl's FSDP engine reads: of the forward, of the gradients' reduction, of the buffers."""
 
-    param_dtype: Dtype = Field(description=_PRESET)
-    reduce_dtype: Dtype = Field(description=_PRESET)
-    buffer_dtype: Dtype = Field(description=_PRESET)
+    param_dtype: DtypeName = Field(description=_PRESET)
+    reduce_dtype: DtypeName = Field(description=_PRESET)
+    buffer_dtype: DtypeName = Field(description=_PRESET)
 
 
 @settings("fsdp_config.{}".format)
@@ -135,14 +134,14 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     required = [field.name for field in dataclasses.fields(MixedPrecision)]
     if mixed is None or set(mixed) != set(required):
         raise ConfigurationError(
-            "what is not said would silently be verl's default, bf16 for param_dtype",
+            "omitted fields silently fall back to verl's default (bf16 for param_dtype)",
             setting="fsdp_config.mixed_precision",
             value=mixed,
             allowed=f"all of {', '.join(required)}",
             remedy=_PRESET,
         )
     compute, dtype = MixedPrecision(**mixed).param_dtype, found.get("dtype", "bfloat16")
-    if short_name(dtype) != short_name(compute):
+    if short(dtype) != short(compute):
         raise ConfigurationError(
             f"it contradicts mixed_precision.param_dtype={compute!r}, which is what verl's FSDP engine reads; it "
             "ignores dtype",
@@ -155,11 +154,6 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     _EngineSettings(**{key: found[key] for key in own if key in found})
     _typed(found, "loss_scale", LossScaleSettings)
     return _typed(found, "shadow", ShadowSettings)
-
-
-def short_name(dtype: str) -> str:
-    """Return verl's short name of a dtype: bf16 for bfloat16; any other text as it is."""
-    return LONG_NAMES.get(dtype, dtype)
 
 
 T = TypeVar("T", LossScaleSettings, ShadowSettings)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from verl_precision.base.dtypes import long, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import local_part
-from verl_precision.engine.settings import DTYPES, ShadowSettings, short_name
+from verl_precision.engine.settings import ShadowSettings
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -147,15 +148,14 @@ def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn
         build: verl's `_build_fsdp_module`.
     """
     config = engine.engine_config
-    short = short_name(config.shadow.dtype)
-    dtype = getattr(torch, DTYPES[short])
+    dtype = torch_dtype(config.shadow.dtype)
     copied = copy.deepcopy(module).eval()
     for parameter in copied.parameters():  # not the buffers: RoPE's frequencies stay FP32, as in the rollout
         parameter.data = parameter.data.to(dtype)
     engine.engine_config = dataclasses.replace(
         config,
-        dtype=DTYPES[short],
-        mixed_precision={**config.mixed_precision, "param_dtype": short},
+        dtype=long(config.shadow.dtype),
+        mixed_precision={**config.mixed_precision, "param_dtype": short(config.shadow.dtype)},
         shadow=ShadowSettings(),
     )
     try:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.integration.cpu import kernels as cpu_kernels
 from verl_precision.integration.cpu.kernels import (
-    DTYPES,
     attention_head_sizes,
     has_attention_kernel,
     head_size,
@@ -59,7 +59,7 @@ def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
         kernel_library()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", map(torch_dtype, DTYPES), ids=DTYPES)
 def test_head_sizes_are_those_of_vllm(dtype):
     """vLLM's own list has to be a part of what its kernels say; 16 is what died in the quickstart."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -110,7 +110,7 @@ def test_linear_paths_are_what_a_layer_got():
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for name, path in linear_paths().items():
-        layer = torch.nn.Linear(1024, 1024, bias=False, dtype=DTYPES[name])
+        layer = torch.nn.Linear(1024, 1024, bias=False, dtype=torch_dtype(name))
         dispatch_cpu_unquantized_gemm(layer, True)
         assert (layer.weight.numel() == 0) == (not path.endswith("torch's linear")), name
 

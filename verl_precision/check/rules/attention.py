@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, engines, short
+from verl_precision.base.dtypes import short
+from verl_precision.base.verl_config import FSDP, engines
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, rule
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"

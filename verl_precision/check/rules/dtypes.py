@@ -4,7 +4,8 @@ from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import HALF, engine_kwargs, engines, rollout_dtype, short, transport_dtype
+from verl_precision.base.dtypes import HALF, short
+from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"

@@ -2,8 +2,9 @@
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, short
+from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings

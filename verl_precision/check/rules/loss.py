@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, as_faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
@@ -29,7 +30,6 @@ MAX_USUAL_THRESHOLD = 10
 # log(lower x upper) of a band that is the same both ways round
 SYMMETRY = 0.01
 VERLS_CLIP_RATIO_C = 3.0
-MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
 TYPICAL_WEIGHT = 0.02  # in size, of a language model
 
 
@@ -80,11 +80,14 @@ def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Fault
 def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
     """The trainer's weights move at once, the rollout's rounded ones do not, and the clip cuts what has been learnt."""
     actor, rollout = engines(config)[0], rollout_dtype(config)
-    bits, learning_rate = MANTISSA_BITS.get(rollout, 0), (actor.optim or {}).get("lr", 0)
-    if not bits or MANTISSA_BITS.get(actor.compute, 0) <= bits or not learning_rate:
+    learning_rate = (actor.optim or {}).get("lr", 0)
+    if rollout not in DTYPES or actor.compute not in DTYPES or not learning_rate:
+        return
+    bits = DTYPES[rollout].bits
+    if DTYPES[actor.compute].bits <= bits:
         return
     if _has_mismatch_in_clip(config):
-        step = TYPICAL_WEIGHT * 2 ** -(bits + 1.5)  # half the distance of two neighbours, on average
+        step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
         yield Fault(
             setting="actor_rollout_ref.rollout.dtype",
             problem=f"the trainer computes with weights in {actor.compute}, the rollout with weights rounded to "

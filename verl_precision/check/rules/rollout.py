@@ -3,10 +3,10 @@
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
+from verl_precision.base.dtypes import HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
     FSDP,
-    HALF,
     OF_LOOP,
     ROLLOUT,
     engine_kwargs,

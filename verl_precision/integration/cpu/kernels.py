@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import EnvironmentMismatchError
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -16,7 +17,6 @@ INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
 )
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What `cpu_linear` calls, by the name of the function, and how we call it.
 _PATHS = {
     "zentorch_linear_unary": "zentorch",
@@ -116,8 +116,8 @@ def head_size(model: dict) -> int | None:
 def linear_paths() -> dict[str, str]:
     """Return what vLLM's own dispatch gives a linear layer on this CPU, by dtype. Imports vLLM."""
     paths = {}
-    for name, dtype in DTYPES.items():
-        small, large = (_linear_path(size, dtype) for size in (_SMALL, _LARGE))
+    for name in DTYPES:
+        small, large = (_linear_path(size, torch_dtype(name)) for size in (_SMALL, _LARGE))
         paths[name] = small if small == large else f"{small} up to 1 MiB, {large} above"
     return paths
 

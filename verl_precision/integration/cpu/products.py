@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from verl_precision.base.dtypes import HALF, torch_dtype
 from verl_precision.integration.ledger import wrap_once
 
 VARIABLE = "VERL_PRECISION_CPU_PRODUCTS"  # set by the preset, in every process of Ray
 ROUNDED_ONCE = "rounded_once"
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+SIXTEEN_BITS = tuple(map(torch_dtype, HALF))
 
 _native_linear = torch.nn.functional.linear
 

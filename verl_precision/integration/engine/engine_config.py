@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from verl.workers.config import FSDPEngineConfig
 
-from verl_precision.engine.settings import LossScaleSettings, ShadowSettings, require_engine_settings, short_name
+from verl_precision.base.dtypes import short
+from verl_precision.engine.settings import LossScaleSettings, ShadowSettings, require_engine_settings
 
 
 @dataclass
@@ -55,4 +56,4 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     def compute_dtype(self) -> str:
         """The dtype that parameters have in the forward: bf16, fp16 or fp32."""
         assert self.mixed_precision is not None
-        return short_name(self.mixed_precision["param_dtype"])
+        return short(self.mixed_precision["param_dtype"])

@@ -22,11 +22,11 @@ from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
+from verl_precision.base.dtypes import long, torch_dtype
 from verl_precision.base.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.rounded_weights import ROUNDED_TO, rounded_weights
-from verl_precision.engine.settings import DTYPES
 from verl_precision.engine.shadow import ShadowModel, build_shadow, loss_of_shadow
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
@@ -88,7 +88,7 @@ class PrecisionFSDPEngine:
         self._dtypes = ForwardDtypes(
             module,
             role="reference" if config.forward_only else "critic" if self._is_critic else "actor",
-            expected=getattr(torch, DTYPES[config.compute_dtype]),
+            expected=torch_dtype(config.compute_dtype),
             exempt=head,
         )
         with warnings.catch_warnings():  # verl's scaler, replaced below, says that it is off without CUDA
@@ -133,7 +133,7 @@ class PrecisionFSDPEngine:
         if not self._has_precision_config:
             return super().forward_step(micro_batch, loss_function, forward_only)
         coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None)
-        with rounded_weights(self.module, getattr(torch, coarser)) if coarser else contextlib.nullcontext():
+        with rounded_weights(self.module, torch_dtype(coarser)) if coarser else contextlib.nullcontext():
             result = super().forward_step(micro_batch, loss_function, forward_only)
         self._dtypes.check()
         return result
@@ -202,7 +202,7 @@ class PrecisionFSDPEngine:
         if self._has_scaler() and self.checkpoint_manager.should_save_extra:
             save_scaler(self.scaler, local_path)
         if torch.distributed.get_rank() == 0:
-            write_export_dtype(str(Path(local_path) / "huggingface"), DTYPES[self.engine_config.compute_dtype])
+            write_export_dtype(str(Path(local_path) / "huggingface"), long(self.engine_config.compute_dtype))
         torch.distributed.barrier()
 
     def load_checkpoint(self, local_path, *args, **kwargs):

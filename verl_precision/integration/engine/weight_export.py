@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
 from verl.utils.model import convert_weight_keys
 
+from verl_precision.base.dtypes import torch_dtype
 from verl_precision.base.files import write_file
-from verl_precision.engine.settings import DTYPES
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.weight_sync.bf16_grid import Bf16Grid
 from verl_precision.weight_sync.manifest import send_with_manifest
@@ -43,7 +42,7 @@ class SentWeights:
                 self._grid = Bf16Grid()
             weights = self._grid.watch(weights)
             if config.stochastic_rounding_to is not None:
-                dtype = getattr(torch, DTYPES[config.stochastic_rounding_to])
+                dtype = torch_dtype(config.stochastic_rounding_to)
                 # The schedule counts the steps that changed the weights, and checkpoints hold it.
                 weights = rounded_stream(weights, dtype, step=engine.lr_scheduler.last_epoch)
             closed |= config.send_weight_manifest

@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.verl_config import engines, lora_rank, rollout_dtype, uses_adapter
 from verl_precision.engine.rounded_weights import ROUNDED_TO
-from verl_precision.engine.settings import DTYPES
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
 
@@ -162,7 +162,7 @@ class TrainerCanary:
 
 
 def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, DTYPES.get(name, "bfloat16"))  # auto, or 8 bits: the coarsest that is expected
+    return torch_dtype(name if short(name) in DTYPES else "bf16")  # auto, or 8 bits: the coarsest that is expected
 
 
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:

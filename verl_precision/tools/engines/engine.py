@@ -3,9 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-Dtype = Literal["fp16", "bf16", "fp32"]
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_precision.engine.settings import DTYPES
+from verl_precision.base.dtypes import long
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location
 
@@ -68,7 +68,7 @@ class TrainerEngine:
             engine_config=PrecisionFSDPConfig(
                 strategy="fsdp2",
                 use_torch_compile=False,
-                dtype=DTYPES[dtype],
+                dtype=long(dtype),
                 mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
                 fp32_log_probs=fp32_log_probs,
                 fp32_output_head=fp32_output_head,

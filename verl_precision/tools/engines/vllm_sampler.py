@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_precision.engine.settings import DTYPES
+from verl_precision.base.dtypes import long
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location
 
@@ -48,7 +48,7 @@ class VllmEngine:
 
         llm = LLM(
             model=model_location(model),
-            dtype=DTYPES[dtype],
+            dtype=long(dtype),
             max_model_len=max_model_len,
             disable_log_stats=True,
             **{"logprobs_mode": "processed_logprobs", **engine, **cpu_settings},  # that mode is verl's

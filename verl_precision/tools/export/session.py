@@ -13,16 +13,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, CheckpointReport, audit_tensor, worst_first
-from verl_precision.engine.settings import DTYPES
+from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, STORED, CheckpointReport, audit_tensor, worst_first
 from verl_precision.integration.engine.weight_export import write_export_dtype
 from verl_precision.tools.export.shards import SavedModel
 
 # Of one file, which is also what is in memory at a time, beside one tensor in FP32.
 FILE_BYTES = 2 * 10**9
-STORED = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
+_SAVED_AS = {f"torch.{name}": stored for stored, name in STORED.items()}
 # verl has put weights there if it was asked for `hf_model`.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -47,7 +47,7 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
-    kind = getattr(torch, DTYPES[dtype])
+    kind = torch_dtype(dtype)
     if output.exists():
         remedy = "Name a folder that does not."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
@@ -57,7 +57,7 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
     report = _range(saved, checkpoint, kind, on_progress)
     with new_folder(output) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
-        write_export_dtype(str(folder), DTYPES[dtype])
+        write_export_dtype(str(folder), long(dtype))
         _write(saved, skeleton, kind, folder, on_progress)
     return report
 
@@ -76,8 +76,8 @@ def _range(saved: SavedModel, path: Path, kind: torch.dtype, on_progress: OnProg
     tensors, skipped = [], []
     for number, name in enumerate(saved.sources, 1):
         whole = saved.tensor(name)
-        if whole.dtype in STORED:
-            tensors.append(audit_tensor(name, STORED[whole.dtype], whole.flatten().split(SLICE_ELEMENTS)))
+        if str(whole.dtype) in _SAVED_AS:
+            tensors.append(audit_tensor(name, _SAVED_AS[str(whole.dtype)], whole.flatten().split(SLICE_ELEMENTS)))
         else:
             skipped.append(name)
         on_progress("checking", number, len(saved.sources))

@@ -11,10 +11,11 @@ from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 
+from verl_precision.base.dtypes import long
 from verl_precision.base.errors import require
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.process_group import one_rank
-from verl_precision.engine.settings import DTYPES, LossScaleSettings, ShadowSettings
+from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.integration.engine.engine_batch import engine_batch
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.tools.selftest.checks import Figures
@@ -104,7 +105,7 @@ def _build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any)
             strategy=strategy,
             fsdp_size=-1,
             use_torch_compile=False,
-            dtype=DTYPES[dtype],
+            dtype=long(dtype),
             mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             **ours,
         ),

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from verl_precision.base.dtypes import DTYPES
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
 from verl_precision.tools.gap.explain.operations import Operations
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import Variant, reference
 
-_BITS = {"bf16": 8, "fp16": 11, "fp32": 24}  # of the significand
 FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
 
 
@@ -118,8 +118,8 @@ def findings(
     found = []
     for variant, part in zip(chain[1:], attribution.parts, strict=True):
         cause = CAUSES[variant.cause]
-        bits = [_BITS[dtypes[side]] for side in cause.rounding_of]
-        expected = bf16_cost * 2.0 ** (_BITS["bf16"] - min(bits)) if bits else 0.0
+        bits = [DTYPES[dtypes[side]].bits for side in cause.rounding_of]
+        expected = bf16_cost * 2.0 ** (DTYPES["bf16"].bits - min(bits)) if bits else 0.0
         fault = part.size > max(cause.most * expected, FLOOR)
         found.append(Finding(variant, cause, part, expected, fault, evidence.get(variant.cause, "")))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

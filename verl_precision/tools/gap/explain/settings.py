@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
+from verl_precision.base.dtypes import Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
-from verl_precision.tools.engines.engine import Dtype
 from verl_precision.tools.jobs.settings import PromptedJob
 
 

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from verl_precision.tools.engines.engine import Dtype
+from verl_precision.base.dtypes import Dtype
 from verl_precision.tools.gap.explain.settings import Explanation
 
 ROLLOUT = "rollout"

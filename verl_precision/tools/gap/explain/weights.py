@@ -6,14 +6,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.engine.settings import DTYPES
 from verl_precision.tools.engines.model import load_tokenizer, model_location
 
 _WEIGHTS = "*.safetensors"
 _NAMED = 3  # tensors that a sentence names
-_NAMES = {"bf16": "BF16", "fp16": "F16"}  # of safetensors
 
 
 def rounded_copy(model: str, dtype: str, target: Path) -> str:
@@ -27,14 +26,13 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
     Raises:
         ConfigurationError: If the model has no safetensors.
     """
-    import torch
     from safetensors.torch import load_file, save_file
 
     if target.exists():
         return str(target)
     files = _files(model)
-    source, to = files[0].parent, getattr(torch, DTYPES[dtype])
-    if all(found == _NAMES[dtype] for file in files for found in _dtypes(file)):
+    source, to = files[0].parent, torch_dtype(dtype)
+    if all(found == DTYPES[dtype].safetensors for file in files for found in _dtypes(file)):
         return str(source)
     with new_folder(target) as folder:
         for file in files:

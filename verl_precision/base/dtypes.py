@@ -1,0 +1,58 @@
+"""The dtypes of training and rollout: one table of their names and of their precision."""
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+
+class Names(NamedTuple):
+    """A dtype by the names that it has elsewhere."""
+
+    torch: str
+    safetensors: str
+    others: tuple[str, ...]  # further spellings that verl understands
+    bits: int  # of the significand, the implicit one among them
+
+
+DTYPES = {
+    "bf16": Names("bfloat16", "BF16", ("bf16-mixed",), 8),
+    "fp16": Names("float16", "F16", ("half", "16", "16-mixed"), 11),
+    "fp32": Names("float32", "F32", ("float", "32", "32-true"), 24),
+}
+HALF = ("bf16", "fp16")
+_SHORT = {
+    spelling: name
+    for name, known in DTYPES.items()
+    for spelling in (name, known.torch, f"torch.{known.torch}", *known.others)
+}
+
+
+def short(value: object) -> str:
+    """Return bf16, fp16 or fp32 for any spelling of them; any other value as it is, in lower case.
+
+    Example:
+        >>> short("bfloat16"), short("half"), short("auto")
+        ('bf16', 'fp16', 'auto')
+    """
+    text = str(value).lower()
+    return _SHORT.get(text, text)
+
+
+def long(value: object) -> str:
+    """Return torch's name of a dtype, which verl and vLLM take too, for any spelling of it.
+
+    Example:
+        >>> long("fp16")
+        'float16'
+    """
+    return DTYPES[short(value)].torch
+
+
+def torch_dtype(value: object) -> "torch.dtype":
+    """Return torch's dtype for any spelling of it."""
+    import torch
+
+    return getattr(torch, long(value))
