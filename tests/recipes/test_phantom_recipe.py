@@ -69,7 +69,7 @@ def test_all_arms_take_the_ratio_against_the_rollout_with_one_update_a_batch():
         assert config.algorithm.rollout_correction.bypass_mode is True
         assert actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1
         assert actor.optim.lr == 1e-5 and actor.fsdp_config.shadow.every_n_steps == 1
-        if actor.policy_loss.loss_mode == "grpo":
+        if actor.policy_loss.loss_mode == "vp_grpo":
             assert actor.clip_ratio_low == actor.clip_ratio_high == 0.2
 
 

@@ -93,7 +93,7 @@ def test_is_the_sanity_test_in_miniature():
         assert OmegaConf.select(tiny, key) == OmegaConf.select(real, key), key
     batch, responses = tiny.data.train_batch_size, tiny.actor_rollout_ref.rollout.n
     assert (batch, responses, batch // tiny.actor_rollout_ref.actor.ppo_mini_batch_size) == (64, 8, 4)
-    assert tiny.actor_rollout_ref.actor.policy_loss.loss_mode == "pg_seq_is"
+    assert tiny.actor_rollout_ref.actor.policy_loss.loss_mode == "vp_pg_seq_is"
     assert tiny.trainer.total_training_steps * batch // 260 == 5  # almost six passes: the last batch may not be full
 
 

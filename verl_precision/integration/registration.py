@@ -3,9 +3,10 @@
 verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
 workers, vLLM workers), and logs a failure at DEBUG only. Two rules follow:
 
-* Nothing heavy is imported here. Each registration waits for the verl module it belongs to (a post-import hook) and
-  runs at once if that module is there already. A registration that fails then fails the import of that module. So does
-  a host symbol that has changed: the ledger's entries are compared with a host module when it is imported.
+* Nothing heavy is imported here: of this package its losses, which need torch alone, as verl itself does. Each
+  registration waits for the verl module it belongs to (a post-import hook) and runs at once if that module is there
+  already. A registration that fails then fails the import of that module. So does a host symbol that has changed: the
+  ledger's entries are compared with a host module when it is imported.
 * A failure while this module loads is logged at ERROR with its traceback before it is raised into verl's silence.
 """
 
@@ -18,6 +19,8 @@ import wrapt
 from verl_precision import __version__
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
+from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.losses.rollout_weights import WEIGHTS
 
 __all__ = ["REGISTRATIONS", "Registration", "registered"]
 
@@ -55,9 +58,9 @@ class Registration(NamedTuple):
 
 _ROLLOUT = "verl.workers.rollout.vllm_rollout"
 _ENGINES = "verl.workers.engine.fsdp.transformer_impl"
-_LOSSES = "losses pg_seq_is, pg_seq_tis, pg_seq_mis, grpo, vp_gspo, grpo_unclipped, ratio_one, vp_dppo_tv, vp_dppo_kl"
+_LOSSES = f"losses {', '.join(sorted(POLICY_LOSSES))}"
 _TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
-_WEIGHTS = "rollout weights vp_token_tis, vp_seq_mis, vp_geo_mask"
+_WEIGHTS = f"rollout weights {', '.join(WEIGHTS)}"
 
 REGISTRATIONS: tuple[Registration, ...] = (
     Registration("platform cpu", "verl.plugin.platform.platform_manager", "cpu.platform:register_platform"),

@@ -31,7 +31,7 @@ from verl_precision.losses.settings import require_clip_range
 
 
 @policy_loss(
-    "grpo",
+    "vp_grpo",
     "clipped surrogate, no dual clip; weighted: eq. (9), (10)",
     "arXiv 2510.26788 eq. (8)",
     Ratio("token", "ratio"),
@@ -93,7 +93,7 @@ def grpo(
 
 
 @policy_loss(
-    "grpo_unclipped",
+    "vp_grpo_unclipped",
     "intervention: grpo with clipping off",
     "arXiv 2510.26788 eq. (8), infinite clip range",
     Ratio("token"),
@@ -133,7 +133,9 @@ def grpo_unclipped(
     return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, None)
 
 
-@policy_loss("ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1", NO_RATIO)
+@policy_loss(
+    "vp_ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1", NO_RATIO
+)
 def ratio_one(
     trainer_log_probs: Tensor,
     proximal_log_probs: Tensor,

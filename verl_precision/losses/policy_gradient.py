@@ -28,7 +28,10 @@ OF_THE_RESPONSE = Ratio("sequence", decoupled=None)
 
 
 @policy_loss(
-    "pg_seq_is", "policy gradient, importance weight of the whole response", "arXiv 2510.26788 eq. (5)", OF_THE_RESPONSE
+    "vp_pg_seq_is",
+    "policy gradient, importance weight of the whole response",
+    "arXiv 2510.26788 eq. (5)",
+    OF_THE_RESPONSE,
 )
 def pg_seq_is(
     trainer_log_probs: Tensor,
@@ -82,7 +85,7 @@ def pg_seq_is(
     return _policy_gradient(trainer_log_probs, weight_B, batch, aggregation)
 
 
-@policy_loss("pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)", OF_THE_RESPONSE)
+@policy_loss("vp_pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)", OF_THE_RESPONSE)
 def pg_seq_tis(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,
@@ -121,7 +124,7 @@ def pg_seq_tis(
     return _policy_gradient(trainer_log_probs, rho_B.clamp(max=threshold), batch, aggregation, metrics)
 
 
-@policy_loss("pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)", OF_THE_RESPONSE)
+@policy_loss("vp_pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)", OF_THE_RESPONSE)
 def pg_seq_mis(
     trainer_log_probs: Tensor,
     rollout_log_probs: Tensor,

@@ -62,14 +62,14 @@ require_clip_low = Bounds(
     holds=lambda low: 0 < low <= 1,
     problem="the ratio is clipped below 1 - clip_ratio_low",
     allowed="a number in (0, 1]",
-    remedy="Set 0.2 (GSPO: 3e-4), or choose loss grpo_unclipped.",
+    remedy="Set 0.2 (GSPO: 3e-4), or choose loss vp_grpo_unclipped.",
 )
 require_clip_high = Bounds(
     setting=f"{ACTOR}.clip_ratio_high",
     holds=lambda high: high > 0,
     problem="the ratio is clipped above 1 + clip_ratio_high",
     allowed="a number > 0",
-    remedy="Set 0.28 (GSPO: 4e-4), or choose loss grpo_unclipped.",
+    remedy="Set 0.28 (GSPO: 4e-4), or choose loss vp_grpo_unclipped.",
 )
 require_normalizer = Bounds(
     setting=f"{ACTOR}.loss_scale_factor",

@@ -14,10 +14,7 @@ from verl_precision.check.rules.rule import Environment
 from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
 from verl_precision.losses.aggregation import aggregate
 
-NAMES = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis", "grpo", "vp_gspo", "vp_cispo", "grpo_unclipped", "ratio_one"} | {
-    "vp_dppo_tv",
-    "vp_dppo_kl",
-}
+NAMES = "cispo dppo_kl dppo_tv grpo grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis ratio_one".split()
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 
@@ -43,7 +40,7 @@ def test_every_public_name_and_every_loss_is_there(root):
     for name in verl_precision.losses.__all__:
         assert getattr(verl_precision.losses, name) is not None
     for name in NAMES:
-        entry = POLICY_LOSSES[name]
+        entry = POLICY_LOSSES[f"vp_{name}"]
         assert callable(entry.function) and entry.summary and entry.equation.startswith("arXiv ")
         assert f"`{name}`" in (root / "docs/math.md").read_text()
     with pytest.raises(TypeError):
@@ -59,7 +56,8 @@ def test_importing_the_losses_imports_nothing_of_verl(run_python, root):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", ["vp_grpo", "grpo"])
+def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch, name):
     from verl.trainer.ppo import core_algos
 
     from verl_precision.integration.engine.policy_losses import register_losses
@@ -70,9 +68,9 @@ def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch
 
     def stranger(**kwargs): ...
 
-    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {"grpo": stranger})
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {name: stranger})
     monkeypatch.setattr("verl_precision.losses.registry._listeners", [])
-    with pytest.raises(RegistrationError, match="'grpo' is already registered with verl by .*stranger"):
+    with pytest.raises(RegistrationError, match=f"'{name}' is already registered with verl by .*stranger"):
         register_losses(core_algos)
 
 

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, as_faults, rule
-from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
+from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
 from verl_precision.losses.rollout_weights import BANDED, WEIGHTS
 from verl_precision.losses.settings import (
     NORM_MODE,
@@ -198,7 +198,7 @@ def _band(text: str) -> tuple[float, float] | None:
 def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults:
     """The losses of this package have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
-    if _loss(config) in POLICY_LOSSES and value != VERLS_CLIP_RATIO_C:
+    if find_loss(_loss(config)) is not None and value != VERLS_CLIP_RATIO_C:
         yield Fault(
             setting="actor_rollout_ref.actor.clip_ratio_c",
             problem=f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does",
@@ -253,7 +253,7 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
             allowed=", ".join(
                 name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters
             ),
-            remedy=f"Set {loss_mode}=grpo.",
+            remedy=f"Set {loss_mode}=vp_grpo.",
         )
     if correction.get("bypass_mode"):
         problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
@@ -274,7 +274,7 @@ def _loss(config: DictConfig) -> str:
 
 def _needs(config: DictConfig) -> frozenset[str]:
     """Return what the chosen loss is called with, if it is one of this package."""
-    entry = POLICY_LOSSES.get(_loss(config))
+    entry = find_loss(_loss(config))
     return frozenset() if entry is None else entry.parameters
 
 

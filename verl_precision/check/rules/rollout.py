@@ -16,7 +16,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
-from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.losses.registry import find_loss
 
 # What leaves the distribution as it is.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
@@ -197,7 +197,8 @@ def importance_ratios(config: DictConfig) -> str | None:
         if correction.get(key):
             return f"algorithm.rollout_correction.{key}={correction[key]}"
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    if loss == "bypass_mode" or (loss in POLICY_LOSSES and "rollout_log_probs" in POLICY_LOSSES[loss].parameters):
+    ours = find_loss(loss)
+    if loss == "bypass_mode" or (ours is not None and "rollout_log_probs" in ours.parameters):
         return f"loss_mode={loss}"
     return None
 

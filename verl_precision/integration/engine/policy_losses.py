@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.registry import PolicyLoss, on_registration
+from verl_precision.losses.registry import FORMER_NAMES, PolicyLoss, on_registration
 from verl_precision.losses.settings import THRESHOLD, require_bypass, require_threshold
 
 
@@ -30,6 +30,10 @@ def register_losses(core_algos: ModuleType) -> None:
     keep_merged_metrics()
 
     def register(name: str, entry: PolicyLoss) -> None:
+        for each in (name, *(former for former, now in FORMER_NAMES.items() if now == name)):
+            register_one(each, entry)
+
+    def register_one(name: str, entry: PolicyLoss) -> None:
         owner = core_algos.POLICY_LOSS_REGISTRY.get(name)
         if owner is None:
             core_algos.register_policy_loss(name)(AdaptedLoss(name, entry))
