@@ -40,10 +40,9 @@ from verl.workers.utils.losses import ppo_loss
 from verl_precision.base import tiny_model
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import ShadowSettings
-from verl_precision.integration.engine.engine_batch import engine_batch
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.single_rank import engine_batch, one_rank
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
 SEQUENCES = 2

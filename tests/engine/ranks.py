@@ -46,10 +46,9 @@ from verl_precision.base.dtypes import long
 from verl_precision.base.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.loss_scaling import local_part
-from verl_precision.engine.rounded_weights import ROUNDED_TO
 from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
-from verl_precision.engine.shadow import reshard
+from verl_precision.engine.shadow import ROUNDED_TO, reshard
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine, precision_variant
 from verl_precision.tools.export.session import export_checkpoint

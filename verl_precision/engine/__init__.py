@@ -4,7 +4,6 @@ settings        settings of engine, loss scale and shadow, with bounds
 loss_scaling    torch's sharded gradient scaler with settings, bounds, diagnosis, metrics and exact state
 log_probs       FP32 log-probs and entropy from 16-bit logits, bounded by chunks
 forward_dtypes  which dtype a forward really computed in; an output head in FP32
-shadow          the actor's weights a second time, in the rollout's dtype
-rounded_weights a forward with the weights as a coarser engine has them
+shadow          the actor's weights a second time, in the rollout's dtype; a forward with rounded weights
 router_replay   a mixture of experts computes with the experts that another engine chose
 """

@@ -1,5 +1,7 @@
 """The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype.
 
+And `rounded_weights`: run a forward with weights rounded to a coarser dtype.
+
 log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (what the
 policy did). See docs/metrics.md.
 
@@ -22,6 +24,8 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import ShadowSettings
+
+ROUNDED_TO = "verl_precision_rounded_to"  # in a batch: the dtype that the weights are rounded to for its forward
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -137,6 +141,31 @@ def reshard(module: nn.Module) -> None:
             handle = part._handle
             if handle is not None and handle.uses_sharded_strategy:  # one rank alone gathers nothing
                 handle.reshard(True)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, FP32 weights hold the nearest numbers of `dtype`; afterwards they are what they were, to the bit.
+
+    FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once. A BF16 rollout sees none
+    of it, and the two policies part by more than rounding anywhere in a forward would make them.
+
+    Args:
+        module: Sharded by FSDP1 or FSDP2, or not at all. Its shards are copied once while this lasts.
+        dtype: The dtype in which the other engine holds its weights.
+    """
+    reshard(module)
+    shards = [local_part(weight) for weight in module.parameters() if weight.dtype == torch.float32]
+    kept = [shard.clone() for shard in shards]
+    try:
+        for shard in shards:
+            shard.copy_(shard.to(dtype))
+        yield
+    finally:
+        reshard(module)
+        for shard, own in zip(shards, kept, strict=True):
+            shard.copy_(own)
 
 
 def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn.Module]) -> ShadowModel:

@@ -26,8 +26,7 @@ from verl_precision.base.dtypes import long, torch_dtype
 from verl_precision.base.errors import ConfigurationError, LossScaleError, RegistrationError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
-from verl_precision.engine.rounded_weights import ROUNDED_TO, rounded_weights
-from verl_precision.engine.shadow import ShadowModel, build_shadow, loss_of_shadow
+from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.measurement import MeasuredUpdates, measured_loss

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.integration.engine.sampling_masks import kept_tokens
+from verl_precision.engine.sampling_masks import MASK_FIELD, KeptTokens, unpack
 
 
 def fp32_outputs(
@@ -56,3 +56,24 @@ def fp32_outputs(
     if packed:
         outputs = {k: engine._gather_and_unpad_packed(v, output_args["pad_size"]) for k, v in outputs.items()}
     return {k: torch.nested.nested_tensor_from_jagged(v, offsets) for k, v in outputs.items()}
+
+
+def kept_tokens(micro_batch: Any, labels_N: Tensor) -> KeptTokens | None:
+    """Return the tokens that each place of a micro-batch was drawn from; None if sampling was not truncated.
+
+    verl's padding samples are copies of another one with one token, which is not trained on: their masks are left out.
+
+    Args:
+        micro_batch: verl's.
+        labels_N: The token that each place predicts.
+
+    Raises:
+        RuntimeError: If a mask is not that of its response.
+    """
+    if MASK_FIELD not in micro_batch:
+        return None
+    lengths = micro_batch["input_ids"].offsets().diff().tolist()
+    trained = (mask.any() for mask in micro_batch["loss_mask"].unbind())
+    masks = zip(micro_batch[MASK_FIELD].unbind(), trained, strict=True)
+    packed = [mask if any_token else None for mask, any_token in masks]
+    return unpack(packed, lengths, labels_N)

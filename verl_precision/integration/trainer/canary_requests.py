@@ -19,7 +19,7 @@ from verl.utils import tensordict_utils as tu
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.verl_config import engines, lora_rank, rollout_dtype, uses_adapter
-from verl_precision.engine.rounded_weights import ROUNDED_TO
+from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
 

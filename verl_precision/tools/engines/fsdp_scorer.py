@@ -49,8 +49,8 @@ class TrainerEngine:
         from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine import EngineRegistry
 
-        from verl_precision.engine.process_group import make_group_of_one
         from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+        from verl_precision.integration.engine.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
         self._packed = attention == "flash_attention_2" if packed is None else packed
@@ -96,8 +96,8 @@ class TrainerEngine:
         """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""
         import torch
 
-        from verl_precision.integration.engine.engine_batch import engine_batch, nested
         from verl_precision.integration.engine.router_replay import CHOICES
+        from verl_precision.integration.engine.single_rank import engine_batch, nested
 
         sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
         data = engine_batch(

@@ -15,7 +15,6 @@ from verl_precision.base.errors import require
 from verl_precision.check.installation import findings
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, local_part
-from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.tools.selftest.checks import Figures
 from verl_precision.weight_sync import manifest
@@ -115,6 +114,8 @@ def offload_overflow(device: str, folder: Path) -> Figures:
     Under `offload_policy` torch's scaler copies 1/S and its found-inf flag to the host and does not wait for them. What
     it misses depends on the machine, and is reported. Ours must miss nothing.
     """
+    from verl_precision.integration.engine.single_rank import one_rank
+
     never = 10**9
     with one_rank("cuda"):
         theirs = _planted(ShardedGradScaler("cuda", init_scale=_SCALE, growth_interval=never))

@@ -14,10 +14,9 @@ from verl.workers.engine import EngineRegistry
 from verl_precision.base.dtypes import long
 from verl_precision.base.errors import require
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.engine.process_group import one_rank
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
-from verl_precision.integration.engine.engine_batch import engine_batch
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.single_rank import engine_batch, one_rank
 from verl_precision.tools.selftest.checks import Figures
 
 _UPDATES, _SAVED_AFTER = 50, 25
