@@ -45,6 +45,21 @@ def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
     return None if proto is None else proto.batch["rollout_is_weights"], new_mask, metrics
 
 
+def call(name: str, config, old: Tensor, trainer: Tensor, advantages: Tensor, mask: Tensor, weights=None, mode=None):
+    """Call a loss that is registered with verl as `ppo_loss` does; return it with its metrics."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    return get_policy_loss_fn(name)(
+        old_log_prob=old,
+        log_prob=trainer,
+        advantages=advantages,
+        response_mask=mask,
+        loss_agg_mode=mode or config.loss_agg_mode,
+        config=config,
+        rollout_is_weights=weights,
+    )
+
+
 def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case | None = None, dp_size: int = 1):
     """Call the loss of a preset as verl's `ppo_loss` does: weights from verl's rollout-correction step, then the loss.
 
@@ -55,8 +70,6 @@ def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case |
         whole: The global mini-batch, if it is more than the rows at hand.
         dp_size: Number of ranks.
     """
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
     whole = case if whole is None else whole
     counts = {"batch_num_tokens": int(whole.mask.sum()), "global_batch_size": len(whole.mask)}
     config = pickle.loads(_typed(estimator))
@@ -66,15 +79,8 @@ def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case |
     if (correction.rollout_is or correction.rollout_rs) and case.mask.any():
         settings = {key: value for key, value in correction.items() if key not in ("bypass_mode", "loss_type")}
         weights, mask, _ = corrected(case.proximal, case.rollout, case.mask, **settings)
-    return get_policy_loss_fn(config.policy_loss.loss_mode)(
-        old_log_prob=case.rollout if correction.bypass_mode else case.proximal,
-        log_prob=trainer,
-        advantages=case.advantages_BT,
-        response_mask=mask,
-        loss_agg_mode=config.loss_agg_mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
+    old = case.rollout if correction.bypass_mode else case.proximal
+    return call(config.policy_loss.loss_mode, config, old, trainer, case.advantages_BT, mask, weights)
 
 
 def gradient_through_verl(estimator: str, case: Case, **kwargs) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from composer import actor_config, compose_estimator
+from conftest import call
 from omegaconf import OmegaConf
 
 from verl_precision.losses import POLICY_LOSSES
@@ -21,14 +22,10 @@ def config():
     return compose_estimator("pg_seq_mis", "data.max_response_length=2")
 
 
-def verls_losses():
+def test_every_registered_loss_has_stated_its_ratio():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    return POLICY_LOSS_REGISTRY
-
-
-def test_every_registered_loss_has_stated_its_ratio():
-    assert set(verls_losses()) == {*POLICY_LOSSES, *FORMER_NAMES, *VERLS_RATIOS}
+    assert set(POLICY_LOSS_REGISTRY) == {*POLICY_LOSSES, *FORMER_NAMES, *VERLS_RATIOS}
     # other tests register losses of their own, without a statement, in the same process
     ours = [entry for entry in POLICY_LOSSES.values() if entry.function.__module__.startswith("verl_precision.")]
     assert len(ours) >= 8 and all(entry.ratio is not None for entry in ours)
@@ -48,10 +45,7 @@ def test_a_token_has_no_gradient_exactly_where_the_statement_says(config, name):
     whole = config.copy()
     whole.actor_rollout_ref.actor = actor_node
     actor = actor_config(whole, dp_size=1, batch_num_tokens=800, global_batch_size=400)
-    loss, _ = verls_losses()[name](
-        old_log_prob=old, log_prob=trainer, advantages=advantages, response_mask=mask, config=actor
-    )
-    loss.backward()
+    call(name, actor, old, trainer, advantages, mask, mode="token-mean")[0].backward()
     silenced = trainer.grad == 0
     if clip is None:
         assert name in OTHER_RULES or not silenced.any()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from composer import actor_config, compose_estimator
-from conftest import composed
+from conftest import call, composed
 
 from verl_precision.losses import Aggregation, dppo_kl, dppo_tv
 from verl_precision.losses.dppo import binary_kl
@@ -58,20 +58,12 @@ def test_divergence_at_the_ends(trainer, rollout, expected):
     assert found.item() == pytest.approx(expected)
 
 
-def through_verl(name: str, trainer, old, advantage: float, config) -> torch.Tensor:
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
-    leaf = torch.tensor([trainer]).requires_grad_()
-    loss, _ = get_policy_loss_fn(name)(
-        old_log_prob=torch.tensor([old]),
-        log_prob=leaf,
-        advantages=torch.full_like(leaf, advantage),
-        response_mask=torch.ones_like(leaf),
-        loss_agg_mode="token-sum" if name.startswith("vp_") else "seq-mean-token-sum",
-        config=config,
-    )
-    loss.backward()
-    return -leaf.grad[0]
+def through_verl(name: str, trainer, old, config) -> float:
+    """Return the slope of a single token with A = 1."""
+    leaf, ones = torch.tensor([trainer]).requires_grad_(), torch.ones(1, 1)
+    mode = "token-sum" if name.startswith("vp_") else "seq-mean-token-sum"
+    call(name, config, torch.tensor([old]), leaf, ones, ones, mode=mode)[0].backward()
+    return -leaf.grad.item()
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -80,8 +72,8 @@ def test_verls_own_truncates_at_three(kind):
     config = actor_config(composed(kind), dp_size=1, batch_num_tokens=1, global_batch_size=1)
     assert config.clip_ratio_c == 3.0, "verl's default"
     trainer, rollout = [math.log(1e-4)], [math.log(1e-5)]
-    assert through_verl(kind, trainer, rollout, 1.0, config).item() == pytest.approx(3.0)
-    assert through_verl(f"vp_{kind}", trainer, rollout, 1.0, config).item() == pytest.approx(10.0, rel=1e-5)
+    assert through_verl(kind, trainer, rollout, config) == pytest.approx(3.0)
+    assert through_verl(f"vp_{kind}", trainer, rollout, config) == pytest.approx(10.0, rel=1e-5)
 
 
 def test_verls_own_kl_does_not_see_a_token_that_becomes_certain():
@@ -91,5 +83,5 @@ def test_verls_own_kl_does_not_see_a_token_that_becomes_certain():
     trainer, rollout = [-1e-13], [math.log(0.9)]
     exact = binary_kl(torch.tensor(trainer), torch.tensor(rollout)).item()
     assert exact == pytest.approx(0.9 * math.log(0.9) + 0.1 * math.log(0.1 / 1e-13), rel=1e-5) and exact > 2
-    assert through_verl("vp_dppo_kl", trainer, rollout, 1.0, config).item() == 0
-    assert through_verl("dppo_kl", trainer, rollout, 1.0, config).item() > 0
+    assert through_verl("vp_dppo_kl", trainer, rollout, config) == 0
+    assert through_verl("dppo_kl", trainer, rollout, config) > 0

@@ -1,4 +1,4 @@
-"""How verl's `gspo` turns NaN, and that ours does not.
+"""How verl's `gspo` turns NaN (its `cispo` too, by the first of these), and that ours does not.
 
 verl multiplies weights, advantages and losses by the mask, and NaN x 0 is NaN. With finite log-probs, advantages and
 weights its gradient stays finite in float32, bfloat16 and float16. It turns NaN by
@@ -13,7 +13,7 @@ weights its gradient stays finite in float32, bfloat16 and float16. It turns NaN
 import pytest
 import torch
 from composer import actor_config
-from conftest import composed
+from conftest import call, composed
 from plain_equations import random_case
 
 from verl_precision.losses import Aggregation, gspo
@@ -34,25 +34,16 @@ def masked(case) -> tuple[int, int]:
     return row, token
 
 
-def both(case, trainer=None, advantages=None, weights=None, info=True):
-    """Return loss, gradient and metrics of verl's gspo and of ours."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
+def both(case, loss="gspo", trainer=None, advantages=None, weights=None, info=True):
+    """Return loss, gradient and metrics of verl's gspo (or cispo) and of ours."""
     known = {"dp_size": 1, "batch_num_tokens": int(case.mask.sum()), "global_batch_size": len(case.mask)}
-    found = []
-    for name in ("gspo", "vp_gspo"):
+    config = actor_config(composed(loss), **(known if info else {}))
+    advantages, found = case.advantages_BT if advantages is None else advantages, []
+    for name in (loss, f"vp_{loss}"):
         leaf = (case.trainer if trainer is None else trainer).clone().requires_grad_()
-        loss, metrics = get_policy_loss_fn(name)(
-            old_log_prob=case.proximal,
-            log_prob=leaf,
-            advantages=case.advantages_BT if advantages is None else advantages,
-            response_mask=case.mask,
-            loss_agg_mode="seq-mean-token-mean",
-            config=actor_config(composed("gspo"), **(known if info else {})),
-            rollout_is_weights=weights,
-        )
-        loss.backward()
-        found.append((loss.detach(), leaf.grad, metrics))
+        value, metrics = call(name, config, case.proximal, leaf, advantages, case.mask, weights)
+        value.backward()
+        found.append((value.detach(), leaf.grad, metrics))
     return found
 
 
@@ -65,7 +56,8 @@ def test_both_agree_on_a_clean_batch(case):
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
 
 
-def test_weight_of_a_masked_token_that_is_impossible(case, masked):
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_weight_of_a_masked_token_that_is_impossible(loss, case, masked):
     """Through verl's own token-level weights: their gradient is NaN, ours is as if the token were not there."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
@@ -74,28 +66,24 @@ def test_weight_of_a_masked_token_that_is_impossible(case, masked):
     log_ratio[masked] = torch.tensor(-torch.inf) - torch.tensor(-torch.inf)
     weights, _ = compute_rollout_correction_weights(log_ratio, case.mask, "token", 2.0)
     assert weights[masked].isnan(), "verl's step"
-    theirs, ours = both(case, weights=weights)
+    theirs, ours = both(case, loss, weights=weights)
     assert theirs[1].isnan().any()
-    assert_same(ours, both(case, weights=clean)[1])
+    assert_same(ours, both(case, loss, weights=clean)[1])
 
 
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
-def test_advantage_of_a_masked_token(junk, case, masked):
-    advantages = case.advantages_BT.clone()
-    advantages[masked] = junk
-    theirs, ours = both(case, advantages=advantages)
-    assert theirs[0].isnan() and theirs[1].isnan().any()
-    assert_same(ours, both(case)[1])
+JUNK = [("advantages", torch.nan), ("advantages", torch.inf), ("trainer", -torch.inf)]
 
 
-def test_masked_token_of_probability_zero(case, masked):
-    """verl loses the whole response, loss NaN, without a word; for ours the token is not there."""
+@pytest.mark.parametrize(("tensor", "junk"), JUNK)
+def test_advantage_and_log_prob_of_a_masked_token(tensor, junk, case, masked):
+    """Of the log-prob verl loses the whole response, loss NaN, without a word; for ours the token is not there."""
     clean, row = both(case)[1], masked[0]
     assert clean[1][row].any()
-    trainer = case.trainer.clone()
-    trainer[masked] = -torch.inf
-    theirs, ours = both(case, trainer)
-    assert theirs[0].isnan() and not theirs[1][row].any()
+    changed = {"advantages": case.advantages_BT, "trainer": case.trainer}[tensor].clone()
+    changed[masked] = junk
+    theirs, ours = both(case, **{tensor: changed})
+    assert theirs[0].isnan()
+    assert theirs[1].isnan().any() if tensor == "advantages" else not theirs[1][row].any()
     assert_same(ours, clean)
 
 

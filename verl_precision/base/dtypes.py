@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-Dtype = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["fp16", "bf16", "fp32"]
 
 
 class Names(NamedTuple):
