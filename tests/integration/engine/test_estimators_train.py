@@ -8,7 +8,7 @@ import torch
 from composer import actor_config, compose_estimator
 
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.integration.engine.engine_batch import engine_batch, nested
+from verl_precision.integration.engine.single_rank import engine_batch, nested
 from verl_precision.presets import preset_names
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
@@ -22,10 +22,10 @@ def engine():
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
-    from verl_precision.engine.process_group import one_rank
     from verl_precision.engine.settings import LossScaleSettings
     from verl_precision.integration.cpu.platform import PlatformCPU
     from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+    from verl_precision.integration.engine.single_rank import one_rank
 
     before = get_platform()
     set_platform(PlatformCPU())
