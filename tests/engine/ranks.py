@@ -51,6 +51,7 @@ from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import ROUNDED_TO, reshard
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine, precision_variant
+from verl_precision.integration.engine.single_rank import engine_batch, nested
 from verl_precision.tools.export.session import export_checkpoint
 from verl_precision.weight_sync.manifest import digest
 
@@ -136,30 +137,19 @@ def fp16_engine(strategy="fsdp2", **settings):
     return make_engine("fp16", strategy=strategy, loss_scale=LossScaleSettings(**{"initial": 1024.0, **settings}))
 
 
-def nested(tensors):
-    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
-
 def batch(last=True, packed=False, lengths=(5, 8), seed=RANK):
     generator = torch.Generator().manual_seed(seed)
-    sequences = [torch.randint(3, 90, (n,), generator=generator) for n in lengths]
-    return tu.get_tensordict(
-        {
-            "input_ids": nested(sequences),
-            "position_ids": nested([torch.arange(len(s)) for s in sequences]),
-            "loss_mask": nested([torch.ones(len(s)) for s in sequences]),
-            "temperature": torch.tensor([0.7, 1.3]).repeat(len(lengths) // 2),
-        },
-        non_tensor_dict=dict(
-            use_dynamic_bsz=packed,
-            max_token_len_per_gpu=20,
-            micro_batch_size_per_gpu=1,
-            use_remove_padding=packed,
-            use_fused_kernels=False,
-            calculate_entropy=True,
-            update_lr_scheduler=last,
-        ),
+    data = engine_batch(
+        [torch.randint(3, 90, (n,), generator=generator) for n in lengths],
+        use_dynamic_bsz=packed,
+        max_token_len_per_gpu=20,
+        micro_batch_size_per_gpu=1,
+        use_remove_padding=packed,
+        calculate_entropy=True,
+        update_lr_scheduler=last,
     )
+    data["temperature"] = torch.tensor([0.7, 1.3]).repeat(len(lengths) // 2)
+    return data
 
 
 def mean_log_prob(model_output, data, dp_group):
@@ -184,6 +174,20 @@ def gradient(engine, loss=mean_log_prob, **asked):
     if engine.scaler is not None:
         engine.scaler.update()
     return found
+
+
+def full_weights(engine):
+    state = engine.module.state_dict()
+    return {key.replace("_fsdp_wrapped_module.", ""): full(value) for key, value in state.items()}
+
+
+def draw_adapter(engine):
+    """Fill LoRA's B, which starts with zeros."""
+    torch.manual_seed(1)
+    with fsdp_utils.FSDP.summon_full_params(engine.module), torch.no_grad():  # FSDP2 leaves alone what it sharded
+        for key, parameter in engine.module.named_parameters():
+            if "lora_B" in key:
+                local_part(parameter).normal_(std=0.01)
 
 
 def relative_error(found, expected):
@@ -593,19 +597,8 @@ LORA = dict(lora_rank=4, lora_alpha=8, target_modules="all-linear", lora={"merge
 def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     """Trap 3.15: verl rounds base + scale·B·A to BF16. The reference is in float64."""
     engine = make_engine("fp16", plain=plain, lora=LORA, strategy=strategy)
-    torch.manual_seed(1)
-    with fsdp_utils.FSDP.summon_full_params(engine.module), torch.no_grad():  # FSDP2 leaves alone what it sharded
-        for key, parameter in engine.module.named_parameters():
-            if "lora_B" in key:
-                whole = torch.randn(parameter.shape) * 0.01
-                local = local_part(parameter)
-                local.copy_(whole if local.shape == whole.shape else whole.chunk(WORLD)[RANK])
-
-    def weights():
-        state = engine.module.state_dict()
-        return {key.replace("_fsdp_wrapped_module.", ""): full(value).double() for key, value in state.items()}
-
-    before = weights()
+    draw_adapter(engine)
+    before = {key: value.double() for key, value in full_weights(engine).items()}
     sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
     layer = "model.layers.0.mlp.up_proj"
     parts = ("base_layer", "lora_A.default", "lora_B.default")
@@ -614,8 +607,8 @@ def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max() / base.abs().max()
     assert {value.dtype for value in sent.values()} == {torch.bfloat16 if plain else torch.float32}
     assert error > 1e-3 if plain else error < 1e-6
-    after = weights()
-    assert all(torch.equal(before[key], after[key]) for key in before), "the adapter is taken out again"
+    after = full_weights(engine)
+    assert all(torch.equal(before[key], after[key].double()) for key in before), "the adapter is taken out again"
 
 
 @STRATEGIES
@@ -687,12 +680,8 @@ EXPORTED = {
 def test_an_export_is_the_models_weights_rounded_once(settings, request):
     """What transformers loads are the trainer's FP32 weights in FP16; values that BF16 cannot hold are among them."""
     engine, folder = make_engine("fp16", save=("model",), **settings), SHARED / request.node.name
-    torch.manual_seed(1)
-    with fsdp_utils.FSDP.summon_full_params(engine.module), torch.no_grad():
-        for key, parameter in engine.module.named_parameters():
-            if "lora_B" in key:
-                local_part(parameter).normal_(std=0.01)
-    held = {key.replace("_fsdp_wrapped_module.", ""): full(value) for key, value in engine.module.state_dict().items()}
+    draw_adapter(engine)
+    held = full_weights(engine)
     engine.save_checkpoint(str(folder / "global_step_1" / "actor"))
     if RANK:
         return

@@ -1,4 +1,4 @@
-"""The scaler in one process: bounds, static mode, underflow, state, refusals."""
+"""The scaler in one process: bounds, static mode, underflow, state, refusals; and the report on its steps."""
 
 import math
 from typing import ClassVar
@@ -12,11 +12,13 @@ from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatch
 from verl_precision.engine.loss_scaling import (
     FILE_NAME,
     LossScaler,
+    ScalerStep,
     load_scaler,
     save_scaler,
     underflow_fraction,
 )
 from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.engine.step_report import StepReport
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -168,3 +170,19 @@ def test_state_of_torchs_scaler_is_understood():
     scaler = LossScaler(LossScaleSettings(), "cpu")
     scaler.load_state_dict(theirs.state_dict())
     assert scaler.state_dict() == {"scale": 64, "growth_tracker": 3, "steps_at_minimum": 0}
+
+
+def test_report_adds_up_the_updates_of_a_step():
+    scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
+    assert not report.take_applied(), "nothing happened yet"
+    for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
+        scaler.last_step = ScalerStep(ranks, underflow)
+        report.add(INF if ranks else 1.0, scaler)
+    assert report.last_skipped and report.take_applied() and not report.take_applied()
+    assert report.metrics(scaler) == {
+        "precision/skipped_steps": 2.0,
+        "precision/loss_scale": 65536.0,
+        "precision/overflow_rank_count": 3.0,
+        "precision/grad_underflow_fraction": pytest.approx(0.2),
+    }
+    assert report.metrics(None) == {"precision/skipped_steps": 0.0}, "a new step"

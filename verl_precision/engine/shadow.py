@@ -72,7 +72,7 @@ def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callabl
             )
         output = kwargs["model_output"]
         flat = straight_through(shadow_log_probs.values(), output["log_probs"].values())  # type: ignore[operator]
-        values = torch.nested.nested_tensor_from_jagged(flat, shadow_log_probs.offsets())  # type: ignore[operator]
+        values = torch.nested.nested_tensor_from_jagged(flat, shadow_log_probs.offsets())  # type: ignore[attr-defined]
         return loss_function(*args, **{**kwargs, "model_output": {**output, "log_probs": values}})
 
     return loss

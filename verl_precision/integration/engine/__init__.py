@@ -1,1 +1,12 @@
-"""This package's FSDP engine under verl: dtypes, loss scaling, losses, shadow, router replay, export of weights."""
+"""This package's FSDP engine under verl.
+
+fsdp_engine      the one mixin: which phase comes when, and the engines that are registered
+engine_config    verl's engine config with our settings
+model_outputs    FP32 log-probs and entropy
+measurement      the mismatch, measured while the worker updates
+router_replay    the rollout's choice of experts, replayed
+weight_export    weights on their way to the rollout and into an export
+policy_losses    the losses under verl's call
+rollout_weights  equations (9) and (10) in verl's rollout correction
+single_rank      an engine outside of a training run
+"""

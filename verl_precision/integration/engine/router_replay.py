@@ -65,7 +65,7 @@ class RouterReplay:
             known = known_tokens(choices, offsets) if self._mode != "R2" else torch.ones(len(choices)).bool()
         replay = choices if self._mode != "disabled" and not self._records(micro_batch, forward_only) else None
         self._routers.replay(replay, known)  # until the next forward: gradient checkpointing asks again in the backward
-        watched = self._routers.watched() if choices is not None or forward_only else contextlib.nullcontext({})
+        watched: Any = self._routers.watched() if choices is not None or forward_only else contextlib.nullcontext({})
 
         def loss_and_agreement(*args, **kwargs):
             if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
