@@ -9,10 +9,12 @@ from omegaconf import DictConfig
 from plain_equations import C_NORM, Case
 from torch import Tensor
 
+from verl_precision.losses import Aggregation
 from verl_precision.presets import preset_names
 
 ESTIMATORS = preset_names("estimator")
 OURS = [name for name in ESTIMATORS if name != "dapo"]  # dapo is verl's own loss
+PER_TOKEN = Aggregation(normalizer=1)
 VERL_DEFAULT = "verl's default"  # vanilla, seq-mean-token-sum-norm, loss_scale_factor null
 
 
@@ -43,6 +45,16 @@ def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
         **settings,
     )
     return None if proto is None else proto.batch["rollout_is_weights"], new_mask, metrics
+
+
+def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **settings):
+    """Return value, gradient and metrics of a loss, without verl."""
+    trainer = torch.as_tensor(trainer).clone().requires_grad_()
+    mask = torch.ones_like(trainer) if mask is None else torch.as_tensor(mask)
+    other, advantages = torch.as_tensor(other), torch.as_tensor(advantages)
+    output = loss(trainer, other, advantages, mask, aggregation=aggregation, **settings)
+    output.loss.backward()
+    return output.loss.item(), trainer.grad, output.values()
 
 
 def call(name: str, config, old: Tensor, trainer: Tensor, advantages: Tensor, mask: Tensor, weights=None, mode=None):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import PER_TOKEN, run
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses import (
@@ -20,16 +21,6 @@ from verl_precision.losses import (
 )
 
 LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
-PER_TOKEN = Aggregation(normalizer=1)
-
-
-def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **settings):
-    trainer = torch.as_tensor(trainer).clone().requires_grad_()
-    mask = torch.ones_like(trainer) if mask is None else torch.as_tensor(mask)
-    other, advantages = torch.as_tensor(other), torch.as_tensor(advantages)
-    output = loss(trainer, other, advantages, mask, aggregation=aggregation, **settings)
-    output.loss.backward()
-    return output.loss.item(), trainer.grad, output.values()
 
 
 @pytest.mark.parametrize(

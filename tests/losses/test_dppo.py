@@ -5,22 +5,19 @@ import math
 import pytest
 import torch
 from composer import actor_config, compose_estimator
-from conftest import call, composed
+from conftest import call, composed, run
 
-from verl_precision.losses import Aggregation, dppo_kl, dppo_tv
+from verl_precision.losses import dppo_kl, dppo_tv
 from verl_precision.losses.dppo import binary_kl
 
-PER_TOKEN = Aggregation(normalizer=1)
 LOSSES = {"dppo_tv": dppo_tv, "dppo_kl": dppo_kl}
 
 
-def gradient(loss, trainer, rollout, advantage: float):
-    """Return the slopes of one response, and the metrics."""
-    leaf = torch.tensor([trainer], dtype=torch.float64).log().requires_grad_()
-    other = torch.tensor([rollout], dtype=torch.float64).log()
-    output = loss(leaf, other, torch.tensor([advantage]).double(), torch.ones(1, len(trainer)), aggregation=PER_TOKEN)
-    output.loss.backward()
-    return -leaf.grad[0], output.values()
+def slopes_of(loss, trainer, rollout, advantage: float):
+    """Return the slopes of one response of these probabilities, and the metrics."""
+    trainer, rollout = (torch.tensor([row], dtype=torch.float64).log() for row in (trainer, rollout))
+    _, gradient, metrics = run(loss, trainer, rollout, torch.tensor([advantage]).double())
+    return -gradient[0], metrics
 
 
 @pytest.mark.parametrize("loss", LOSSES.values())
@@ -30,7 +27,7 @@ def test_a_rare_token_keeps_its_gradient_and_a_likely_one_loses_it(loss, advanta
     0.9 -> 0.65 is within a ratio of 0.72. Each is masked only where the update would move it further.
     """
     trainer, rollout = [0.002, 0.8, 0.65], [0.001, 0.5, 0.9]
-    slopes, metrics = gradient(loss, trainer, rollout, advantage)
+    slopes, metrics = slopes_of(loss, trainer, rollout, advantage)
     kept = [1, 0, 1] if advantage > 0 else [1, 1, 0]
     expected = [keep * advantage * new / old for keep, new, old in zip(kept, trainer, rollout, strict=True)]
     torch.testing.assert_close(slopes, torch.tensor(expected, dtype=torch.float64))
@@ -39,7 +36,7 @@ def test_a_rare_token_keeps_its_gradient_and_a_likely_one_loses_it(loss, advanta
 
 
 def test_the_ratio_is_truncated_at_c():
-    slopes, metrics = gradient(dppo_tv, [0.1], [0.001], 1.0)
+    slopes, metrics = slopes_of(dppo_tv, [0.1], [0.001], 1.0)
     assert slopes.item() == 20 and metrics["actor/truncated_fraction"] == 1
 
 
