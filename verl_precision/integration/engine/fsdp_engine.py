@@ -3,8 +3,7 @@
 `PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases. The phases
 themselves stand in the modules of their subjects. verl builds and drives the scaler as it does its own; here it is
 chosen which scaler that is, and read what happened.
-An engine whose config is not `PrecisionFSDPConfig` takes verl's path in every method, the measurement left aside, which
-the trainer asks for.
+An engine whose config is not `PrecisionFSDPConfig` takes verl's path, but for a measurement that the trainer asks for.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scale
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.measurement import MeasuredUpdates, measured_loss
+from verl_precision.integration.engine.measurement import REQUEST, MeasuredUpdates, measured_loss
 from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import SentWeights, merged_lora, write_export_dtype
@@ -52,9 +51,9 @@ class PrecisionFSDPEngine:
     _dtypes: ForwardDtypes
     _shadow: ShadowModel | None = None
     _replay: RouterReplay | None = None
-    _report = functools.cached_property(lambda self: StepReport())
-    _updates = functools.cached_property(lambda self: MeasuredUpdates())
-    _sent = functools.cached_property(lambda self: SentWeights())
+    _report: StepReport
+    _updates: MeasuredUpdates | None = None
+    _sent: SentWeights | None = None
 
     @property
     def _has_precision_config(self) -> bool:
@@ -80,6 +79,7 @@ class PrecisionFSDPEngine:
 
     def _build_verified(self, module):
         """Have verl shard a model whose forward records its dtypes, and put our scaler in the place of verl's."""
+        self._report = StepReport()
         config, head = self.engine_config, None
         if config.fp32_output_head and not self._is_critic:
             head = compute_head_in_fp32(module)
@@ -112,7 +112,8 @@ class PrecisionFSDPEngine:
         if forward_only and ratio_from_shadow:
             with self._shadow.in_place_of_the_actor(self):  # type: ignore[union-attr]
                 return step(micro_batch, loss_function, True)
-        request = None if forward_only or self._is_critic else self._updates.request
+        measured = self._updates is not None and not (forward_only or self._is_critic)
+        request = self._updates.request if measured else None
         if request or (ratio_from_shadow and not forward_only):
             shadow_log_probs = None
             if self._shadow is not None and (ratio_from_shadow or self._updates.need_shadow(self.engine_config.shadow)):
@@ -150,14 +151,17 @@ class PrecisionFSDPEngine:
 
     def train_batch(self, data, loss_function):
         """Train on a mini-batch as verl does, measured if asked; at the last one of a step also report."""
-        with self._updates.one(data):
+        if self._updates is None and tu.get(data, key=REQUEST, default=None) is not None:
+            self._updates = MeasuredUpdates()
+        with contextlib.nullcontext() if self._updates is None else self._updates.one(data):
             outputs = super().train_batch(data, loss_function)
-        if (self._has_precision_config or self._sent.has_metrics) and self.is_mp_src_rank_with_outputs():
-            if self._report.last_skipped:  # verl averages it over mini-batches: one inf would hide all others
+        if (self._has_precision_config or self._sent is not None) and self.is_mp_src_rank_with_outputs():
+            if self._has_precision_config and self._report.last_skipped:
+                # verl averages it over mini-batches: one inf would hide all others
                 outputs["metrics"].pop("grad_norm")
             if tu.get(data, key="update_lr_scheduler", default=True):
                 found = self._report.metrics(self.scaler) if self._has_precision_config else {}
-                found |= self._sent.take_metrics()
+                found |= {} if self._sent is None else self._sent.take_metrics()
                 # lists, as verl's own: it joins those of all ranks
                 outputs["metrics"].update({key: [value] for key, value in found.items()})
         return outputs
@@ -186,6 +190,8 @@ class PrecisionFSDPEngine:
         if not self._has_precision_config and get_device_name() != "cpu":
             return super().get_per_tensor_param(*args, **kwargs)
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if self._sent is None:
+            self._sent = SentWeights()
         return self._sent.prepared(weights, self), peft_config
 
     def _merged_lora_per_tensor_param(self):

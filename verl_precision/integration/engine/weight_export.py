@@ -52,11 +52,6 @@ class SentWeights:
             weights = send_with_manifest(weights, self._reports.new_address())
         return weights
 
-    @property
-    def has_metrics(self) -> bool:
-        """Whether weights were sent of which something is reported."""
-        return self._reports is not None or self._grid is not None
-
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of what was sent since the last call."""
         report = None if self._reports is None else self._reports.take()
