@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -183,18 +182,16 @@ def _check_installation(as_json: bool) -> bool:
     from verl_precision.check.installation import findings
     from verl_precision.check.show import show_findings
 
-    if as_json:
-        found = list(findings())
-        print(
-            json.dumps({"versions": installed_versions(), "findings": [vars(finding) for finding in found]}, indent=2)
-        )
-        return all(finding.ok for finding in found)
-    console.print("  ".join(f"{name} {version}" for name, version in installed_versions().items()), highlight=False)
-    ok = True
+    versions, found = installed_versions(), []
+    if not as_json:
+        console.print("  ".join(f"{name} {version}" for name, version in versions.items()), highlight=False)
     for finding in findings():
-        show_findings([finding], console)  # at once: importing the host to look at it takes seconds
-        ok = ok and finding.ok
-    return ok
+        found.append(finding)
+        if not as_json:
+            show_findings([finding], console)  # at once: importing the host to look at it takes seconds
+    if as_json:
+        print(json.dumps({"versions": versions, "findings": [vars(finding) for finding in found]}, indent=2))
+    return all(finding.ok for finding in found)
 
 
 def _check_cluster(address: str, config: Path | None, overrides: list[str], paths: list[Path]) -> bool:
@@ -530,17 +527,6 @@ def tiny_model(
     except FileExistsError:
         raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.") from None
     console.print(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
-
-
-@verb("arithmetic", hidden=True)
-def arithmetic(folder: Annotated[Path, Argument(help="Folder to create.")]) -> None:
-    """Moved: run recipes/sanity_arithmetic/make_task.py FOLDER."""
-    moved = "warning: this verb goes in the next version; run recipes/sanity_arithmetic/make_task.py"
-    errors.print(moved, soft_wrap=True)
-    script = Path(__file__).parents[1] / "recipes" / "sanity_arithmetic" / "make_task.py"
-    if not script.is_file():
-        raise ConfigurationError("no recipes/ beside this installation. Run make_task.py in a clone of the project.")
-    raise Exit(subprocess.run([sys.executable, str(script), str(folder)]).returncode)
 
 
 if __name__ == "__main__":
