@@ -21,15 +21,9 @@ JOB = "STAND_IN_SLURM_JOB"  # variable: the id of the one job
 
 
 def install(folder: Path, job: str = "12345", *programs: Path) -> dict[str, str]:
-    """Put the commands into a folder.
+    """Put the commands into an empty folder; return variables for the environment of whoever calls `sbatch`.
 
-    Args:
-        folder: An empty folder.
-        job: The id that the job gets.
-        programs: More folders for PATH.
-
-    Returns:
-        Variables for the environment of whoever calls `sbatch`.
+    `job` is the id that the job gets, and `programs` are more folders for PATH.
     """
     for name in ("sbatch", "srun", "scontrol"):
         command = folder / name
@@ -39,22 +33,14 @@ def install(folder: Path, job: str = "12345", *programs: Path) -> dict[str, str]
     return {"PATH": path, STATE: str(folder), JOB: job}
 
 
-def job_processes(folder: Path) -> list[psutil.Process]:
-    """Return the live processes of the job, without `sbatch`."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            variables = process.environ()
-            if variables.get(STATE) == str(folder) and "SLURM_JOB_ID" in variables:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's
-            continue
-    return found
+def _in_job(process: psutil.Process, folder: Path) -> bool:
+    variables = process.info["environ"] or {}  # None: another user's
+    return variables.get(STATE) == str(folder) and "SLURM_JOB_ID" in variables
 
 
 def kill_job(folder: Path) -> None:
-    """Kill every process of the job."""
-    while processes := job_processes(folder):
+    """Kill every process of the job, which are those that `sbatch` started."""
+    while processes := [process for process in psutil.process_iter(["environ"]) if _in_job(process, folder)]:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile
                 process.kill()
@@ -75,16 +61,13 @@ def sbatch(arguments: list[str]) -> int:
         **{"SLURM_JOB_ID": os.environ[JOB], "SLURM_SUBMIT_DIR": os.getcwd(), "SLURM_GPUS_ON_NODE": "1"},
         "SLURM_JOB_NODELIST": ",".join(f"node{i}" for i in range(int(options["--nodes"]))),
     }
-    hours, minutes, seconds = map(int, options["--time"].split(":"))
-    limit = 3600 * hours + 60 * minutes + seconds
+    limit = sum(unit * int(part) for unit, part in zip((3600, 60, 1), options["--time"].split(":"), strict=True))
     warning = limit - int(re.fullmatch(r"B:USR1@(\d+)", options["--signal"])[1])
     for restart in range(100):
         if restart:
             environment["SLURM_RESTART_COUNT"] = str(restart)
-        # like slurmd, it makes no folder
-        with open(
-            options["--output"].replace("%j", os.environ[JOB]), "ab" if options["--open-mode"] == "append" else "wb"
-        ) as log:
+        mode = "ab" if options["--open-mode"] == "append" else "wb"
+        with open(options["--output"].replace("%j", os.environ[JOB]), mode) as log:  # like slurmd, it makes no folder
             job = subprocess.Popen(["bash", script, *rest], stdout=log, stderr=log, env=environment)
         asked, timed_out = folder / "requeue", _wait(job, warning, limit)
         kill_job(folder)
@@ -100,11 +83,9 @@ def _wait(job: subprocess.Popen, warning: float, limit: float) -> bool:
         job.wait(warning)
     except subprocess.TimeoutExpired:
         job.send_signal(signal.SIGUSR1)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(limit - warning)
-        except subprocess.TimeoutExpired:
-            return True
-    return False
+    return job.returncode is None
 
 
 def srun(arguments: list[str]) -> int:

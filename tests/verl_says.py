@@ -9,6 +9,7 @@ import io
 import math
 import types
 import warnings
+from unittest.mock import Mock
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -27,15 +28,8 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.rollout.replica import RolloutReplica
 
-
-class _Replica(RolloutReplica):
-    """verl's replica as far as its constructor."""
-
-    def get_ray_class_with_init_args(self):
-        raise NotImplementedError
-
-    async def launch_servers(self):
-        raise NotImplementedError
+# verl's replica as far as its constructor.
+_Replica = type("_Replica", (RolloutReplica,), dict.fromkeys(RolloutReplica.__abstractmethods__))
 
 
 def objection(config: DictConfig) -> str:
@@ -78,7 +72,7 @@ def _workers(config: DictConfig) -> None:
         PrecisionType.to_dtype(mixed_precision.get(f"{what}_dtype", "bf16"))
     PrecisionType.to_dtype(actor.fsdp_config.model_dtype)
     build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(actor.optim))
-    assert config.actor_rollout_ref.actor.use_dynamic_bsz == config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+    assert actor.use_dynamic_bsz == config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if need_critic(config):
         critic = config.critic.copy()
         critic.model = None
@@ -96,31 +90,22 @@ def _first_update(config: DictConfig) -> None:
     """TrainingWorker.train_mini_batch and prepare_micro_batches, on sequences of full length."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     parallel = max(actor.get("ulysses_sequence_parallel_size", 1), actor.fsdp_config.ulysses_sequence_parallel_size)
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    ranks = gpus // parallel
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node // parallel
     config.trainer.critic_warmup = 0
     trainer = types.SimpleNamespace(config=config, use_critic=False, global_steps=1)
     multiple = PPOTrainer._get_required_batch_multiple(trainer, ranks)
     batch = math.ceil(config.data.train_batch_size * rollout.n / multiple) * multiple
     mini_batch = actor.ppo_mini_batch_size * rollout.n
-
-    class Engine:
-        get_data_parallel_size = staticmethod(lambda: ranks)
-        get_data_parallel_rank = staticmethod(lambda: 0)
-
-        def train_mode(self, **kwargs):
-            raise _Divided
-
-    worker = types.SimpleNamespace(engine=Engine())
+    engine = Mock(get_data_parallel_size=lambda: ranks, get_data_parallel_rank=lambda: 0)
+    engine.train_mode.side_effect = _Divided
     data = TensorDict({"input_ids": torch.zeros(batch // ranks, 1)}, batch_size=batch // ranks)
     tensordict_utils.assign_non_tensor(data, mini_batch_size=mini_batch)
     with contextlib.suppress(_Divided):
-        TrainingWorker.train_mini_batch(worker, data)
+        TrainingWorker.train_mini_batch(types.SimpleNamespace(engine=engine), data)
     longest = config.data.max_prompt_length + config.data.max_response_length
     dynamic = actor.use_dynamic_bsz
-    scored = not (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
     cuts = [(mini_batch // ranks, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)]
-    if scored:
+    if not (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
         budget = rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
         cuts.append((batch // ranks, *budget))
     for sequences, tokens, micro_batch in cuts:

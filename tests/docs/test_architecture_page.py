@@ -16,10 +16,8 @@ def test_tree_is_the_disk():
     assert all(len(line.split(None, 1)) == 2 for line in TREE)
     named = {line.split()[0].rstrip("/") for line in TREE if not line.startswith(" ")}
     inner = {line.split()[0].rstrip("/") for line in TREE if line.startswith(" ")}
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    assert named == {line.split("/")[0] for line in listed if line and not line.startswith(".")}
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    assert named == {line.split("/")[0] for line in listed if not line.startswith(".")}
     package = {line.split("/")[1] for line in listed if line.startswith("verl_precision/")}
     assert inner == package - {"py.typed"}
 

@@ -1,15 +1,16 @@
 """Docs are code: what they say of files, commands and names is compared with the disk."""
 
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 import typer
-import yaml
 
 from verl_precision.cli import app
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
+from verl_precision.tools.selftest.checks import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
@@ -126,9 +127,7 @@ RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.par
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_header_teaches_a_command_that_resolves(recipe):
-    text = recipe.read_text()
-    yaml.safe_load(text)
-    header = text[: text.index("defaults:")]
+    header = recipe.read_text().partition("\ndefaults:")[0]
     found = re.search(r"--config-dir (\S+) --config-name (\S+)", header)
     assert found and ROOT / found.group(1) / f"{found.group(2)}.yaml" == recipe
 
@@ -140,10 +139,20 @@ def test_modules_are_read_in_one_sitting():
 
 
 def test_every_public_name_of_all_exists():
-    import importlib
-
     for init in (ROOT / "verl_precision").rglob("__init__.py"):
         name = ".".join(init.parent.relative_to(ROOT).parts)
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", ()):
             assert hasattr(module, public), f"{name}.{public}"
+
+
+def test_selftest_page_has_every_check_of_the_self_test_and_why_a_cpu_does_not_run_it():
+    text = (ROOT / "docs" / "selftest.md").read_text()
+    rows = re.findall(r"^\| ([AB]) \| `(\w+)` \| (.+) \| (.+) \|$", text, re.M)
+    on_a_cpu = [f"not run: {check.needs_gpu}" if check.needs_gpu else "yes" for check in CHECKS]
+    assert rows == [(check.part, check.name, check.shows, cpu) for check, cpu in zip(CHECKS, on_a_cpu, strict=True)]
+    assert {check.seconds for check in CHECKS} == {300, 600}
+    longer = re.search(r"after 5 minutes \(10 for ([^)]+)\)", text).group(1)
+    assert re.findall(r"`(\w+)`", longer) == [check.name for check in CHECKS if check.seconds == 600]
+    timed = re.findall(r"^\| `(\w+)` \| \d+ \|$", text, re.M)
+    assert timed and set(timed) <= {check.name for check in CHECKS}

@@ -16,7 +16,8 @@ from verl_precision.weight_sync.bf16_grid import CROSSINGS, OFF_GRID
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "metrics.md").read_text()
 ONE = torch.zeros(1, 1, dtype=torch.int64)  # the only expert of one token
 
 
@@ -30,10 +31,8 @@ def emitted() -> set[str]:
     mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
     mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, range(4))
     found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
-    found |= {CROSSINGS, OFF_GRID}
-    found |= set(
-        routing_agreement({3: Choice(ONE, ONE)}, torch.zeros(1, 4, 1, dtype=torch.int64), torch.ones(1).bool())
-    )
+    routing = routing_agreement({3: Choice(ONE, ONE)}, ONE.expand(1, 4).unsqueeze(-1), torch.ones(1).bool())
+    found |= {CROSSINGS, OFF_GRID, *routing}
     for beta_in_ratio in (True, False):
         clip = ClipRange(False, -0.2, 0.2)
         phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)
@@ -64,8 +63,7 @@ def test_every_row_is_complete():
 
 
 def test_every_metric_named_elsewhere_is_on_the_page():
-    root = Path(__file__).resolve().parents[2]
-    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob("recipes/**/*.md")]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
     named = {key for page in pages for key in re.findall(r"`((?:mismatch|phantom|weight_sync)/\w+)`", page.read_text())}
     assert len(named) > 20
     assert {key for key in named if f"`{key}`" not in TEXT} == set()

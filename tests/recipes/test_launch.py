@@ -101,7 +101,7 @@ def run_job(tmp_path, executable):
 
 def test_slurm_starts_head_workers_and_recipe(run_job):
     """The commands it gives, in order."""
-    code, log = run_job('printf "%s\n" "said $*"')
+    code, log = run_job('sleep 0.3; printf "%s\n" "said $*"')  # the worker's start is heard before
     assert code == 0, log
     overrides = " ".join(["trainer.nnodes=2", *OVERRIDES])
     assert [line for line in log.splitlines() if line.startswith("said")] == [

