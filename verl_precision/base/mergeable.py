@@ -76,11 +76,7 @@ class Statistic:
     """Base of all statistics: its fields are tensors on one device, or settings."""
 
     def merge(self, other: Self) -> Self:
-        """Return the statistic of both pieces together.
-
-        Raises:
-            ConfigurationError: If the settings of the two differ.
-        """
+        """Return the statistic of both pieces together; settings that differ raise `ConfigurationError`."""
         rules = _rules(type(self))  # type: ignore[arg-type]
         return type(self)(*(rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()))
 
@@ -156,6 +152,18 @@ class Maximum(Minimum):
     """The largest; minus infinity in a piece without values."""
 
     extreme: Tensor = largest()
+
+
+def spread(
+    name: str, total: Tensor, number: Tensor, squares: Tensor, extremes: tuple[Tensor, Tensor]
+) -> dict[str, Statistic]:
+    """Return `<name>_std`, `<name>_min` and `<name>_max` of some values, from their sums and extremes."""
+    low, high = extremes
+    return {
+        f"{name}_std": Deviation(total, number, squares),
+        f"{name}_min": Minimum(low),
+        f"{name}_max": Maximum(high),
+    }
 
 
 @dataclass(frozen=True)
@@ -255,14 +263,9 @@ def merge_by_name(pieces: Iterable[Mapping[NameT, MergeableT]]) -> dict[NameT, M
 
 @dataclass(frozen=True)
 class StatisticSet:
-    """Statistics by name that are merged and reported together.
+    """Statistics by name that are merged and reported together."""
 
-    Attributes:
-        prefix: What the names of all metrics begin with.
-        statistics: Name -> statistic.
-    """
-
-    prefix: ClassVar[str]
+    prefix: ClassVar[str]  # of the names of all metrics
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
 
     @classmethod
@@ -271,11 +274,7 @@ class StatisticSet:
         return cls({name: statistic.on_cpu() for name, statistic in statistics.items()})
 
     def merge(self, other: Self) -> Self:
-        """Return the statistics of both pieces together; neither changes.
-
-        Raises:
-            ConfigurationError: If settings of the two differ.
-        """
+        """Return the statistics of both pieces together; neither changes, and their settings must be equal."""
         return type(self)(merge_by_name([self.statistics, other.statistics]))
 
     def metrics(self) -> dict[str, float]:

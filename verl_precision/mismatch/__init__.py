@@ -2,8 +2,8 @@
 
 statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
-kinds           statistics of their own kind; token_bins: means by probability and by sign of the advantage
-histogram       the gap on a fixed grid, and quantiles
+staleness       the same by how many versions of the weights a response is behind
+token_bins      means by probability and by sign of the advantage; histogram: the gap on a fixed grid, and quantiles
 token_sums      sums over tokens, by torch; fused, fused_kernel: the same in one pass, by numba
 packing         from padded or jagged batches to chunks of valid tokens
 alarm           says when a run is on its way to collapse, and what to do; remedies: what each alarm means

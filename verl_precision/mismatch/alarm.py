@@ -28,24 +28,14 @@ NOT_FINITE_STEPS = 3
 
 @dataclass(frozen=True)
 class Alarm:
-    """One finding, reported once.
+    """One finding, reported once."""
 
-    Attributes:
-        name: Which check; a key of `remedies.ADVICE`.
-        metric: Name of the metric that raised it.
-        seen: Its value at the step that raised it.
-        normal: What it is compared with, in words.
-        step: The step that raised it.
-        since_step: The step at which it began.
-        advice: What it means, and what to try.
-    """
-
-    name: str
-    metric: str
-    seen: float
-    normal: str
-    step: int
-    since_step: int
+    name: str  # which check; a key of `remedies.ADVICE`
+    metric: str  # name of the metric that raised it
+    seen: float  # value of the metric at `step`
+    normal: str  # what that is compared with, in words
+    step: int  # that raised it
+    since_step: int  # at which it began
     advice: Advice
 
     def __str__(self) -> str:
@@ -94,12 +84,7 @@ def _limits(s: AlarmSettings) -> list[Limit]:
 
 
 class MismatchAlarm:
-    """All checks of a run.
-
-    Attributes:
-        settings: Thresholds and sensitivity.
-        in_use: Remedies that the run has already, which are not offered (`remedies.remedies_in_use`).
-    """
+    """All checks of a run; remedies `in_use` by it already are not offered (`remedies.remedies_in_use`)."""
 
     def __init__(self, settings: AlarmSettings | None = None, in_use: Collection[str] = ()) -> None:
         self.settings = s = settings or AlarmSettings()
@@ -126,15 +111,10 @@ class MismatchAlarm:
         return self.settings.baseline_steps - max(len(growth.baseline) for growth in self._growing.values())
 
     def update(self, step: int, metrics: Mapping[str, object]) -> list[Alarm]:
-        """Take the metrics of one step.
+        """Take all metrics of one step, steps in order, and return the alarms raised, each once until it has recovered.
 
-        Args:
-            step: The training step; one call for each, in order.
-            metrics: Whatever the run logs. A metric that is missing or NaN changes nothing. Growth is looked for in
-                the responses of the current version alone, where there are others.
-
-        Returns:
-            The alarms raised by this step, which is seldom more than one; each until it has recovered only once.
+        A metric that is missing or NaN changes nothing. Growth is looked for in the responses of the current version
+        alone, where there are others.
         """
         raised = []
         for (name, growth), metric in zip(self._growing.items(), (names.K3_KL, names.LOG_PROB_GAP), strict=True):
@@ -157,11 +137,7 @@ class MismatchAlarm:
         return {name: detector.state() for name, detector in self._detectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state.
-
-        Raises:
-            CheckpointStateError: If it is not one of this class; nothing is changed then.
-        """
+        """Take over a state; one that cannot be read raises `CheckpointStateError`, and nothing is changed."""
         fresh = MismatchAlarm(self.settings)
         try:
             for name, detector in fresh._detectors.items():
@@ -182,11 +158,7 @@ class MismatchAlarm:
 
 
 def first_alarms(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return which alarms a recorded run raises with the default settings: name -> first step.
-
-    Args:
-        rows: Metrics of its steps, each with "step".
-    """
+    """Return the alarms of a recorded run, given the metrics of its steps, each with "step": name -> first step."""
     alarm, first = MismatchAlarm(), dict[str, int]()
     for row in rows:
         for raised in alarm.update(int(row["step"]), row):
@@ -195,12 +167,7 @@ def first_alarms(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], object]) -> None:
-    """Say each alarm; end the run if it is to end.
-
-    Args:
-        alarms: Of this step.
-        settings: `on_alarm` decides.
-        log: Called with the text of each alarm, the last words of the run included.
+    """Say each alarm of a step, the last words of the run included; end the run if it is to end.
 
     Raises:
         MismatchAlarmError: With `on_alarm=stop`, if an alarm is severe.

@@ -26,28 +26,17 @@ class Growth:
     Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
 
     NaN is passed over, and so is an infinite value within the baseline. After it, that is a full step of growth.
-
-    Attributes:
-        power: 1, or 2 for a number that grows with the square root of what `allowed_growth` speaks of.
-        floor: Values below are held there; what float32 itself makes of equal numbers is no growth.
-        baseline_steps: Length of the baseline, steps.
-        allowed_growth: Factor above the baseline that is tolerated for ever, > 1.
-        evidence_steps: Full steps of evidence before it fires.
-        baseline: x of the baseline so far, nats.
-        evidence: S, steps.
-        since: The step at which S last left 0; None at 0.
-        active: Whether it has fired and not recovered.
     """
 
-    power: int
-    floor: float
+    power: int  # 1, or 2 for a number that grows with the square root of what `allowed_growth` speaks of
+    floor: float  # values below are held there: the rounding of equal numbers in float32 is no growth
     baseline_steps: int
-    allowed_growth: float
-    evidence_steps: int
-    baseline: list[float] = field(default_factory=list)
-    evidence: float = 0.0
-    since: int | None = None
-    active: bool = False
+    allowed_growth: float  # factor above the baseline that is tolerated for ever, > 1
+    evidence_steps: int  # full steps of evidence before it fires
+    baseline: list[float] = field(default_factory=list)  # x of the baseline so far, nats
+    evidence: float = 0.0  # S, steps
+    since: int | None = None  # the step at which S last left 0; None at 0
+    active: bool = False  # has fired and not recovered
 
     def update(self, step: int, value: float) -> bool:
         """Take the value of one step; return whether it fires now."""
@@ -96,21 +85,15 @@ class Growth:
 
 @dataclass
 class Persistence:
-    """A condition that holds in `steps` consecutive measurements.
+    """A condition that holds in `steps` consecutive measurements, ≥ 1.
 
     Fires once, and has recovered after as many measurements without it. A step without measurement changes nothing.
-
-    Attributes:
-        steps: Measurements in a row, ≥ 1.
-        run: Measurements in a row with the condition, or, while active, without it.
-        since: The first of them; while active, the first of those that made it fire.
-        active: Whether it has fired and not recovered.
     """
 
     steps: int
-    run: int = 0
-    since: int | None = None
-    active: bool = False
+    run: int = 0  # measurements in a row with the condition, or, while active, without it
+    since: int | None = None  # the first of them; while active, the first of those that made it fire
+    active: bool = False  # has fired and not recovered
 
     def update(self, step: int, holds: bool) -> bool:
         """Take one measurement; return whether it fires now."""

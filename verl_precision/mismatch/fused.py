@@ -5,7 +5,6 @@ the batch where it lies, and writes nothing. Both give the same sums up to float
 `reason_for_torch` says which way a batch goes.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -32,23 +31,14 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Measured(NamedTuple):
-    """What one pass over a batch gives.
+    """The result of one pass over a batch; tensors of responses are on the CPU, numbers of whole ones in float64."""
 
-    Attributes:
-        counts: Metrics of how many tokens there are, and how many were left out.
-        sums: Over the tokens; None if there are none.
-        whole_B: Which of all responses are whole, bool on the CPU: at least one valid token, none left out.
-        log_ratio_B: log ρ of the whole responses, float64 on the CPU.
-        length_B: Their tokens, likewise.
-        final_gap_B: The gap of their last token, likewise.
-    """
-
-    counts: Mapping[str, Statistic]
-    sums: TokenSums | None
-    whole_B: Tensor
-    log_ratio_B: Tensor
-    length_B: Tensor
-    final_gap_B: Tensor
+    counts: Mapping[str, Statistic]  # metrics of how many tokens there are, and how many were left out
+    sums: TokenSums | None  # over the tokens; None if there are none
+    whole_B: Tensor  # bool, which of all responses are whole: at least one valid token, none left out
+    log_ratio_B: Tensor  # log ρ of the whole responses
+    length_B: Tensor  # their tokens
+    final_gap_B: Tensor  # the gap of their last token
 
 
 def reason_for_torch(log_probs: Tensor) -> str | None:
@@ -76,19 +66,10 @@ def _kernel() -> tuple[ModuleType | None, str | None]:
 def measure(
     log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None, chunk_tokens: int | None
 ) -> Measured:
-    """Measure a batch with the kernel, on as many threads as torch has.
+    """Measure a batch, given as `packed_chunks` takes it, with the kernel, on as many threads as torch has.
 
     Pieces are shared out as threads become free, and merged in their own order, so that threads do not change the
-    result.
-
-    Args:
-        log_probs: As for `packed_chunks`; the trainer's and the rollout's.
-        response_mask: As for `packed_chunks`.
-        advantages: As for `packed_chunks`.
-        chunk_tokens: Tokens of a piece; None: `PIECE_TOKENS`.
-
-    Raises:
-        ConfigurationError: As `packed_chunks`.
+    result. None for `chunk_tokens` is `PIECE_TOKENS`.
     """
     given = {name: tensor.detach() for name, tensor in checked(log_probs, response_mask, advantages).items()}
     piece_tokens = PIECE_TOKENS if chunk_tokens is None else chunk_tokens
@@ -163,8 +144,7 @@ def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:
     counts = {"tokens": added[0], "nonfinite_tokens": left_out[0], "positive_log_probs": left_out[1]}
     token_sums = None
     if added[0]:
-        values = *added, *map(torch.tensor, (*lows, *highs)), *totals_of_signed(tokens, gaps), counts_of_bits(bits)
-        names = [part.name for part in dataclasses.fields(TokenSums)]
-        token_sums = TokenSums(**dict(zip(names, values, strict=True)))
+        extremes = map(torch.tensor, (*lows, *highs))
+        token_sums = TokenSums(*added, *extremes, *totals_of_signed(tokens, gaps), counts_of_bits(bits))
     of_whole = (part[whole_B] for part in (log_ratio_B, length_B, final_gap_B))
     return Measured({name: Count(number) for name, number in counts.items()}, token_sums, whole_B, *of_whole)

@@ -79,14 +79,8 @@ def absolute(counts: Tensor) -> tuple[Tensor, Tensor]:
 def quantile(edges: Tensor, counts: Tensor, q: float, low: float, high: float) -> float:
     """Return the q-quantile: the smallest x with F(x) ≥ q, F the distribution that is uniform within each bin.
 
-    It lies in the bin that holds the ⌈q n⌉-th smallest value, so it is at most one bin off.
-
-    Args:
-        edges: [K + 1] ascending.
-        counts: [K], not all zero.
-        q: In (0, 1).
-        low: Smallest value counted; with `high`, bounds the outer bins.
-        high: Largest value counted.
+    It lies in the bin that holds the ⌈q n⌉-th smallest value, so it is at most one bin off. Of the K + 1 `edges` the
+    outer ones are bounded by `low` and `high`, the smallest and largest value counted.
     """
     cumulated = counts.cumsum(0)
     rank = q * cumulated[-1]

@@ -57,36 +57,20 @@ def with_former_names(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
 
 
 def behind(versions: int, key: str) -> str:
-    """Return the name of a metric of the responses that are so many versions of the weights behind; 3 means 3 or more.
-
-    Args:
-        versions: 0 to 3.
-        key: One of `BY_VERSION`.
-    """
+    """Return the name of a metric of `BY_VERSION`, of the responses that are 0 to 3 versions behind; 3: 3 or more."""
     return key.replace("/", f"/behind_{versions}/", 1)
 
 
 def of_current_version(metrics: Mapping[str, object], key: str) -> float | None:
-    """Return a metric of the responses that the present weights sampled: no staleness is in it.
-
-    Args:
-        metrics: Of one step.
-        key: One of `BY_VERSION`.
-    """
+    """Return a metric of `BY_VERSION` of the responses that the present weights sampled: no staleness is in it."""
     stale = value_of(metrics, STALE_FRACTION)
     return value_of(metrics, behind(0, key) if stale else key)
 
 
 def value_of(metrics: Mapping[str, object], key: str) -> float | None:
-    """Return a metric of a step, with or without verl's `actor/` before it, under its present name or its former.
+    """Return a metric of a step, with or without verl's `actor/` before it, under its present name `key` or its former.
 
-    Args:
-        metrics: Of one step.
-        key: The present name, without prefix.
-
-    Returns:
-        The number, which may be NaN or infinite; NaN for a null (verl's file logger writes NaN so); None where the
-        metric was not measured.
+    It may be NaN or infinite; NaN for a null (verl's file logger writes NaN so). None: it was not measured.
     """
     former = former_name(key) or key
     for name in (key, ACTOR + key, former, ACTOR + former):

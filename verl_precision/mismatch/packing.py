@@ -21,21 +21,13 @@ GPU_CHUNK_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class Chunk:
-    """The usable tokens of some whole responses.
+    """The usable tokens of some whole responses."""
 
-    Attributes:
-        log_probs: [N] float64 each, in the order given; all finite and <= 0.
-        advantages_N: [N] in the dtype given, or None.
-        lengths_R: [R] int64, usable tokens of each response.
-        whole_R: [R] bool, responses with at least one valid token and without an unusable one.
-        counts: Metrics of how many tokens there are, and how many were left out.
-    """
-
-    log_probs: tuple[Tensor, ...]
-    advantages_N: Tensor | None
-    lengths_R: Tensor
-    whole_R: Tensor
-    counts: dict[str, Statistic]
+    log_probs: tuple[Tensor, ...]  # [N] float64 each, in the order given; all finite and <= 0
+    advantages_N: Tensor | None  # in the dtype given
+    lengths_R: Tensor  # int64, usable tokens of each response
+    whole_R: Tensor  # bool, responses with at least one valid token and without an unusable one
+    counts: dict[str, Statistic]  # metrics of how many tokens there are, and how many were left out
 
     def __len__(self) -> int:
         """Return N."""
@@ -53,19 +45,11 @@ def packed_chunks(
     advantages: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> Iterator[Chunk]:
-    """Check a batch, and yield its valid tokens in chunks of whole responses.
+    """Check a batch, and yield its valid tokens in chunks of whole responses: at least one, which may be empty.
 
-    Args:
-        log_probs: Name -> [B, T] floating, in nats; or all of them nested tensors of `torch.jagged` layout.
-        response_mask: [B, T], nonzero where a token counts; nested if the log-probs are, and then None means all.
-        advantages: As the log-probs, or [B] for one a response, or None.
-        chunk_tokens: Tokens at a time (at least one response); None: fit for the device.
-
-    Yields:
-        Chunks, at least one; a chunk may be empty. What masked tokens hold is never looked at.
-
-    Raises:
-        ConfigurationError: If shapes, layouts or types do not fit.
+    Log-probs are [B, T] floating, in nats, or all of them nested (`torch.jagged`); the mask [B, T], nonzero where a
+    token counts, or nested, or None for all nested ones; advantages as the log-probs, or [B]. `chunk_tokens` at a time,
+    at least one response; None fits the device. What masked tokens hold is never looked at.
     """
     given = checked(log_probs, response_mask, advantages)
     for rows, tokens, lengths_R in row_slices(given[next(iter(log_probs))], chunk_tokens):
@@ -77,23 +61,32 @@ def checked(
 ) -> dict[str, Tensor]:
     """Return a batch's tensors by name, without what is None.
 
-    Raises:
-        ConfigurationError: If shapes, layouts or types do not fit.
+    Log-probs and advantages are floating, of one shape and layout, and a mask stands beside padded ones.
     """
     tensors = {**log_probs, "response_mask": response_mask, "advantages": advantages}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    _check(given, next(iter(given.values())))
+    first = next(iter(given.values()))
+    if response_mask is None and not first.is_nested:
+        raise ConfigurationError(
+            "response_mask is None", allowed="[B, T] beside padded log-probs", remedy="Pass the mask."
+        )
+    for name, tensor in given.items():
+        per_response = name == "advantages" and not tensor.is_nested and tensor.shape == first.shape[:1]
+        floating = tensor.is_floating_point() or name == "response_mask"
+        if not floating or not (per_response or _same_shape(tensor, first)):
+            raise ConfigurationError(
+                f"{name} is {_described(tensor)}, {next(iter(given))} {_described(first)}",
+                allowed="floating-point [B, T] of one shape for all, or nested with the same lengths, layout "
+                "torch.jagged, contiguous (advantages also [B])",
+                remedy="Pad or nest all of them alike; .contiguous() closes holes.",
+            )
     return given
 
 
 def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Cut a batch into pieces of whole responses, at least one piece.
+    """Cut a batch into at least one piece of whole responses: its rows, where it lies among all tokens, their lengths.
 
-    Yields:
-        The rows of a piece, where it lies among all tokens (padding included), and the lengths of its responses.
-
-    Raises:
-        ConfigurationError: If `chunk_tokens` is below 1.
+    Tokens and lengths include padding.
     """
     if chunk_tokens is None:
         chunk_tokens = CPU_CHUNK_TOKENS if batch.device.type == "cpu" else GPU_CHUNK_TOKENS
@@ -164,24 +157,6 @@ def _usable(log_probs: list[Tensor], advantages_N: Tensor | None, lengths_R: Ten
     counts = {"tokens": lengths_R.sum(), "nonfinite_tokens": nonfinite, "positive_log_probs": positive}
     totals: dict[str, Statistic] = {name: Count(number) for name, number in counts.items()}
     return Chunk(tuple(log_probs), advantages_N, lengths_R, whole_R, totals)
-
-
-def _check(given: dict[str, Tensor], first: Tensor) -> None:
-    """Require floating log-probs and advantages of one shape and layout, and a mask beside padded ones."""
-    if "response_mask" not in given and not first.is_nested:
-        raise ConfigurationError(
-            "response_mask is None", allowed="[B, T] beside padded log-probs", remedy="Pass the mask."
-        )
-    for name, tensor in given.items():
-        per_response = name == "advantages" and not tensor.is_nested and tensor.shape == first.shape[:1]
-        floating = tensor.is_floating_point() or name == "response_mask"
-        if not floating or not (per_response or _same_shape(tensor, first)):
-            raise ConfigurationError(
-                f"{name} is {_described(tensor)}, {next(iter(given))} {_described(first)}",
-                allowed="floating-point [B, T] of one shape for all, or nested with the same lengths, layout "
-                "torch.jagged, contiguous (advantages also [B])",
-                remedy="Pad or nest all of them alike; .contiguous() closes holes.",
-            )
 
 
 def _same_shape(one: Tensor, other: Tensor) -> bool:

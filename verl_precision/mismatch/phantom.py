@@ -17,16 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.base.mergeable import (
-    Deviation,
-    Maximum,
-    Mean,
-    Minimum,
-    Share,
-    Statistic,
-    StatisticSet,
-    merge_by_name,
-)
+from verl_precision.base.mergeable import Mean, Share, Statistic, StatisticSet, merge_by_name, spread
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.packing import Chunk, packed_chunks
 from verl_precision.mismatch.token_bins import CLASSES, ClassMean, class_totals, token_classes
@@ -79,40 +70,35 @@ class PhantomStatistics(StatisticSet):
             "shadow_log_probs": shadow_log_probs,
             "rollout_log_probs": rollout_log_probs,
         }
-        statistics: dict[str, Statistic] = {}
+        statistics: list[dict[str, Statistic]] = []
         begin = 0
         for chunk in packed_chunks(log_probs, response_mask, advantages, chunk_tokens):
-            statistics = merge_by_name([statistics, chunk.counts])
+            statistics.append(chunk.counts)
             counted_R = chunk.whole_R
             if ended is not None:
                 counted_R = counted_R & ended[begin : begin + len(counted_R)].to(counted_R.device)
             begin += len(counted_R)
             if len(chunk):
-                statistics = merge_by_name([statistics, _token_statistics(chunk)])
+                statistics.append(_token_statistics(chunk))
                 if clip is not None:
-                    statistics = merge_by_name([statistics, _clip_statistics(chunk, clip, beta_in_ratio, counted_R)])
-        return cls.on_cpu(statistics)
+                    statistics.append(_clip_statistics(chunk, clip, beta_in_ratio, counted_R))
+        return cls.on_cpu(merge_by_name(statistics))
 
 
 def _token_statistics(chunk: Chunk) -> dict[str, Statistic]:
     """Return metric -> statistic, of alpha and beta of one chunk; a new metric is a new entry."""
     trainer_N, shadow_N, mu_N = chunk.log_probs
     alpha_N, beta_N = shadow_N - mu_N, trainer_N - shadow_N
-    alpha, (alpha_min, alpha_max) = alpha_N.sum(), alpha_N.aminmax()
-    beta_min, beta_max = beta_N.aminmax()
+    alpha = alpha_N.sum()
     tokens_C, beta_C, beta_abs_C = class_totals(token_classes(mu_N, chunk.advantages_N), beta_N)
     n = alpha_N.new_full((), len(chunk))
     return {
         "alpha_mean": Mean(alpha, n),
         "alpha_abs_mean": Mean(alpha_N.abs().sum(), n),
-        "alpha_std": Deviation(alpha, n, alpha_N.dot(alpha_N)),
-        "alpha_min": Minimum(alpha_min),
-        "alpha_max": Maximum(alpha_max),
+        **spread("alpha", alpha, n, alpha_N.dot(alpha_N), alpha_N.aminmax()),
         "beta_mean": ClassMean(beta_C, tokens_C, by=("sign",)),
         "beta_abs_mean": ClassMean(beta_abs_C, tokens_C, by=("bin",)),
-        "beta_std": Deviation(beta_C, n, beta_N.dot(beta_N)),
-        "beta_min": Minimum(beta_min),
-        "beta_max": Maximum(beta_max),
+        **spread("beta", beta_C, n, beta_N.dot(beta_N), beta_N.aminmax()),
     }
 
 

@@ -24,6 +24,7 @@ SAMPLE_BF16 = (
     "(verl-precision check --model PATH --activations)"
 )
 VERIFY_SYNCS = "run with the package's rollout, which verifies each sync (any precision preset), and read its message"
+GO_BACK_TO_FINITE = "look for NaN in the weights of the last checkpoint, and go back to one without"
 GO_BACK = (
     "go back to a checkpoint from before the first step named here; what follows is learned from a biased gradient"
 )
@@ -31,17 +32,11 @@ GO_BACK = (
 
 @dataclass(frozen=True)
 class Advice:
-    """What is known about one alarm.
+    """The advice that one alarm gives."""
 
-    Attributes:
-        meaning: What it says of the run.
-        try_first: Strongest fix first.
-        severe: Whether `on_alarm=stop` ends the run: the gradient is wrong, or there is none.
-    """
-
-    meaning: str
-    try_first: tuple[str, ...]
-    severe: bool
+    meaning: str  # for the run
+    try_first: tuple[str, ...]  # strongest fix first
+    severe: bool  # `on_alarm=stop` ends the run: the gradient is wrong, or there is none
 
     def without(self, in_use: Collection[str]) -> Self:
         """Return the advice without the remedies that a run has already."""
@@ -51,11 +46,8 @@ class Advice:
 def remedies_in_use(train: str, rollout: str, weighs_sequences: bool, verifies_syncs: bool) -> frozenset[str]:
     """Return the remedies that a run has already.
 
-    Args:
-        train: Dtype of the trainer: bf16, fp16 or fp32.
-        rollout: Of the rollout.
-        weighs_sequences: Whether responses are weighed or rejected by their ratio to the rollout.
-        verifies_syncs: Whether the package's rollout runs.
+    It has them by the dtypes of trainer and rollout (bf16, fp16 or fp32), by weighing or rejecting responses by their
+    ratio to the rollout, and by the package's rollout, which verifies syncs.
     """
     has = {
         MATCH_PRECISIONS: train == rollout != "bf16",
@@ -79,20 +71,12 @@ ADVICE = {
     "gap_growth": _GROWTH,
     "trainer_not_finite": Advice(
         "The TRAINER's forward gives log-probs that are NaN or infinite. Responses with such a token have no gradient.",
-        (
-            "look for NaN in the weights of the last checkpoint, and go back to one without",
-            LOWER_RATE,
-            TRAIN_BF16,
-        ),
+        (GO_BACK_TO_FINITE, LOWER_RATE, TRAIN_BF16),
         severe=True,
     ),
     "rollout_not_finite": Advice(
         "The ROLLOUT reports log-probs that are NaN or infinite. Losses that weigh by them drop the whole response.",
-        (
-            SAMPLE_BF16,
-            VERIFY_SYNCS,
-            "look for NaN in the weights of the last checkpoint, and go back to one without",
-        ),
+        (SAMPLE_BF16, VERIFY_SYNCS, GO_BACK_TO_FINITE),
         severe=True,
     ),
     "responses_not_finite": Advice(

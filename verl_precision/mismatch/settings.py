@@ -74,22 +74,14 @@ class MismatchSettings:
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any] | None) -> MismatchSettings:
-        """Return the settings of a config's block, as plain Python; what it leaves out has its default.
-
-        Raises:
-            ConfigurationError: For a key there is none of, and for values out of bounds.
-        """
+        """Return the settings of a config's block, as plain Python; what it leaves out has its default."""
         values = dict(block or {})
         alarm = AlarmSettings(**(values.pop("alarm", None) or {}))
         return cls(**values, alarm=alarm)
 
 
 def settings_of(config: DictConfig) -> MismatchSettings:
-    """Return the settings of a composed config's block `mismatch`.
-
-    Raises:
-        ConfigurationError: For a block that cannot be used.
-    """
+    """Return the settings of a composed config's block `mismatch`."""
     from omegaconf import OmegaConf
 
     block = OmegaConf.select(config, "mismatch")

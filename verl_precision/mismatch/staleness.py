@@ -23,12 +23,9 @@ FURTHEST = 3
 
 @dataclass(frozen=True)
 class MismatchByVersion:
-    """All `mismatch/...` metrics, mergeable.
+    """All `mismatch/...` metrics, mergeable."""
 
-    Attributes:
-        groups: Versions behind, 0 to `FURTHEST` -> the statistics of these responses.
-    """
-
+    # versions behind, 0 to `FURTHEST` -> the statistics of these responses
     groups: Mapping[int, MismatchStatistics] = field(default_factory=dict)
 
     @classmethod
@@ -47,14 +44,9 @@ class MismatchByVersion:
         `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
         """
         tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
-        found = {}
         groups = [min(count, FURTHEST) for count in versions_behind]
-        for group in set(groups):
-            kept = [row for row, other in enumerate(groups) if other == group]
-            trainer, rollout, mask, signs = _of_rows(tensors, kept)
-            ended_of_group = None if ended is None else ended[kept]
-            found[group] = _measure(trainer, rollout, mask, signs, ratio_threshold, ended_of_group)
-        return cls(found)
+        rows = {group: [row for row, other in enumerate(groups) if other == group] for group in set(groups)}
+        return cls({group: _measure(*_of_rows(tensors, ended, kept), ratio_threshold) for group, kept in rows.items()})
 
     def merge(self, other: Self) -> Self:
         """Return the statistics of both pieces together; neither changes."""
@@ -81,25 +73,22 @@ class MismatchByVersion:
         return self.whole.histograms()
 
 
-def _of_rows(tensors: Sequence[Tensor], kept: list[int]) -> Sequence[Tensor]:
-    """Return some rows of padded or nested tensors; all of them: the tensors."""
+def _of_rows(
+    tensors: Sequence[Tensor], ended: Tensor | None, kept: list[int]
+) -> tuple[Sequence[Tensor], Tensor | None]:
+    """Return some rows of padded or nested tensors, and of `ended`; all of them: the tensors."""
     if len(kept) == len(tensors[0]):
-        return tensors
+        return tensors, ended
+    of_kept = None if ended is None else ended[kept]
     if not tensors[0].is_nested:
-        return [tensor[kept] for tensor in tensors]
+        return [tensor[kept] for tensor in tensors], of_kept
     every = [tensor.unbind() for tensor in tensors]
-    return [torch.nested.as_nested_tensor([rows[row] for row in kept], layout=torch.jagged) for rows in every]
+    return [torch.nested.as_nested_tensor([rows[row] for row in kept], layout=torch.jagged) for rows in every], of_kept
 
 
-def _measure(
-    trainer: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    ratio_threshold: float,
-    ended: Tensor | None,
-) -> MismatchStatistics:
+def _measure(tensors: Sequence[Tensor], ended: Tensor | None, ratio_threshold: float) -> MismatchStatistics:
     """Measure, and say which engine made what is not finite; that takes a second look, where there is any."""
+    trainer, rollout, mask, advantages = tensors
     found = MismatchStatistics.measure(trainer, rollout, mask, advantages, ratio_threshold, ended=ended)
     broken = found.statistics["nonfinite_tokens"]
     counts = {}
@@ -130,6 +119,5 @@ def beta_of_current_version(
     if not kept:
         return PhantomStatistics()
     tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
-    trainer, rollout, mask, signs = _of_rows(tensors, kept)
-    ended = None if ended is None else ended[kept]
+    (trainer, rollout, mask, signs), ended = _of_rows(tensors, ended, kept)
     return PhantomStatistics.measure(trainer, rollout, rollout, mask, signs, clip, ended=ended)

@@ -19,7 +19,6 @@ from typing_extensions import Self
 from verl_precision.base.mergeable import (
     Correlation,
     Count,
-    Deviation,
     Maximum,
     Mean,
     Minimum,
@@ -30,6 +29,7 @@ from verl_precision.base.mergeable import (
     Statistic,
     StatisticSet,
     merge_by_name,
+    spread,
 )
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
@@ -129,9 +129,7 @@ def _token_statistics(sums: TokenSums) -> dict[str, Statistic]:
     return {
         "log_prob_gap_mean": ClassMean(gap_C, tokens_C, by=("sign",)),
         "log_prob_gap_abs_mean": ClassMean(sums.gap_abs_C, tokens_C, by=("bin",)),
-        "log_prob_gap_std": Deviation(gap_C, n, sums.gap_squares),
-        "log_prob_gap_min": Minimum(sums.gap_min),
-        "log_prob_gap_max": Maximum(sums.gap_max),
+        **spread("log_prob_gap", gap_C, n, sums.gap_squares, (sums.gap_min, sums.gap_max)),
         "log_prob_gap": GapHistogram(sums.histogram, sums.gap_min, sums.gap_max),
         "token_fraction": BinShares(tokens_C),
         "trainer_perplexity": Perplexity(-sums.mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
@@ -154,16 +152,13 @@ def _response_statistics(log_ratio_B: Tensor, length_B: Tensor, ratio_threshold:
     n = log_ratio_B.new_full((), len(log_ratio_B))
     if not n:
         return {"responses": Count(n)}
-    total, squares, abs_B = log_ratio_B.sum(), log_ratio_B.dot(log_ratio_B), log_ratio_B.abs()
-    low, high = log_ratio_B.aminmax()
+    total, abs_B, (low, high) = log_ratio_B.sum(), log_ratio_B.abs(), log_ratio_B.aminmax()
     ratio_B, bound, bounds = (log_ratio_B - high).exp(), math.log(ratio_threshold), (ratio_threshold,)
     at_most, within = (log_ratio_B <= bound).sum(), (abs_B <= bound).sum()
     return {
         "responses": Count(n),
         "sequence_log_ratio_mean": Mean(total, n),
-        "sequence_log_ratio_std": Deviation(total, n, squares),
-        "sequence_log_ratio_min": Minimum(low),
-        "sequence_log_ratio_max": Maximum(high),
+        **spread("sequence_log_ratio", total, n, log_ratio_B.dot(log_ratio_B), (low, high)),
         "sequence_log_ratio_abs_per_1k_tokens": Slope(
             1000.0, n, length_B.sum(), length_B.dot(length_B), abs_B.sum(), length_B.dot(abs_B)
         ),

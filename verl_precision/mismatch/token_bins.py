@@ -14,8 +14,7 @@ from verl_precision.base.mergeable import Mean, Statistic, added, same
 
 # Decades of μ(yₜ): likely tokens first. A token exactly on an edge is on either side, as float64 rounds its logarithm.
 PROBABILITY_BINS = ("prob_1e-1_1", "prob_1e-2_1e-1", "prob_1e-3_1e-2", "prob_1e-4_1e-3", "prob_0_1e-4")
-SIGNS = ("negative_advantage", "no_sign", "positive_advantage")
-SIGN_COUNT = len(SIGNS)
+SIGN_COUNT = 3  # negative, none, positive
 CLASSES = len(PROBABILITY_BINS) * SIGN_COUNT
 NATS_TO_DECADES, LAST_BIN = -1 / math.log(10), len(PROBABILITY_BINS) - 1
 
@@ -47,25 +46,18 @@ def totals_of_signed(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tens
 
 @dataclass(frozen=True)
 class ClassMean(Mean):
-    """A mean over all tokens, and over those of each sign, bin, or both.
+    """A mean over all tokens, and over those of each sign, bin, or both; total and number are [CLASSES]."""
 
-    Attributes:
-        total: [CLASSES].
-        number: [CLASSES].
-        by: Of "sign" and "bin".
-    """
-
-    by: tuple[str, ...] = same()
+    by: tuple[str, ...] = same()  # of "sign" and "bin"
 
     def values(self, name: str) -> dict[str, float]:
         """Return `<name>`, `<name>_<sign>` of both signs, and `<bin>/<name>` of all bins."""
         found = {name: self.value()}
         if "sign" in self.by:
-            means = dict(zip(SIGNS, self._means_over(0), strict=True))
-            found |= {f"{name}_{sign}": means[sign] for sign in ("positive_advantage", "negative_advantage")}
+            negative, _, positive = self._means_over(0)
+            found |= {f"{name}_positive_advantage": positive, f"{name}_negative_advantage": negative}
         if "bin" in self.by:
-            means = dict(zip(PROBABILITY_BINS, self._means_over(1), strict=True))
-            found |= {f"{bin_name}/{name}": mean for bin_name, mean in means.items()}
+            found |= _by_bin(name, self._means_over(1))
         return found
 
     def _means_over(self, dim: int) -> list[float]:
@@ -81,5 +73,8 @@ class BinShares(Statistic):
 
     def values(self, name: str) -> dict[str, float]:
         """Return `<bin>/<name>` of all bins."""
-        shares = self.tokens.view(-1, SIGN_COUNT).sum(dim=1) / self.tokens.sum()
-        return {f"{bin_name}/{name}": share for bin_name, share in zip(PROBABILITY_BINS, shares.tolist(), strict=True)}
+        return _by_bin(name, (self.tokens.view(-1, SIGN_COUNT).sum(dim=1) / self.tokens.sum()).tolist())
+
+
+def _by_bin(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{bin_name}/{name}": value for bin_name, value in zip(PROBABILITY_BINS, values, strict=True)}

@@ -1,7 +1,7 @@
 """What the metrics of tokens are made of: sums over tokens, which merge, and torch's way to them.
 
-`fused_kernel.py` fills the same sums in one pass. A new sum is a field here, an entry in `sums_of`, and a line in
-`fused_kernel._sum`.
+`fused_kernel.py` fills the same sums in one pass. A new sum is a field here, an entry at its place in `sums_of`, and a
+line in `fused_kernel._sum`.
 """
 
 from dataclasses import dataclass
@@ -47,15 +47,11 @@ class TokenSums(Statistic):
 
 
 def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | None) -> TokenSums:
-    """Return the sums of one chunk's tokens, at least one; arrays are used again and few live at once, for speed.
+    """Return the sums of one chunk's tokens, at least one, from log π, log μ (float64), and their difference.
 
-    Args:
-        pi_N: Log π, float64.
-        mu_N: Log μ, likewise.
-        gap_N: Their difference.
-        advantages_N: In any floating type; only the sign matters.
+    Only the sign of advantages matters. Arrays are used again and few live at once, for speed.
     """
-    tokens_C, gap_C, gap_abs_C = class_totals(token_classes(mu_N, advantages_N), gap_N)
+    of_classes = class_totals(token_classes(mu_N, advantages_N), gap_N)
     histogram, squares, (gap_min, gap_max) = gap_counts(gap_N), gap_N.dot(gap_N), gap_N.aminmax()
     capped_N = gap_N if gap_max <= LARGEST_GAP else gap_N.clamp(max=LARGEST_GAP)
     excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
@@ -68,25 +64,9 @@ def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | No
     else:
         diff_N = torch.exp(pi_N, out=excess_N).sub_(probs_N)
     diff_min, diff_max = diff_N.aminmax()
-    return TokenSums(
-        n=gap_N.new_full((), len(gap_N)),
-        gap_squares=squares,
-        k3=excess - capped_N.sum(),
-        distance=distance,
-        chi_square=chi_square,
-        mu=mu_N.sum(),
-        probs=probs_N.sum(),
-        probs_squares=probs_N.dot(probs_N),
-        diff=diff_N.sum(),
-        diff_abs=diff_N.abs().sum(),
-        diff_squares=diff_N.dot(diff_N),
-        probs_times_diff=probs_N.dot(diff_N),
-        gap_min=gap_min,
-        diff_min=diff_min,
-        gap_max=gap_max,
-        diff_max=diff_max,
-        tokens_C=tokens_C,
-        gap_C=gap_C,
-        gap_abs_C=gap_abs_C,
-        histogram=histogram,
-    )
+    n, k3 = gap_N.new_full((), len(gap_N)), excess - capped_N.sum()
+    of_probs = mu_N.sum(), probs_N.sum(), probs_N.dot(probs_N)
+    of_diff = diff_N.sum(), diff_N.abs().sum(), diff_N.dot(diff_N), probs_N.dot(diff_N)
+    extremes = gap_min, diff_min, gap_max, diff_max
+    # in the order of the fields
+    return TokenSums(n, squares, k3, distance, chi_square, *of_probs, *of_diff, *extremes, *of_classes, histogram)
