@@ -131,7 +131,7 @@ def test_rollout_correction_can_be_switched_off_as_in_verl():
     config = compose_recipe(SANITY, "estimator=grpo", "algorithm.rollout_correction=null")
     assert config.trainer.experiment_name == "fp16_grpo"
     assert not [fault for fault in find_faults(config, Environment()) if "rollout_correction" in str(fault)]
-    assert not RunMonitor(config, settings_of(config)).bypass
+    assert not RunMonitor(config, settings_of(config)).request["bypass"]
 
 
 def test_stand_in_is_in_verls_format_and_fits_the_scale(load_script):

@@ -55,12 +55,7 @@ class TrainerCanary:
         self._works = settings.every_n_syncs > 0
 
     def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
-        """Ask every replica to score the canary, if this sync is due. Does not wait for the answers.
-
-        Args:
-            replicas: verl's rollout replicas.
-            tokenizer: Tokenizer of the run.
-        """
+        """Ask every one of verl's rollout replicas to score the canary, if this sync is due, and wait for no answer."""
         due = self._works and self._syncs % self.settings.every_n_syncs == 0
         self._syncs += 1
         self._asked = {}
@@ -99,17 +94,11 @@ class TrainerCanary:
         self._seconds = time.perf_counter() - start
 
     def judge(self, workers: Any) -> dict[str, float]:
-        """Score the same tokens with the trainer's weights, which are still those it sent, and compare.
+        """Score the same tokens with the weights of verl's actor workers, still those that were sent, and compare.
 
-        Args:
-            workers: verl's worker group of the actor.
-
-        Returns:
-            `weight_sync/canary_gap` and `weight_sync/canary_bound` (`CanaryVerdict`), and `weight_sync/seconds`: time
-            that the canary took from the trainer. Empty if no replica was asked.
-
-        Raises:
-            WeightSyncError: If, with `action=stop`, a replica does not answer or its log-probs are not the trainer's.
+        Returns the metrics of `CanaryVerdict` and `weight_sync/seconds`, the time that the canary took from the
+        trainer; empty if no replica was asked. With `action=stop` a `WeightSyncError` is raised if a replica does not
+        answer or its log-probs are not the trainer's.
         """
         outputs, self._outputs = self._outputs, {}
         problems, self._problems = self._problems, []
@@ -177,10 +166,8 @@ def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> st
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
     """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1].
 
-    With weights rounded to the rollout's dtype, if that is given: what rounding keeps from it is no wrong sync.
-
-    verl splits a batch evenly over its ranks. So sequences are repeated until every rank has as many, and each rank
-    scores its own in one forward.
+    With weights rounded to the rollout's dtype, if that is given: what rounding keeps from it is no wrong sync. verl
+    splits a batch evenly over its ranks, so sequences are repeated until every rank has as many, for one forward.
     """
     sequences, length = tokens.shape
     rows = -(-sequences // workers.world_size) * workers.world_size

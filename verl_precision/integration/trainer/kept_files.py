@@ -1,9 +1,8 @@
 """What a run keeps: verl's metrics file over all of its starts, and checkpoints that verl must not remove.
 
-verl opens the file of `trainer.logger=[file]` anew at each start, so that a run which is resumed has lost what it
-measured before. Under the trainers of `trainers.py` it is one series, with a row for every step that a checkpoint
-holds: rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`. verl
-writes a step's row after its checkpoint; a run that is killed in between finds the row in `<file>.pending`.
+verl empties the file of `trainer.logger=[file]` at each start. Under the trainers of `trainers.py` it is one series:
+rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`. verl writes a
+step's row after its checkpoint; a run that is killed in between finds the row in `<file>.pending`.
 
 verl keeps the newest `trainer.max_actor_ckpt_to_keep` checkpoints. When somebody reads an alarm, those may all be from
 after the reward fell. A file `KEEP` in a checkpoint's folder spares it.
@@ -36,21 +35,14 @@ def keep_metrics(tracking: ModuleType) -> None:
 
 
 def series_goes_on(step: int) -> AbstractContextManager[None]:
-    """Return a block in which a metrics file that is opened keeps its rows up to a step.
-
-    Args:
-        step: The last step that the checkpoint holds; 0 for a run from scratch.
-    """
+    """Return a block in which a metrics file that is opened keeps its rows up to the checkpoint's step (0: none)."""
     return set_within(_resumed_at, step)
 
 
 def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:
-    """Put a step's metrics, as far as known, where the next start finds them if the run dies before it logs them.
+    """Put a step's numbers, as far as known, where the next start finds them if the run dies before it logs them.
 
-    Args:
-        loggers: verl's `Tracking`; without a file logger nothing happens.
-        step: The step.
-        metrics: Its metrics; those that are not numbers are left out.
+    Without a file logger in `loggers`, verl's `Tracking`, nothing happens.
     """
     if file := loggers.logger.get("file"):
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
@@ -113,14 +105,9 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
-    """Mark the newest checkpoint before a step; if all are later, the oldest.
+    """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest.
 
-    Args:
-        step: Of training, with which the trouble began.
-        folder: Of the run's checkpoints.
-
-    Returns:
-        The checkpoint that is marked now, or None where there is none or it was marked before.
+    Returns the checkpoint that is marked now, or None where there is none or it was marked before.
     """
     found = {int(name.group(1)): path for path in folder.glob("global_step_*") if (name := _STEP.match(path.name))}
     if not found:

@@ -1,11 +1,9 @@
 """Carries statistics through verl, which by itself averages whatever is reported.
 
-verl's `Metric` knows mean, sum, min and max, but `ppo_loss` forces MEAN on everything a policy loss returns, and the
-reduction over ranks is a class method of `Metric` that no subclass can change. Both are wrapped: a `MergedMetric` stays
-what it is, anything else passes through unchanged. So micro-batches, ranks and mini-batches are merged before a number
-is made of them. The updates between two weight syncs, which verl combines by the names of the metrics, are merged by
-`run_monitor.py`, which takes the statistics instead of numbers (`statistics_kept`). Histograms go to the loggers that
-can show them.
+`ppo_loss` forces MEAN on everything a policy loss returns, and the reduction over ranks is a class method of `Metric`
+that no subclass can change. Both are wrapped: micro-batches, ranks and mini-batches of a `MergedMetric` are merged
+before a number is made of them. The updates between two weight syncs are merged by `run_monitor.py`, which takes the
+statistics instead of numbers (`statistics_kept`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -89,23 +87,15 @@ def _aggregate_dp(wrapped, instance, args, kwargs):
 
 
 def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], step: int) -> None:
-    """Hand histograms to those loggers of a run that take them; to the others they are not sent.
-
-    Args:
-        tracking: verl's `Tracking`.
-        histograms: Name -> (edges, counts), one edge more than counts.
-        step: Of training.
-    """
+    """Hand histograms, name -> (edges, counts), to those loggers in verl's `Tracking` that take them."""
     for name, histogram in histograms.items():
         edges, counts = _occupied(*(np.asarray(part, dtype=np.float64) for part in histogram))
-        if not counts.size:
-            continue
-        if "wandb" in tracking.logger:
+        if counts.size and "wandb" in tracking.logger:
             import wandb
 
-            shown = wandb.Histogram(np_histogram=_coarser(edges, counts, WANDB_BINS))
+            shown = wandb.Histogram(np_histogram=_coarser(edges, counts))
             tracking.log(data={name: shown}, step=step, backend=["wandb"])
-        if "tensorboard" in tracking.logger:
+        if counts.size and "tensorboard" in tracking.logger:
             centres = (edges[1:] + edges[:-1]) / 2
             tracking.logger["tensorboard"].writer.add_histogram_raw(
                 name,
@@ -125,14 +115,11 @@ def _occupied(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.nda
     if edges.size > 3:
         edges = np.nan_to_num(edges, neginf=2 * edges[1], posinf=2 * edges[-2])
     used = np.flatnonzero(counts)
-    if not used.size:
-        return edges[:0], counts[:0]
-    first, last = used[0], used[-1]
-    return edges[first : last + 2], counts[first : last + 1]
+    first, end = (used[0], used[-1] + 1) if used.size else (0, 0)
+    return edges[first : end + 1], counts[first:end]
 
 
-def _coarser(edges: np.ndarray, counts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbouring bins until there are at most `most`."""
-    group = -(-counts.size // most)
-    starts = np.arange(0, counts.size, group)
+def _coarser(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbouring bins until wandb takes them."""
+    starts = np.arange(0, counts.size, -(-counts.size // WANDB_BINS))
     return np.append(edges[starts], edges[-1]), np.add.reduceat(counts, starts)

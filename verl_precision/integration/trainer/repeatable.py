@@ -1,10 +1,8 @@
 """A run that repeats bit for bit: its prompts have names that say their place, and requests seeds of these names.
 
-verl names prompts at random and orders a batch as responses arrive, so that two runs of one command fill their
-mini-batches differently from the first step on. Names here are made of the step and of the place in it, and batches are
-sorted by them: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler. The agent loop seeds
-each request by its prompt's name (`rollout.custom.seeded`), whose numbers a rollout of one sequence at a time
-(`rollout.max_num_seqs=1`) computes alone, whatever else is waiting. docs/repeatable.md says what is not covered.
+verl names prompts at random and orders a batch as responses arrive. Names here are made of the step and of the place in
+it, and batches are sorted by them: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler.
+The agent loop seeds each request by its prompt's name (`rollout.custom.seeded`). See docs/repeatable.md.
 """
 
 from typing import Any
@@ -28,11 +26,7 @@ class _Names:
 
 
 def name_prompts(trainer: Any) -> None:
-    """Have verl name the prompts of this process's trainer by step and place.
-
-    Args:
-        trainer: verl's V1 trainer, of which a process has one.
-    """
+    """Have verl name the prompts of this process's trainer, of which it has one, by step and place."""
     from verl.trainer.ppo.v1 import trainer_base
 
     trainer_base.uuid = _Names(trainer)

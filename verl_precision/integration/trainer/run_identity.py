@@ -11,7 +11,7 @@ Only the driver can know this: verl changes its config after the start, and Ray'
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,8 @@ from verl_precision.base.files import write_file
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
 # What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
-IDENTITY_BLOCKS = (
-    "actor_rollout_ref",
-    "algorithm",
-    "critic",
-    "custom_reward_function",
-    "data",
-    "distillation",
-    "reward",
-)
+IDENTITY_BLOCKS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function")
+IDENTITY_BLOCKS += ("data", "distillation", "reward")
 IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
 # Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
 # after an out-of-memory error goes on with the same run.
@@ -54,50 +47,36 @@ logger = logging.getLogger("verl_precision")
 
 
 def name_the_run(config: DictConfig) -> None:
-    """Put the digest of the settings behind the name, where the name is this package's.
-
-    Args:
-        config: The composed config, before verl or anybody changes it.
-    """
-    name = OmegaConf.to_container(config.trainer)["experiment_name"]
-    if RUN_NAME_RESOLVER in str(name):
+    """Put the digest of the settings behind the name, where the name is this package's; before anybody changes them."""
+    if RUN_NAME_RESOLVER in str(OmegaConf.to_container(config.trainer)["experiment_name"]):
         config.trainer.experiment_name = f"{config.trainer.experiment_name}-{digest(settings_of_run(config))}"
 
 
 def claim_folder(config: DictConfig) -> None:
-    """Refuse a folder of checkpoints that belongs to another run; write down whose it is.
-
-    Args:
-        config: The composed config, its run named.
-
-    Raises:
-        ConfigurationError: If the folder has the checkpoints of a run with other settings.
-    """
+    """Refuse a folder with the checkpoints of a run with other settings; write down whose a new one is."""
     folder = Path(config.trainer.default_local_dir)
     settings, known = settings_of_run(config), settings_in(folder)
     if known is not None and known != settings:
-        name = f"{config.trainer.experiment_name}-2"
         raise ConfigurationError(
             f"it holds the checkpoints of a run with other settings ({differences(known, settings)}), from which verl "
             "would go on",
             setting="trainer.default_local_dir",
             value=str(folder),
             allowed="a folder of this run, or a new one",
-            remedy=f"To start anew, give it a name or a folder of its own: trainer.experiment_name={name}. To go on "
-            "from one of those checkpoints with the new settings, add trainer.resume_mode=resume_path "
-            f"trainer.resume_from_path={folder}/global_step_N. To go on with the old settings, give the old command.",
+            remedy=f"To start anew, give it a name or a folder of its own: "
+            f"trainer.experiment_name={config.trainer.experiment_name}-2. To go on from one of those checkpoints with "
+            f"the new settings, add trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_N. "
+            "To go on with the old settings, give the old command.",
         )
-    if known is None and (folder.exists() or _saves(config)):
+    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
+    if known is None and (folder.exists() or saves):
         warn_about_sibling_runs(folder, settings)
         write_file(folder / RUN_FILE, yaml.safe_dump({"digest": digest(settings), "settings": settings}))
 
 
 def settings_of_run(config: DictConfig) -> dict[str, Any]:
     """Return the settings that make a run, resolved, by their full names."""
-    parts: dict[str, Any] = {name: _resolved(config, name) for name in IDENTITY_BLOCKS if name in config}
-    parts["trainer"] = {
-        name: _resolved(config.trainer, name) for name in IDENTITY_TRAINER_KEYS if name in config.trainer
-    }
+    parts = {**_chosen(config, IDENTITY_BLOCKS), "trainer": _chosen(config.trainer, IDENTITY_TRAINER_KEYS)}
     settings = dict(_flat(parts, ""))
     mode = "trainer.v1.trainer_mode"
     if mode in settings:  # the variant that measures trains alike
@@ -110,23 +89,19 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], most: int = 5) -> str:
-    """Say in which settings two runs differ.
-
-    Args:
-        old: Settings of the run that is there.
-        new: Settings of the run that is to start.
-        most: The number of settings that are named.
-    """
-    absent = "not set"
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Say in which settings the run that is to start differs from the one that is there, of at most five."""
+    absent, most = "not set", 5
     changed = [name for name in sorted({*old, *new}) if old.get(name, absent) != new.get(name, absent)]
     named = [f"{name} was {old.get(name, absent)!r}, is {new.get(name, absent)!r}" for name in changed[:most]]
     return "; ".join([*named, *([f"and {len(changed) - most} more"] if len(changed) > most else [])])
 
 
-def _resolved(node: DictConfig, name: str) -> Any:
-    value = node[name]
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+def _chosen(node: DictConfig, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the names that a node has, with their values resolved."""
+    found = {name: node[name] for name in names if name in node}
+    is_config, plain = OmegaConf.is_config, OmegaConf.to_container
+    return {name: plain(value, resolve=True) if is_config(value) else value for name, value in found.items()}
 
 
 def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -141,10 +116,8 @@ def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
 def settings_in(folder: Path) -> dict[str, Any] | None:
     """Return the settings of the run that a folder belongs to, or None where it says nothing."""
     path = folder / RUN_FILE
-    if not path.exists():
-        return None
     try:
-        return dict(yaml.safe_load(path.read_text())["settings"])
+        return _read(path) if path.exists() else None
     except (yaml.YAMLError, TypeError, KeyError, ValueError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}), so that nobody knows whose checkpoints these are",
@@ -154,17 +127,14 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def _saves(config: DictConfig) -> bool:
-    return config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
+def _read(run_file: Path) -> dict[str, Any]:
+    return dict(yaml.safe_load(run_file.read_text())["settings"])
 
 
 def warn_about_sibling_runs(folder: Path, settings: Mapping[str, Any]) -> None:
     """Say from which run in the folder beside this one differs least: perhaps that one was to go on."""
-    beside = {
-        path.parent: dict(yaml.safe_load(path.read_text())["settings"]) for path in folder.parent.glob(f"*/{RUN_FILE}")
-    }
+    beside = {path.parent: _read(path) for path in folder.parent.glob(f"*/{RUN_FILE}")}
     if beside:
         nearest = min(beside, key=lambda path: sum(settings.get(k) != v for k, v in beside[path].items()))
-        logger.info(
-            "a new run, in %s. It is not the one in %s: %s", folder, nearest, differences(beside[nearest], settings)
-        )
+        changed = differences(beside[nearest], settings)
+        logger.info("a new run, in %s. It is not the one in %s: %s", folder, nearest, changed)

@@ -17,15 +17,8 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.integration.engine.measurement import (
-    FAILED,
-    MISMATCH,
-    PHANTOM,
-    REQUEST,
-    VERSIONS_BEHIND,
-    Request,
-    ended_by_themselves,
-)
+from verl_precision.integration.engine import measurement
+from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
 from verl_precision.integration.trainer.merged_metrics import log_histograms
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
@@ -47,41 +40,33 @@ class RunMonitor:
 
     What is measured is kept as statistics until the step ends: a step of separate_async has several updates, whose
     numbers verl would combine by their names.
-
-    Attributes:
-        settings: The block `mismatch`.
-        alarm: Fed every step.
-        bypass: Whether verl skips the forward at θ', so that the old log-probs are the rollout's.
-        shadowed: Whether the actor has a shadow.
-        beta_in_ratio: Whether the loss sees the training forward's log-probs, and not the shadow's.
-        longest_response: Tokens that the rollout gives a response at most.
-        in_worker: Whether the worker has to measure the gap: the driver never sees the trainer's log-probs.
-        clip: Where the loss clips, if its ratio is taken against the rollout's log-probs.
-        first_alarm_step: First step of the evidence of the alarms that the last step raised; None without any.
     """
 
     def __init__(self, config: DictConfig, settings: MismatchSettings) -> None:
-        """Read what decides where to measure, and what.
-
-        Args:
-            config: The composed config.
-            settings: Its block `mismatch`.
-        """
+        """Read what decides where to measure, and what; `settings` is the config's block `mismatch`."""
         self.settings = settings
         correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
-        self.bypass = bool(correction.get("bypass_mode"))
+        bypass = bool(correction.get("bypass_mode"))  # verl skips the forward at θ': old log-probs are the rollout's
         actor = config.actor_rollout_ref.actor
         shadow = OmegaConf.select(actor, "fsdp_config.shadow") or {}
-        self.beta_in_ratio = shadow.get("ratio_source") != "shadow"
-        self.shadowed = not self.beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
+        beta_in_ratio = shadow.get("ratio_source") != "shadow"  # the loss sees the training forward's log-probs
+        self.shadowed = not beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
         self.longest_response = int(config.actor_rollout_ref.rollout.response_length)
-        self.in_worker = self.bypass or not self.beta_in_ratio
+        self.in_worker = bypass or not beta_in_ratio  # the driver never sees the trainer's log-probs
         ratio = ratio_of(actor)
-        against_rollout = ratio is not None and (ratio.bypass if self.bypass else ratio.decoupled) == "rollout"
-        self.clip = clip_range(ratio, actor) if ratio is not None and against_rollout else None
+        against_rollout = ratio is not None and (ratio.bypass if bypass else ratio.decoupled) == "rollout"
+        self.request = measurement.Request(
+            mismatch=self.in_worker,
+            rollout_as_shadow=self.in_worker and not self.shadowed,
+            bypass=bypass,
+            clip=clip_range(ratio, actor) if ratio is not None and against_rollout else None,
+            beta_in_ratio=beta_in_ratio,
+            ratio_threshold=settings.ratio_threshold,
+            longest_response=self.longest_response,
+        )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
-        self._rejects = bool(correction.get("rollout_rs")) and not self.bypass
-        self.first_alarm_step: int | None = None
+        self._rejects = bool(correction.get("rollout_rs")) and not bypass
+        self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
@@ -94,22 +79,16 @@ class RunMonitor:
                 (self._mask,) = _fetch(batch, "response_mask")
 
     def measure_in_driver(self, batch: Any, step: int) -> None:
-        """Measure what verl has computed already, if it has.
-
-        Args:
-            batch: With advantages.
-            step: Of training; responses of the version before it are current.
-        """
+        """Measure what verl has computed already, if it has; responses of the version before `step` are current."""
         if self.in_worker:
             return
         with self._guarded():
-            trainer, rollout, mask, advantages = _fetch(
-                batch, "old_log_probs", "rollout_log_probs", "response_mask", "advantages"
-            )
+            fields = ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
+            trainer, rollout, mask, advantages = _fetch(batch, *fields)
             mask, self._mask = mask if self._mask is None else self._mask, None
             behind = _versions_behind(_kept(batch)[1], step)
             threshold = self.settings.ratio_threshold
-            ended = ended_by_themselves(mask, self.longest_response)
+            ended = measurement.ended_by_themselves(mask, self.longest_response)
             gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
             self._add(MISMATCH, gap)
             if not self.shadowed:
@@ -119,33 +98,18 @@ class RunMonitor:
     def ask_the_worker(self, batch: Any, step: int, updates: int) -> None:
         """Have the next update measured where the driver cannot.
 
-        Args:
-            batch: For the update.
-            step: Of training.
-            updates: Of the weights since the last sync. After one, no response is of the weights that score it.
+        After an update since the last sync (`updates`), no response is of the weights that score it.
         """
         if not (self.in_worker or self.shadowed):
             return
-        batch.extra_info[REQUEST] = Request(
-            mismatch=self.in_worker,
-            rollout_as_shadow=self.in_worker and not self.shadowed,
-            bypass=self.bypass,
-            clip=self.clip,
-            beta_in_ratio=self.beta_in_ratio,
-            ratio_threshold=self.settings.ratio_threshold,
-            longest_response=self.longest_response,
-        )
+        batch.extra_info[measurement.REQUEST] = self.request
         behind = _versions_behind(batch.tags, step + bool(updates))
         if self.in_worker and any(behind):
             with self._guarded():
-                _put(batch, VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
+                _put(batch, measurement.VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
 
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
-        """Take the statistics of an update out of its metrics, and give this package's metrics their own names.
-
-        Args:
-            metrics: Of an update within `merged_metrics.statistics_kept`.
-        """
+        """Take an update's statistics (`merged_metrics.statistics_kept`), and give our metrics their own names."""
         for key in (MISMATCH, PHANTOM):
             if ACTOR + key in metrics:
                 self._add(key, metrics.pop(ACTOR + key))
@@ -157,7 +121,7 @@ class RunMonitor:
     def measured(self) -> dict[str, float]:
         """Return the metrics of all updates of the step so far; what is undefined on them is absent."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
-        failed = self._failures + int(numbers.pop(ACTOR + FAILED, 0))
+        failed = self._failures + int(numbers.pop(ACTOR + measurement.FAILED, 0))
         found = {key: value for key, value in numbers.items() if not math.isnan(value)}
         for part in self._sets.values():
             found |= part.metrics()
@@ -171,9 +135,7 @@ class RunMonitor:
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
 
-        Args:
-            step: Of training.
-            metrics: Of this step; `alarm/active_count` and `timing_s/mismatch` are added.
+        `alarm/active_count` and `timing_s/mismatch` are added to the step's metrics.
         """
         stop, start = None, time.perf_counter()
         raised = self.alarm.update(step, metrics)
@@ -232,9 +194,8 @@ def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, An
 
 def _kept(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """Return keys and tags of the responses that are no padding."""
-    rows = zip(batch.keys, batch.tags, strict=True)
-    keys, tags = zip(*((key, tag) for key, tag in rows if not tag.get("is_padding", False)), strict=True)
-    return list(keys), list(tags)
+    kept = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+    return [batch.keys[row] for row in kept], [batch.tags[row] for row in kept]
 
 
 def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
@@ -243,10 +204,7 @@ def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
 
 
 def _fetch(batch: Any, *fields: str) -> list[Any]:
-    """Return fields of a batch, nested.
-
-    Padded to the longest response, a batch of long ones would take gigabytes in the driver.
-    """
+    """Return fields of a batch, nested: padded, a batch of long responses would take gigabytes in the driver."""
     import transfer_queue as tq
 
     data = tq.kv_batch_get(keys=_kept(batch)[0], partition_id=batch.partition_id, select_fields=list(fields))

@@ -13,12 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs
-from verl_precision.integration.trainer.kept_files import (
-    forget_row,
-    keep_checkpoint_before,
-    remember_row,
-    series_goes_on,
-)
+from verl_precision.integration.trainer import kept_files
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
@@ -36,12 +31,7 @@ MODES = ("sync", "colocate_async", "separate_async")
 def measured_mode(config: DictConfig) -> str | None:
     """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change.
 
-    Args:
-        config: The composed config.
-
-    Raises:
-        ConfigurationError: For a block `mismatch` or `weight_sync.canary` that cannot be used, and where the rollout
-            keeps its log-probs to itself.
+    Refuses a block `mismatch` or `weight_sync.canary` that cannot be used, and a rollout that keeps its log-probs.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if not settings_of(config).enabled or mode not in MODES:
@@ -92,9 +82,9 @@ def _measuring(base: type, mode: str) -> type:
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
 
         def fit(self, agent_loop_manager):
-            with series_goes_on(self.global_steps):  # of the checkpoint, which is loaded
+            with kept_files.series_goes_on(self.global_steps):  # of the checkpoint, which is loaded
                 super().fit(agent_loop_manager)
-            forget_row(self.logger)
+            kept_files.forget_row(self.logger)
 
         def on_init_end(self):
             super().on_init_end()
@@ -132,7 +122,12 @@ def _measuring(base: type, mode: str) -> type:
             self._monitor.add_metrics(metrics)
             stop = self._monitor.judge(global_steps, metrics)
             if self._monitor.first_alarm_step is not None:
-                _keep_what_came_before(self._monitor.first_alarm_step, self)
+                folder = Path(self.config.trainer.default_local_dir)
+                kept = kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
+                if kept is not None:
+                    logger.warning(
+                        "%s stays on the disk: it is the last checkpoint before the first sign of trouble", kept
+                    )
             if self._saved_step == global_steps:
                 self._monitor.save(_checkpoint_folder(self))
             self._monitor.show_histograms(self.logger, global_steps)
@@ -144,7 +139,7 @@ def _measuring(base: type, mode: str) -> type:
                 raise stop
 
         def _save_checkpoint(self):
-            remember_row(self.logger, self.global_steps, {**self._known, **self._monitor.measured()})
+            kept_files.remember_row(self.logger, self.global_steps, {**self._known, **self._monitor.measured()})
             super()._save_checkpoint()
             self._monitor.save(_checkpoint_folder(self))
             self._saved_step = self.global_steps  # verl saves before the alarm has judged the step
@@ -165,16 +160,7 @@ def _synced_replicas(trainer: Any) -> list[Any]:
 
 
 def _checkpoint_folder(trainer: Any, resumed: bool = False) -> str:
-    if resumed and trainer.config.trainer.resume_mode == "resume_path":
-        return trainer.config.trainer.resume_from_path
-    return f"{_local_dir(trainer)}/global_step_{trainer.global_steps}"
-
-
-def _keep_what_came_before(step: int, trainer: Any) -> None:
-    kept = keep_checkpoint_before(step, Path(_local_dir(trainer)))
-    if kept is not None:
-        logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", kept)
-
-
-def _local_dir(trainer: Any) -> str:
-    return trainer.config.trainer.default_local_dir
+    settings = trainer.config.trainer
+    if resumed and settings.resume_mode == "resume_path":
+        return settings.resume_from_path
+    return f"{settings.default_local_dir}/global_step_{trainer.global_steps}"
