@@ -1,7 +1,4 @@
-"""What verl asks of `torch.cuda`, answered for a CPU: `torch.cpu` plus memory and random-state functions.
-
-Memory figures are those of this process (`psutil`), so verl's `perf/max_memory_*` metrics mean something on a CPU.
-"""
+"""What verl asks of `torch.cuda`, answered for a CPU: `torch.cpu`, random state, and the memory of this process."""
 
 import resource
 

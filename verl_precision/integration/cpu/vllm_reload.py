@@ -17,20 +17,10 @@ from verl_precision.weight_sync.verify import LayerRecord, forget_expert_kernel,
 
 @contextlib.contextmanager
 def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
-    """Make `model.load_weights` work inside the block; repack everything when it ends.
+    """Make `load_weights` of a model that has been loaded once work inside the block; repack everything when it ends.
 
-    The tensors given to `load_weights` are read until the block ends: they must not be views of reused memory.
-
-    Args:
-        model: vLLM model that has been loaded once.
-        model_config: vLLM's model config.
-        layers: Names of the layers to record.
-
-    Yields:
-        Layer name -> what it was sent, filled while loading.
-
-    Raises:
-        WeightSyncError: If a reload of this model has begun and not ended.
+    The tensors given to `load_weights` are read until the block ends: they must not be views of reused memory. Yields
+    what each of the named layers was sent, filled while loading.
     """
     from vllm.model_executor.model_loader import reload
 
