@@ -27,29 +27,20 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One host symbol that this package depends on.
-
-    Attributes:
-        module: Module that holds it.
-        name: Dotted name inside the module.
-        parameters: Its form in the tested releases. Of a callable: the names of its parameters. Of a class, a registry
-            or a constant: the type it is an instance of. None: an attribute that instances of the class get.
-        kind: `patched` (wrapped; `how` says for whom anything changes), `overridden` (in a subclass of ours), `used`
-            (called, read or registered with) or `relied on` (reached through another entry's symbol).
-        why: What fails without it.
-        how: What this package does with it.
-        upstream: Issue or pull request, or why there is none.
-        until: When the entry can go.
-    """
+    """One host symbol that this package depends on."""
 
     module: str
-    name: str
+    name: str  # dotted, inside the module
+    # Its form in the tested releases. Of a callable: the names of its parameters. Of a class, a registry or a constant:
+    # the type it is an instance of. None: an attribute that instances of the class get.
     parameters: tuple[str, ...] | type | None
+    # `patched` (wrapped; `how` says for whom anything changes), `overridden` (in a subclass of ours), `used` (called,
+    # read or registered with) or `relied on` (reached through another entry's symbol)
     kind: str
-    why: str
-    how: str
-    upstream: str
-    until: str
+    why: str  # what fails without it
+    how: str  # what this package does with it
+    upstream: str  # issue or pull request, or why there is none
+    until: str  # when the entry can go
 
 
 def _read_entries() -> Iterator[LedgerEntry]:
@@ -67,24 +58,13 @@ LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
 
 
 def modules_to_check(on_cpu: bool) -> list[str]:
-    """Return the host modules that have entries; vLLM's only on a CPU, since elsewhere verl's own pin decides.
-
-    Args:
-        on_cpu: Whether the rollout is vLLM's CPU build.
-    """
+    """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides."""
     modules = dict.fromkeys(entry.module for entry in LEDGER)
     return [module for module in modules if on_cpu or not module.startswith("vllm.")]
 
 
 def check_module(module: ModuleType) -> None:
-    """Compare an imported host module with its entries.
-
-    Args:
-        module: The host module.
-
-    Raises:
-        RegistrationError: Naming the first symbol that has changed.
-    """
+    """Raise for the first symbol of an imported host module that differs from its entry."""
     for entry in LEDGER:
         if entry.module == module.__name__:
             require_expected_signature(entry, module)
@@ -93,17 +73,9 @@ def check_module(module: ModuleType) -> None:
 def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
     """Wrap a function of the host that has an entry of kind `patched`; a second call does nothing.
 
-    Args:
-        module_name: Module of the entry.
-        name: Name of the entry.
-        wrapper: Called with (wrapped, instance, args, kwargs), as `wrapt` does.
-
-    Raises:
-        RegistrationError: If the function no longer looks as it did in the tested releases.
+    `wrapper` is called with (wrapped, instance, args, kwargs), as by `wrapt`.
     """
-    entry = _patched_entry(module_name, name)
-    module = importlib.import_module(module_name)
-    owner, last = _owner(entry, module)
+    entry, module, owner, last = _patched(module_name, name)
     if isinstance(inspect.getattr_static(owner, last, None), wrapt.FunctionWrapper):
         return
     require_expected_signature(entry, module)
@@ -124,45 +96,31 @@ def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> No
     """Wrap an async method of a class that becomes a Ray actor: as `wrap_once`, whose wrappers Ray takes off.
 
     Ray calls the function behind every `__wrapped__`, so that this one has none; its signature is the method's.
-
-    Args:
-        module_name: Module of the entry.
-        name: Name of the entry.
-        wrapper: Called with (wrapped, instance, args, kwargs), where `wrapped` is bound; returns an awaitable.
+    `wrapper` returns an awaitable.
     """
-    entry = _patched_entry(module_name, name)
-    module = importlib.import_module(module_name)
-    owner, last = _owner(entry, module)
-    method = getattr(owner, last, None)
+    entry, module, owner, last = _patched(module_name, name)
+    method: Any = getattr(owner, last, None)
     if hasattr(method, "__verl_precision__"):
         return
     require_expected_signature(entry, module)
-    assert method is not None
 
     async def wrapped_for_ray(self: Any, *args: Any, **kwargs: Any) -> Any:
         return await wrapper(method.__get__(self), self, args, kwargs)
 
     wrapped_for_ray.__name__, wrapped_for_ray.__qualname__ = last, name
-    wrapped_for_ray.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    wrapped_for_ray.__verl_precision__ = True  # type: ignore[attr-defined]
+    vars(wrapped_for_ray).update(__signature__=inspect.signature(method), __verl_precision__=True)
     setattr(owner, last, wrapped_for_ray)
 
 
-def _patched_entry(module_name: str, name: str) -> LedgerEntry:
+def _patched(module_name: str, name: str) -> tuple[LedgerEntry, ModuleType, object, str]:
+    """Return the entry of a symbol that is patched, its module, its owner, and the last part of its name."""
     (entry,) = (e for e in LEDGER if (e.module, e.name, e.kind) == (module_name, name, "patched"))
-    return entry
+    module = importlib.import_module(module_name)
+    return entry, module, *_owner(entry, module)
 
 
 def require_expected_signature(entry: LedgerEntry, module: ModuleType) -> None:
-    """Raise unless the symbol exists and has the form it had in the tested releases.
-
-    Args:
-        entry: The ledger entry.
-        module: The imported host module.
-
-    Raises:
-        RegistrationError: Naming the symbol, what was found and what is expected.
-    """
+    """Raise unless the entry's symbol exists and has the form it had in the tested releases."""
     owner, last = _owner(entry, module)
     symbol = getattr(owner, last, None)
     form = entry.parameters

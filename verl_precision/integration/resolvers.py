@@ -62,12 +62,9 @@ def sync_is_verified(_root_: DictConfig) -> bool:
     """
     from omegaconf import OmegaConf
 
-    def rollout(key: str) -> object:
-        return OmegaConf.select(_root_, f"actor_rollout_ref.rollout.{key}")
-
-    extension = str(rollout("engine_kwargs.vllm.worker_extension_cls"))
-    fed_by_trainer = rollout("checkpoint_engine.backend") == "naive"
-    return rollout("name") == "vllm" and fed_by_trainer and extension.startswith("verl_precision.")
+    keys = ("name", "checkpoint_engine.backend", "engine_kwargs.vllm.worker_extension_cls")
+    name, backend, extension = (OmegaConf.select(_root_, f"actor_rollout_ref.rollout.{key}") for key in keys)
+    return name == "vllm" and backend == "naive" and str(extension).startswith("verl_precision.")
 
 
 def stochastic_rounding_to(_root_: DictConfig) -> str | None:
