@@ -36,12 +36,7 @@ class Bf16Grid:
         self._compared = self._seen = 0  # Σ nₜ of the tensors with a sync before, and of all
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a stream of weights unchanged, and count on the way.
-
-        Args:
-            weights: (name, tensor) in the trainer's dtype, not yet rounded for the rollout; any shape and device, but
-                no DTensor. Integers, booleans and empty tensors are not counted.
-        """
+        """Yield a stream of weights (no DTensors, not yet rounded for the rollout) unchanged, and count its numbers."""
         for name, weight in weights:
             if weight.is_floating_point() and weight.numel():
                 self._count(name, weight.detach())
@@ -50,9 +45,7 @@ class Bf16Grid:
     def take(self) -> dict[str, float]:
         """Return the metrics of the syncs since the last call, and start counting anew.
 
-        Returns:
-            `precision/bf16_off_grid_fraction`, and `precision/bf16_crossings_fraction` if a sync came before; nothing
-            if no weights were sent. A NaN is off the grid, and crosses when its bits change.
+        Crossings need a sync before. A NaN is off the grid, and crosses when its bits change.
         """
         crossings, off_grid = sum((counted.cpu() for counted in self._counted.values()), torch.zeros(2)).tolist()
         found = {CROSSINGS: crossings / self._compared} if self._compared else {}
@@ -76,14 +69,7 @@ class Bf16Grid:
 
 
 def sample(weight: Tensor) -> Tensor:
-    """Return every k-th element, at most 4096; k has no factor in common with a row, so that all columns have a part.
-
-    Args:
-        weight: Any shape, at least one element.
-
-    Returns:
-        1-D, a view where `weight` is contiguous.
-    """
+    """Return every k-th element, at most 4096; k shares no factor with a row, so that all columns have a part."""
     step = -(-weight.numel() // SAMPLE)
     row = weight.shape[-1] if weight.dim() else 1
     while math.gcd(step, row) > 1:

@@ -38,16 +38,10 @@ class CanaryVerdict:
 
 
 def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, tokens: int) -> Tensor:
-    """Draw the fixed sequences, uniformly from the ordinary tokens; they are the same in every run and process.
+    """Draw the fixed sequences, int64 [S, T], uniformly from the ordinary tokens; the same in every run and process.
 
-    Args:
-        vocabulary: Number of token ids.
-        excluded: Ids with a meaning to the engines (end of sequence, image placeholders, ...).
-        sequences: S ≥ 1.
-        tokens: T ≥ 2; the first token is only a condition.
-
-    Returns:
-        int64 [S, T].
+    Ids with a meaning to the engines (end of sequence, image placeholders, ...) are excluded. The first token of each
+    sequence is only a condition.
     """
     ordinary = torch.tensor(sorted(set(range(vocabulary)).difference(excluded)))
     generator = torch.Generator().manual_seed(0)
@@ -56,34 +50,25 @@ def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, to
 
 @dataclass
 class CanaryJudge:
-    """Compares the answers after each sync, and learns from the first healthy ones how large a healthy gap is.
+    """Compares the answers after each sync, and learns from the first healthy ones how large a healthy gap is."""
 
-    Args:
-        train_dtype: Dtype of the trainer's forward.
-        rollout_dtype: Dtype of the rollout's model.
-        tf32: Whether the rollout runs on an NVIDIA GPU, where vLLM's attention multiplies FP32 numbers in TF32.
-    """
-
-    train_dtype: torch.dtype
+    train_dtype: torch.dtype  # of the trainer's forward
     rollout_dtype: torch.dtype
-    tf32: bool = False
+    tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
     _healthy: list[float] = field(default_factory=list)  # gaps of the first healthy syncs, in units
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # replica -> (log π, log μ), last sync
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
-        """Judge one sync. A healthy one also teaches the bound, until five have.
+        """Judge one sync by log π and log μ of the tokens that each replica rank scored, [S, T - 1], nats.
 
-        Args:
-            trainer: Replica rank -> log π of the tokens that this replica scored, float32 [S, T - 1], nats.
-            replicas: Replica rank -> log μ of the same tokens, likewise; at least one.
+        A healthy sync also teaches the bound, until five have.
         """
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
         eps = max(*(torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype)), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
-        limit = FIRST_LIMIT
-        if len(self._healthy) == LEARNING_SYNCS:
-            limit = min(FIRST_LIMIT, max(FLOOR, FACTOR * max(self._healthy)))
+        learned = max(FLOOR, FACTOR * max(self._healthy, default=0.0))
+        limit = min(FIRST_LIMIT, learned) if len(self._healthy) == LEARNING_SYNCS else FIRST_LIMIT
         bound, worst = limit * unit, max(gaps.values())
         problems = [
             f"replica {rank}: its served log-probs differ from the trainer's by {gap:.3g} nats a token on average; in "

@@ -34,11 +34,7 @@ class TensorDigest:
 
 
 class StreamDigest:
-    """The digests of a stream of tensors, on their way.
-
-    `add` only gives work to the device, and so a tensor's memory can be used again by what the device does next.
-    `fetch` waits for the device, once.
-    """
+    """The digests of a stream of tensors, on their way: `add` only gives work to the device, `fetch` waits for it."""
 
     def __init__(self) -> None:
         """Begin with no tensors."""
@@ -47,12 +43,7 @@ class StreamDigest:
         self._weights: dict[torch.device, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Digest a tensor's bits: equal for equal bits, dtype and shape, on every device.
-
-        Args:
-            name: Name in the stream.
-            tensor: Any shape, dtype and device, but no DTensor.
-        """
+        """Digest a tensor's bits (no DTensor): equal for equal bits, dtype and shape, on every device."""
         words = _words(tensor)
         whole = words.numel() // _PERIOD * _PERIOD
         columns = words
@@ -77,11 +68,7 @@ class StreamDigest:
 
 
 def digest(tensor: Tensor) -> TensorDigest:
-    """Digest one tensor, and wait for it.
-
-    Args:
-        tensor: Any shape, dtype and device, but no DTensor.
-    """
+    """Digest one tensor, and wait for it."""
     stream = StreamDigest()
     stream.add("", tensor)
     return stream.fetch()[""]
@@ -102,9 +89,7 @@ def send_with_manifest(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield an announcement, the stream unchanged, then the manifest as a uint8 tensor of JSON.
 
-    Args:
-        weights: (name, tensor) in the order in which they are sent.
-        reply_to: File for the receiver's report, on a file system that both sides see, or None.
+    The receiver's report goes to the file `reply_to`, on a file system that both sides see.
     """
     yield ANNOUNCEMENT_NAME, torch.empty(0, dtype=torch.uint8)  # no bytes: it moves no tensor in the buffer
     digests = StreamDigest()
@@ -146,9 +131,7 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
 def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dtype) -> list[str]:
     """Return one line for each tensor that arrived with fewer bits of mantissa than the rollout holds.
 
-    Args:
-        received: Name -> dtype of what arrived. 8-bit floats, which only quantised rollouts get, are allowed.
-        rollout_dtype: Dtype of the rollout's model.
+    8-bit floats, which only quantised rollouts get, are allowed.
     """
     problems, rollout = [], dtype_name(rollout_dtype)
     for name, dtype in sorted(received.items()):

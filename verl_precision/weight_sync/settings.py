@@ -32,28 +32,12 @@ class SyncSettings:
 
 
 def sync_settings(config: DictConfig) -> SyncSettings:
-    """Return the settings in a config's block `weight_sync`, those of the canary left out.
-
-    Args:
-        config: Composed config.
-
-    Raises:
-        ConfigurationError: If a key does not exist or a value is not allowed.
-    """
-    block: Any = OmegaConf.select(config, "weight_sync")
-    if block is None:
-        return SyncSettings()
+    """Return the settings in a config's block `weight_sync`, those of the canary left out."""
+    block: Any = OmegaConf.select(config, "weight_sync") or {}
     return SyncSettings(**{key: value for key, value in block.items() if key != "canary"})
 
 
 def canary_settings(config: DictConfig) -> CanarySettings:
-    """Return the settings in a config's block `weight_sync.canary`; what it leaves out has its default.
-
-    Args:
-        config: Composed config.
-
-    Raises:
-        ConfigurationError: If a key does not exist or a value is out of bounds.
-    """
+    """Return the settings in a config's block `weight_sync.canary`; what it leaves out has its default."""
     block: Any = OmegaConf.select(config, "weight_sync.canary")
     return CanarySettings() if block is None else CanarySettings(**OmegaConf.to_container(block, resolve=True))

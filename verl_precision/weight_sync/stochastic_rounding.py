@@ -16,12 +16,9 @@ _CHUNK = 1 << 22  # elements rounded at a time: 100 MiB of temporaries, however 
 def rounded_stream(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, step: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a stream of weights, those in FP32 rounded at random; whoever has the same weights sends the same bits.
+    """Yield a stream of weights, those in FP32 rounded at random to the rollout's dtype.
 
-    Args:
-        weights: (name, tensor); any shape and device, but no DTensor. What is not FP32 passes as it is.
-        dtype: The rollout's, torch.bfloat16 or torch.float16.
-        step: Of training; with the tensor's name it makes the seed.
+    The seed is made of the training step and a tensor's name: whoever has the same weights sends the same bits.
     """
     for name, weight in weights:
         if weight.dtype == torch.float32:
@@ -47,14 +44,9 @@ def round_stochastically(weight: Tensor, dtype: torch.dtype, seed: int) -> Tenso
     is 1/6 where f is uniform; that of nearest rounding is min(f, 1 - f)², on average 1/12. Neither is above 1/4.
     Probabilities are multiples of 2⁻²⁴; others (those of tiny numbers in FP16) count as the next multiple above.
 
-    Args:
-        weight: float32, any shape and device.
-        dtype: torch.bfloat16 or torch.float16.
-        seed: 0 to 2⁶³ - 1. The same seed, weight and kind of device give the same bits.
-
-    Returns:
-        The same shape in `dtype`, without graph. What the dtype can hold, ±inf and ±0 among it, is unchanged, and NaN
-        stays NaN. Beyond the largest finite number there is no neighbour: it is rounded to the nearest, as torch does.
+    The weight is float32, the dtype torch.bfloat16 or torch.float16. The same seed (0 to 2⁶³ - 1), weight and kind of
+    device give the same bits. What the dtype can hold, ±inf and ±0 among it, is unchanged, and NaN stays NaN. Beyond
+    the largest finite number there is no neighbour: it is rounded to the nearest, as torch does.
     """
     flat = weight.detach().reshape(-1)
     rounded = torch.empty_like(flat, dtype=dtype)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_precision.weight_sync.manifest import bit_view
+from verl_precision.weight_sync.manifest import bit_view, dtype_name
 
 _PROBE_ROWS = 4  # more than one: some layers have a kernel of their own for a single row
 
@@ -61,22 +61,11 @@ def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 @torch.no_grad()
 def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> str | None:
-    """Compare a layer with one that is built afresh from the weights it was sent.
+    """Return proof that a layer of the rollout does not compute what it was sent, or None if it does.
 
-    Compares all parameters bit for bit. If the layer computes with a packed copy, its output on a fixed probe must be
-    equal bit for bit as well.
-
-    Args:
-        layer: Layer of the rollout; not modified.
-        record: What it was sent. Parameters without a call keep the live values.
-        repack: Whether the live layer was packed after loading, so that the reference must be as well.
-        model_dtype: Dtype of the rollout's model, which is torch's default dtype while vLLM builds a layer.
-
-    Returns:
-        Proof that the layer does not compute what it was sent, or None if it does.
-
-    Raises:
-        NotVerifiableError: If no reference can be built, or it cannot be compared: an unknown layout is no damage.
+    All parameters are compared bit for bit with those of a layer that is built afresh. If the live layer computes with
+    a packed copy (`repack`: it was packed after loading), its output on a fixed probe must be equal bit for bit as
+    well. Where no reference can be built or compared, `NotVerifiableError` is raised: an unknown layout is no damage.
     """
     if record.failure is not None:
         raise NotVerifiableError(record.failure)
@@ -109,12 +98,7 @@ def not_built(error: Exception) -> str:
 
 
 def fresh_parameter(template: nn.Parameter, device: torch.device) -> Any:
-    """Return a parameter as vLLM's loaders want it, with a template's layout, class and attributes but not its values.
-
-    Args:
-        template: Parameter of the layer, or its like on the meta device.
-        device: Device of the fresh one.
-    """
+    """Return a parameter as vLLM's loaders want it, with a template's layout, class and attributes, not its values."""
     # empty_like would take a slow path, written in Python, where the template is on the meta device.
     fresh: Any = torch.empty_strided(template.size(), template.stride(), dtype=template.dtype, device=device)
     fresh.__class__ = template.__class__
@@ -186,4 +170,4 @@ def _same_outputs(layer: Any, reference: Any, record: LayerRecord) -> bool:
 
 
 def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
