@@ -96,22 +96,19 @@ def test_the_worker_is_asked_only_where_the_driver_cannot_measure(changes, expec
 BATCH = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2), torch.ones(1, 2)]
 
 
-def stored(monkeypatch, *responses: tuple[float, ...], **fields) -> None:
+def stored(monkeypatch, *responses: tuple[float, ...], layout=torch.jagged, **fields) -> None:
     """Put responses in the queue: each a trainer's log-prob for its tokens; the rollout's is 0.5 less for the first."""
     rows = {
         "old_log_probs": [torch.tensor(row) for row in responses],
         "rollout_log_probs": [torch.tensor(row) - torch.eye(len(row))[0] / 2 for row in responses],
         "response_mask": [torch.ones(len(row), dtype=torch.int64) for row in responses],
         "advantages": [torch.ones(len(row)) for row in responses],
-    }
-    rows |= fields
+    } | fields
 
     def kv_batch_get(keys, partition_id, select_fields):
         kept = [int(key.split("_")[1]) for key in keys]
-        nested = {
-            name: torch.nested.as_nested_tensor([rows[name][row] for row in kept], layout=torch.jagged)
-            for name in select_fields
-        }
+        chosen = {name: [rows[name][row] for row in kept] for name in select_fields}
+        nested = {name: torch.nested.as_nested_tensor(some, layout=layout) for name, some in chosen.items()}
         return TensorDict(nested, batch_size=len(kept))
 
     monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
@@ -199,18 +196,11 @@ def test_a_batch_is_fetched_without_padding(monkeypatch, layout):
     lengths, fields = (1000, 1, 2, 3), ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
     rows = {name: [-torch.rand(length) for length in lengths] for name in fields}
     rows["response_mask"] = [torch.ones(length, dtype=torch.int64) for length in lengths]
-    asked = []
-
-    def kv_batch_get(keys, partition_id, select_fields):
-        asked.append(keys)
-        nested = {name: torch.nested.as_nested_tensor(rows[name], layout=layout) for name in select_fields}
-        return TensorDict(nested, batch_size=len(lengths))
-
-    monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
-    tags = [{}, {"is_padding": True}, {}, {}, {}]
-    batch = SimpleNamespace(keys=["a", "b", "c", "d", "e"], tags=tags, partition_id="train")
+    stored(monkeypatch, layout=layout, **rows)
+    batch = batch_of(0, 0, 0, 0)
+    batch.keys.insert(1, "u_9_0")  # no such row
+    batch.tags.insert(1, {"is_padding": True})
     found = run_monitor._fetch(batch, *fields)
-    assert asked == [["a", "c", "d", "e"]]
     assert [tensor.values().numel() for tensor in found] == [sum(lengths)] * 4
     padded = [torch.nn.utils.rnn.pad_sequence(rows[name], batch_first=True) for name in fields]
     expected = MismatchStatistics.measure(*padded).metrics()
@@ -346,16 +336,15 @@ def test_a_failing_driver_measurement_is_counted_and_tried_again(caplog, monkeyp
 def test_a_clip_range_that_only_verl_allows_can_be_measured():
     """verl's losses take clip_ratio_low=10, "never clip below"; no ratio is below 0."""
     wide = {"actor_rollout_ref": {"actor": {"clip_ratio_low": 10.0}}}
-    assert monitor(BYPASS, loss("vanilla"), wide).clip == ClipRange(False, -math.inf, math.log1p(0.28), math.log(3))
+    clip = monitor(BYPASS, loss("vanilla"), wide).request["clip"]
+    assert clip == ClipRange(False, -math.inf, math.log1p(0.28), math.log(3))
 
 
 def judged(judge: RunMonitor) -> tuple[list, dict]:
     """Twelve steps whose updates were skipped, with the loss scale at its minimum."""
-    errors = []
-    for step in range(1, 13):
-        metrics = {"precision/skipped_steps": 1.0, "precision/loss_scale": 1.0}
-        errors.append(judge.judge(step, metrics))
-    return [error for error in errors if error is not None], metrics
+    steps = [{"precision/skipped_steps": 1.0, "precision/loss_scale": 1.0} for _ in range(12)]
+    errors = [judge.judge(step, metrics) for step, metrics in enumerate(steps, start=1)]
+    return [error for error in errors if error is not None], steps[-1]
 
 
 def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
