@@ -5,14 +5,7 @@ from contextlib import contextmanager
 
 
 def describe(problem: str, setting: str = "", value: object = None, allowed: str = "", remedy: str = "") -> str:
-    """Return the one text that errors and findings of `check` have for a user.
-
-    Args:
-        problem: What is wrong, or what happens because of it.
-        setting: Full path of a setting, or an option of the command line.
-        value: Value of that setting.
-        allowed: Values that work.
-        remedy: What to do.
+    """Return the one text that errors and findings of `check` have for a user; fields as in `VerlPrecisionError`.
 
     Example:
         >>> describe("the ratio is clipped below 1 - x", "x", 2, "a number in (0, 1]", "Set 0.2.")
@@ -41,8 +34,8 @@ class VerlPrecisionError(Exception):
     """Base of all errors raised by verl_precision.
 
     Attributes:
-        problem: What is wrong; the whole message where no setting is at fault.
-        setting: Full path of the setting at fault; empty where there is none.
+        problem: What is wrong, or what happens because of it; the whole message where no setting is at fault.
+        setting: Full path of the setting at fault, or an option of the command line; empty where there is none.
         value: Value of that setting.
         allowed: Values that work.
         remedy: What to do.

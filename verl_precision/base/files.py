@@ -14,14 +14,8 @@ from verl_precision.base.errors import ConfigurationError
 def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` when the block ends without an error.
 
-    The file is on the disk before it gets its name. After an error there is no temporary file, and `path` is as it was.
-
-    Args:
-        path: The file to write. Its folder is created.
-        replace: Whether a file that exists may be replaced.
-
-    Raises:
-        ConfigurationError: If the file exists and may not be replaced.
+    The folder is created. The file is on the disk before it gets its name. After an error there is no temporary file,
+    and `path` is as it was. A file that exists is an error, unless it may be replaced.
     """
     _require_free(path, replace)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,13 +29,9 @@ def option(
 ) -> Any:
     """Declare a field that the command line sets; `base.options` makes Typer's parameter of it.
 
-    Args:
-        flags: The option as it is typed, if not `command_option(name)`: the long form first, `--yes/--no` for a switch.
-        help: Text of `--help`.
-        default: Value without the option; without one the option is required.
-        argument: Whether it is typed without an option's name.
-        recorded: Whether it decides the result; `recorded` leaves the others out.
-        bounds: Further arguments of pydantic's `Field`, such as `ge=1`.
+    `flags` are the option as it is typed, if not `command_option(name)`: the long form first, `--yes/--no` for a
+    switch; an `argument` is typed without one. Without a default it is required. `recorded` says whether it decides
+    the result. `bounds` are further arguments of pydantic's `Field`, such as `ge=1`.
     """
     typed: Any = {"flags": flags, "help": help, "argument": argument}
     title = flags[0].partition("/")[0] if flags else None
@@ -56,12 +52,10 @@ def fields_of(cls: Any) -> dict[str, FieldInfo]:
 def settings(spell: Callable[[str], str], *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen pydantic dataclass whose errors are `ConfigurationError`.
 
-    A `__post_init__` checks what concerns several fields, and raises `ConfigurationError` itself.
-
-    Args:
-        spell: Turns the name of a field into what the user writes: `command_option`, or `"mismatch.alarm.{}".format`.
-            A field with a `title` is called by its title; a field with a `description` has it for a remedy.
-        kw_only: Whether fields are given by name alone, so that a class may add required ones to those of its base.
+    A `__post_init__` checks what concerns several fields, and raises `ConfigurationError` itself. `spell` turns the
+    name of a field into the user's word for it: `command_option`, or `"mismatch.alarm.{}".format`. A field with a
+    `title` is called by its title; a field with a `description` has it for a remedy. With `kw_only` fields are given
+    by name alone, so that a class may add required ones to those of its base.
     """
 
     def decorate(cls: type[T]) -> type[T]:

@@ -64,50 +64,23 @@ SEED = 0
 
 
 def settings(architecture: str) -> tuple[str, dict[str, Any]]:
-    """Return the transformers model type and all config values of a tiny model.
-
-    Args:
-        architecture: A key of `ARCHITECTURES`.
-
-    Raises:
-        ConfigurationError: For another name.
-    """
+    """Return the transformers model type and all config values of a tiny model, one of `ARCHITECTURES`."""
     if architecture not in ARCHITECTURES:
-        raise ConfigurationError(
-            "there is no such tiny model",
-            setting="tiny_architecture",
-            value=architecture,
-            allowed=", ".join(ARCHITECTURES),
-        )
+        problem, allowed = "there is no such tiny model", ", ".join(ARCHITECTURES)
+        raise ConfigurationError(problem, setting="tiny_architecture", value=architecture, allowed=allowed)
     model_type, changes = ARCHITECTURES[architecture]
     return model_type, {**_SHAPE, **changes}
 
 
 def build_tiny_model(architecture: str, folder: Path) -> None:
-    """Write model, tokenizer and generation config into a new folder, in Hugging Face format.
-
-    Args:
-        architecture: A key of `ARCHITECTURES`.
-        folder: Created; must not exist.
-
-    Raises:
-        ConfigurationError: For an unknown architecture.
-        FileExistsError: If the folder exists.
-    """
+    """Write one of `ARCHITECTURES`, with tokenizer and generation config, into a new folder, in Hugging Face format."""
     model_type, values = settings(architecture)
     folder.mkdir(parents=True)
-
     save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, folder)
 
 
 def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> Any:
-    """Return a random model in FP32; the caller's random state stays as it is.
-
-    Args:
-        model_type: Model type of transformers.
-        values: Its config values.
-        seed: Of the weights.
-    """
+    """Return a random model in FP32, of a model type of transformers; the caller's random state stays as it is."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,14 +90,7 @@ def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> A
 
 
 def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> None:
-    """Write a model, its tokenizer and its generation config.
-
-    Args:
-        model: Model of transformers.
-        tokenizer: Tokenizer of transformers.
-        values: Config values of the model, as `settings` returns them.
-        folder: Must exist.
-    """
+    """Write a model with these config values, its tokenizer and its generation config into a folder that exists."""
     from transformers import GenerationConfig
 
     model.generation_config = GenerationConfig(
@@ -135,30 +101,17 @@ def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> No
 
 
 def cached_tiny_model(architecture: str) -> Path:
-    """Return the folder of a tiny model, built on first use.
-
-    Args:
-        architecture: A key of `ARCHITECTURES`.
-
-    Returns:
-        An absolute path.
-    """
-    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, host_versions()])
+    """Return the folder of one of `ARCHITECTURES`, an absolute path; built on first use."""
+    hosts = [version("torch"), version("transformers")]
+    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, hosts])
     return cached(architecture, identity, lambda folder: build_tiny_model(architecture, folder))
 
 
 def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
-    """Return the cached folder of a model, built on first use; it appears only when complete.
+    """Return the cached folder of a model, an absolute path; built on first use, it appears only when complete.
 
-    The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`.
-
-    Args:
-        name: First part of the folder's name.
-        identity: Everything that the content depends on; the folder's name ends with a digest of it.
-        build: Writes the content into a new folder.
-
-    Returns:
-        An absolute path.
+    The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`. The folder's name ends with a digest of
+    `identity`: everything that the content depends on.
     """
     cache = Path(os.environ.get("VERL_PRECISION_CACHE", Path.home() / ".cache" / "verl_precision"))
     folder = cache / "tiny_models" / f"{name}-{sha256(identity.encode()).hexdigest()[:12]}"
@@ -182,16 +135,11 @@ def build_tokenizer(
     positions: int = _SHAPE["max_position_embeddings"],
     model_type: str = "",
 ) -> Any:
-    """Return a tokenizer with one token a character, or a word, which ends with `IM_END` and pads with `PAD` or that.
+    """Return a tokenizer with one token a character, or a word between two spaces.
 
-    Args:
-        chat_template: Chat template in Jinja, as transformers wants it.
-        vocabulary: All tokens, `IM_END` among them.
-        unknown: Token of what is not in the vocabulary.
-        words: Whether a token is what stands between two spaces.
-        positions: Positions of the model, in tokens.
-        model_type: Model type of transformers. Beside a Qwen2 model `AutoTokenizer` makes a `Qwen2Tokenizer` of any
-            file. As byte-level BPE without merges that has one token a character too.
+    It ends with `IM_END`, which is in the vocabulary, and pads with `PAD` or that. `positions` are the model's. Beside
+    a Qwen2 model `AutoTokenizer` makes a `Qwen2Tokenizer` of any file: so `model_type`, the model's in transformers,
+    decides. As byte-level BPE without merges a `Qwen2Tokenizer` has one token a character too.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -218,12 +166,9 @@ def build_tokenizer(
 
 
 def write_problems(path: Path, source: str, problems: Iterable[tuple[str, str]]) -> None:
-    """Write the problems of a task for a tiny model, in verl's format.
+    """Write the problems of a task, prompt and right answer of each, to a JSONL file in verl's format.
 
-    Args:
-        path: A JSONL file.
-        source: Name of the task, verl's `data_source`.
-        problems: Prompt and right answer of each.
+    `source` is the name of the task, verl's `data_source`.
     """
     with path.open("w", encoding="utf-8") as file:
         for index, (prompt, answer) in enumerate(problems):
@@ -235,8 +180,3 @@ def write_problems(path: Path, source: str, problems: Iterable[tuple[str, str]])
                 "extra_info": {"index": index},
             }
             file.write(json.dumps(row) + "\n")
-
-
-def host_versions() -> list[str]:
-    """Return the versions that a built model depends on."""
-    return [version("torch"), version("transformers")]

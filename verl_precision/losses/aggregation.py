@@ -81,15 +81,9 @@ class Aggregation:
 
 
 def row_scale(lengths_B: Tensor, aggregation: Aggregation, dtype: torch.dtype) -> Tensor:
-    """Return k_b of loss = Σ_b k_b s_b.
+    """Return k_b of loss = Σ_b k_b s_b from n_b, the valid tokens of each response: [B], or [] for all rows.
 
-    Args:
-        lengths_B: [B] integer, valid tokens of each response (n_b).
-        aggregation: Mode and constants.
-        dtype: Floating type of the result.
-
-    Returns:
-        [B] or [] (a constant for all rows). A response without tokens gets a finite factor.
+    A response without tokens gets a finite factor.
     """
     ranks = float(aggregation.dp_size)
     if aggregation.mode == "token-sum":

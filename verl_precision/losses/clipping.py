@@ -51,28 +51,16 @@ VERLS_RATIOS: Mapping[str, Ratio] = {
 
 
 class ClipRange(NamedTuple):
-    """Where a loss clips, in nats of log-ratio; plain numbers, because it travels to the workers.
+    """Where a loss clips, in nats of log-ratio; plain numbers, because it travels to the workers."""
 
-    Attributes:
-        sequence: Whether the ratio is that of whole responses.
-        low: Clipped below if the advantage is negative.
-        high: Clipped above if it is positive.
-        dual: Clipped above if it is negative.
-    """
-
-    sequence: bool
-    low: float
-    high: float
-    dual: float = math.inf
+    sequence: bool  # the ratio is that of whole responses
+    low: float  # clipped below if the advantage is negative
+    high: float  # clipped above if it is positive
+    dual: float = math.inf  # clipped above if it is negative
 
 
 def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:
-    """Return where a loss clips, or None where it does not.
-
-    Args:
-        ratio: Of the loss.
-        actor: The block `actor_rollout_ref.actor` of a config.
-    """
+    """Return where a loss with this ratio clips, given the config's `actor_rollout_ref.actor`; None: it does not."""
     if ratio.clip is None:
         return None
     low, high = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))

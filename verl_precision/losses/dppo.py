@@ -99,44 +99,22 @@ def dppo_kl(
         D = μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π)), with 0 log 0 = 0
 
     The binary KL variant of https://arxiv.org/abs/2602.04879; symbols as in `dppo_tv`. It is stricter than total
-    variation where a token is nearly certain.
-
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; Dr.GRPO's by default.
-        threshold: C >= 1.
-        clip_low: δ_low in (0, 1], nats.
-        clip_high: δ_high > 0, nats.
-
-    Returns:
-        As `dppo_tv`. 1 - π is computed from log π without cancellation; where π rounds to 1 and μ does not, D is inf.
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or a bound is out of its range.
+    variation where a token is nearly certain. Arguments, result and errors as in `dppo_tv`; δ_low in (0, 1] and
+    δ_high > 0 are in nats. 1 - π is computed from log π without cancellation; where π rounds to 1 and μ does not, D is inf.
     """
     arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
     return _trust_region(*arguments, binary_kl, require_clip_range(clip_low, clip_high))
 
 
 def binary_total_variation(trainer: Tensor, rollout: Tensor) -> Tensor:
-    """Return |π - μ|, the total variation of "this token or another one".
-
-    Args:
-        trainer: log π, any shape, nats.
-        rollout: log μ, the same shape.
-    """
+    """Return |π - μ|, the total variation of "this token or another one", from log π and log μ in nats."""
     return (trainer.exp() - rollout.exp()).abs()
 
 
 def binary_kl(trainer: Tensor, rollout: Tensor) -> Tensor:
     """Return μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π)), with 0 log 0 = 0 and 1 - π without cancellation.
 
-    Args:
-        trainer: log π, any shape, nats; above 0, which is rounding, counts as 0.
-        rollout: log μ, the same shape.
+    A log-prob above 0, which is rounding, counts as 0.
     """
     trainer, rollout = trainer.clamp(max=0), rollout.clamp(max=0)
     other_trainer, other_rollout = -torch.expm1(trainer), -torch.expm1(rollout)

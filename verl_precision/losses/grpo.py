@@ -112,21 +112,7 @@ def grpo_unclipped(
         ∇J = Σₜ wₜ ∇rₜA,   rₜ = π(yₜ; θ) / π(yₜ; θ')
 
     Intervention (c) of the phantom-clipping analysis; equation (8) of https://arxiv.org/abs/2510.26788 with an infinite
-    clip range. Everything else as in `grpo`.
-
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants.
-        rollout_is_weights: [B, T] floating, wₜ, constants in the gradient.
-
-    Returns:
-        As `grpo`.
-
-    Raises:
-        ConfigurationError: If shapes differ or a tensor is not floating point.
+    clip range. Arguments, result and errors as in `grpo`.
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
@@ -150,21 +136,7 @@ def ratio_one(
         ∇J = Σₜ wₜ ∇log π(yₜ; θ) A
 
     Intervention (b) of the phantom-clipping analysis; equation (8) of https://arxiv.org/abs/2510.26788 at rₜ = 1. The
-    proximal log-probs enter the metrics only.
-
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants.
-        rollout_is_weights: [B, T] floating, wₜ, constants in the gradient.
-
-    Returns:
-        As `grpo`; `actor/ratio_*` are 1.
-
-    Raises:
-        ConfigurationError: If shapes differ or a tensor is not floating point.
+    proximal log-probs enter the metrics only. Arguments, result and errors as in `grpo`; `actor/ratio_*` are 1.
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     return surrogate_loss(trainer_log_probs, torch.ones_like(batch.log_ratio_BT), batch, aggregation, None)
@@ -180,14 +152,8 @@ def surrogate_loss(
     """Return the loss of w min(rA, clip(r, 1-ε_low, 1+ε_high) A), or of w rA without clipping.
 
     The slope of a token is w r A where the first branch is taken, and exactly 0 where the second is: for A > 0 if
-    r > 1 + ε_high, for A < 0 if r < 1 - ε_low.
-
-    Args:
-        trainer_log_probs: [B, T] floating; receives the gradient.
-        ratio: r, [B, T] of each token or [B, 1] of each response; a number in the gradient.
-        batch: The checked inputs; w are its weights, 1 if it has none.
-        aggregation: Mode and constants.
-        clip_range: ε_low and ε_high, or None.
+    r > 1 + ε_high, for A < 0 if r < 1 - ε_low. r is [B, T] of each token or [B, 1] of each response, a number in the
+    gradient; w are the batch's weights, 1 if it has none; `clip_range` is ε_low and ε_high.
     """
     advantages_BT = batch.advantages_BT
     objective_BT = slope_BT = bounded(ratio * advantages_BT)
@@ -211,16 +177,9 @@ def weighted_loss(
     aggregation: Aggregation,
     metrics: Mapping[str, Statistic],
 ) -> LossOutput:
-    """Return the loss of w times an objective with a given slope, and what every loss with a ratio reports.
+    """Return the loss of w times an objective with a given slope, and the metrics of every loss with a ratio.
 
-    Args:
-        trainer_log_probs: [B, T] floating; receives the gradient.
-        ratio: [B, T] of each token or [B, 1] of each response.
-        objective_BT: [B, T], the value of each token.
-        slope_BT: [B, T], the factor of ∇log π(yₜ).
-        batch: The checked inputs; w are its weights, 1 if it has none.
-        aggregation: Mode and constants.
-        metrics: What the loss itself reports.
+    The slope is the factor of ∇log π(yₜ); ratio and w are as in `surrogate_loss`; `metrics` are the loss's own.
     """
     metrics = dict(metrics)
     if batch.weights_BT is not None:

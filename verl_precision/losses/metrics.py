@@ -19,15 +19,10 @@ LARGEST_SQUARED = 1e150
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns.
+    """The result of a loss."""
 
-    Attributes:
-        loss: Scalar; call `loss.backward()`.
-        metrics: What to log, by name; see docs/math.md for each.
-    """
-
-    loss: Tensor
-    metrics: Mapping[str, Statistic]
+    loss: Tensor  # scalar; call `loss.backward()`
+    metrics: Mapping[str, Statistic]  # by name; see docs/math.md for each
 
     def values(self) -> dict[str, float]:
         """Return the metrics as numbers."""
@@ -108,12 +103,7 @@ def silent_responses(objective: Tensor, slope_BT: Tensor, valid_BT: Tensor) -> d
     """Count the responses whose loss is exactly 0, and those whose gradient is.
 
     Without an advantage, or with a weight of 0, both are. A response that is clipped as a whole has a loss and no
-    gradient.
-
-    Args:
-        objective: [B, T] of each token, or [B, 1].
-        slope_BT: [B, T] or [B, 1], the factor of ∇log π(yₜ).
-        valid_BT: [B, T], bool.
+    gradient. Objective and slope, the factor of ∇log π(yₜ), are [B, T], or [B, 1] of each response.
     """
     rows_B = valid_BT.any(dim=-1)
 

@@ -102,20 +102,8 @@ def pg_seq_tis(
     Equation (6) of https://arxiv.org/abs/2510.26788; symbols, masked tokens, empty and non-finite rows as in
     `pg_seq_is`. Bounded variance, biased where ρ > C.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants.
-        threshold: C >= 1.
-
-    Returns:
-        As `pg_seq_is`, with min(ρ, C) for ρ; the weight is a constant in the gradient. No guard is needed.
-        `actor/truncated_fraction` is the share of responses with ρ > C.
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or C is out of bounds.
+    Arguments, result and errors as in `pg_seq_is`, with min(ρ, C) for ρ, and `threshold` C >= 1. The weight is a
+    constant in the gradient. No guard is needed. `actor/truncated_fraction` is the share of responses with ρ > C.
     """
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
@@ -142,20 +130,8 @@ def pg_seq_mis(
     `pg_seq_is`. One-sided: a small ρ is never rejected. A rejected response has no gradient and stays in the
     denominator.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants.
-        threshold: C >= 1.
-
-    Returns:
-        As `pg_seq_is`, with ρ 1{ρ ≤ C} for ρ; the weight is a constant in the gradient. No guard is needed.
-        `actor/rejected_fraction` is the share of responses with ρ > C.
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or C is out of bounds.
+    Arguments, result and errors as in `pg_seq_is`, with ρ 1{ρ ≤ C} for ρ, and `threshold` C >= 1. The weight is a
+    constant in the gradient. No guard is needed. `actor/rejected_fraction` is the share of responses with ρ > C.
     """
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")

@@ -42,23 +42,14 @@ def bounded(slope: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of a loss, checked; no graph hangs on any of them.
+    """The inputs of a loss, checked; no graph hangs on any of them."""
 
-    Attributes:
-        log_ratio_BT: Log of the probability ratio of each token, 0 where masked.
-        advantages_BT: [B, T], or [B, 1] if given one per response.
-        weights_BT: Constant weights of the tokens, or None.
-        valid_BT: Bool; tokens that count. Rows with a non-finite number count none.
-        lengths_B: Number of tokens that count.
-        nonfinite: [] Number of responses left out because a number of a valid token is NaN or infinite.
-    """
-
-    log_ratio_BT: Tensor
-    advantages_BT: Tensor
-    weights_BT: Tensor | None
-    valid_BT: Tensor
-    lengths_B: Tensor
-    nonfinite: Tensor
+    log_ratio_BT: Tensor  # log of the probability ratio of each token, 0 where masked
+    advantages_BT: Tensor  # [B, T], or [B, 1] if given one per response
+    weights_BT: Tensor | None  # constant weights of the tokens
+    valid_BT: Tensor  # bool; tokens that count. Rows with a non-finite number count none.
+    lengths_B: Tensor  # number of tokens that count
+    nonfinite: Tensor  # [] number of responses left out because a number of a valid token is NaN or infinite
 
     @property
     def rows_B(self) -> Tensor:
@@ -82,16 +73,7 @@ def checked_batch(
 ) -> Batch:
     """Check shapes and types, form the ratio, and leave out responses that hold a non-finite number.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats.
-        other_log_probs: [B, T] floating, in nats, what π is compared with.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        rollout_is_weights: [B, T] floating or None.
-        other: Name of `other_log_probs` in messages.
-
-    Raises:
-        ConfigurationError: Naming the tensor, its shape or type, and what is allowed.
+    The ratio is that of π to the policy of `other_log_probs`, which errors call `other`.
     """
     named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
     if rollout_is_weights is not None:
@@ -136,12 +118,8 @@ def loss_with_slope(
 ) -> Tensor:
     """Return the loss (minus the aggregated objective) whose gradient is that of Σ slope log π.
 
-    Args:
-        trainer_log_probs: [B, T] floating, the only tensor that receives a gradient.
-        objective: [B, T] value of each token, or [B] of each response.
-        slope_BT: [B, T], factor of ∇log π(yₜ); counted where `batch.valid_BT`.
-        batch: The checked inputs.
-        aggregation: Mode and constants.
+    Only the trainer's log-probs receive a gradient. The objective is [B, T] of each token or [B] of each response; the
+    slope, factor of ∇log π(yₜ), counts where `batch.valid_BT`.
     """
     with torch.no_grad():
         scale = row_scale(batch.lengths_B, aggregation, slope_BT.dtype)

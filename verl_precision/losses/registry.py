@@ -30,19 +30,12 @@ Loss = Callable[..., LossOutput]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """An entry of the registry.
-
-    Attributes:
-        function: The loss.
-        summary: One line for a list of losses.
-        equation: Source: paper and equation.
-        ratio: What its ratio is taken against and where it clips, or None where its author does not say.
-    """
+    """An entry of the registry, with the arguments of `policy_loss` as fields."""
 
     function: Loss
     summary: str
     equation: str
-    ratio: Ratio | None = None
+    ratio: Ratio | None = None  # None where its author does not say
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -125,11 +118,7 @@ def on_registration(listener: Callable[[str, PolicyLoss], None]) -> None:
 
 
 def ratio_of(actor: Mapping[str, Any]) -> Ratio | None:
-    """Return the ratio of the loss that a config chooses, or None where nobody has stated it.
-
-    Args:
-        actor: The block `actor_rollout_ref.actor` of a config.
-    """
+    """Return the ratio of the loss that a config's `actor_rollout_ref.actor` chooses; None: nobody has stated it."""
     settings = actor.get("policy_loss") or {}
     name = settings.get("loss_mode", "vanilla")
     if name == "bypass_mode" and (settings.get("rollout_correction") or {}).get("loss_type") == "reinforce":

@@ -40,19 +40,8 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
     """Return ρ 1{ρ ≤ C} with ρ = Πₜ ρₜ, equation (10), at every token of the response.
 
     One-sided: a small ρ is never rejected. A rejected response has weight 0 and keeps its mask, so that it stays in the
-    denominator.
-
-    Args:
-        log_ratio: [B, T] floating, log ρₜ = log π(yₜ; θ') - log μ(yₜ; θ') in nats.
-        response_mask: [B, T], nonzero where a token counts.
-        threshold: C >= 1.
-
-    Returns:
-        [B, T] in the dtype of `log_ratio`, without graph; masked tokens and non-finite input as in `token_tis_weights`.
-        log ρ is summed in float64.
-
-    Raises:
-        ConfigurationError: If shapes differ, the log-ratio is not floating point, or C is out of bounds.
+    denominator. log ρ is summed in float64. Arguments, result, errors, masked tokens and non-finite input as in
+    `token_tis_weights`.
     """
     valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
     rho_B = log_ratio_BT.sum(dim=-1, dtype=torch.float64).exp()
@@ -67,17 +56,8 @@ def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object
     kept is not reweighted. verl's own `seq_mean_k1` keeps ratios in [1/upper, 1/lower].
     Source: https://richardli.xyz/rl-collapse-3, geometric rejection.
 
-    Args:
-        log_ratio: [B, T] floating, log ρₜ = log π(yₜ; θ') - log μ(yₜ; θ') in nats.
-        response_mask: [B, T], nonzero where a token counts.
-        threshold: The band, "lower_upper", lower < 1 < upper.
-
-    Returns:
-        [B, T] in the dtype of `log_ratio`, without graph; masked tokens and non-finite input as in `token_tis_weights`.
-        A rejected response stays in the denominator.
-
-    Raises:
-        ConfigurationError: If shapes differ, the log-ratio is not floating point, or the band is not one.
+    The threshold is the band, "lower_upper", lower < 1 < upper. Everything else as in `seq_mis_weights`: a rejected
+    response stays in the denominator.
     """
     low, high = require_band(threshold, "threshold")
     valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
@@ -97,13 +77,7 @@ BANDED = frozenset({"vp_geo_mask"})
 
 
 def require_bounds(level: str, value: object, setting: str) -> tuple[float, float]:
-    """Return the bounds that a level of `WEIGHTS` has for its ratio; the error names the setting.
-
-    Args:
-        level: Of `WEIGHTS`.
-        value: The threshold in the config.
-        setting: Its name.
-    """
+    """Return the bounds that a threshold gives to the ratio of a level of `WEIGHTS`; the error names the setting."""
     return require_band(value, setting) if level in BANDED else (0.0, require_threshold(value, setting))
 
 

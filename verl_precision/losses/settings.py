@@ -14,31 +14,18 @@ NORM_MODE = "seq-mean-token-sum-norm"
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a setting may have. Call it with a value to check it.
+    """The numbers that a setting may have. Call it with a value to check it."""
 
-    Attributes:
-        setting: Name of the setting in a config.
-        holds: Whether a finite number is within the bounds.
-        problem: What the number is for.
-        allowed: The bounds in words.
-        remedy: What to do about another value.
-    """
-
-    setting: str
-    holds: Callable[[float], bool]
-    problem: str
-    allowed: str
+    setting: str  # its name in a config
+    holds: Callable[[float], bool]  # whether a finite number is within the bounds
+    problem: str  # of a number beyond them
+    allowed: str  # the bounds in words
     remedy: str
 
     def __call__(self, value: object, setting: str | None = None) -> float:
-        """Return the value as a float.
+        """Return a config's value as a float, or raise `ConfigurationError` that names `setting`, if that is another.
 
-        Args:
-            value: What the config holds.
-            setting: Name of the setting in the error, where it is another one.
-
-        Raises:
-            ConfigurationError: If the value is not a finite number (a bool is none), or is out of bounds.
+        The value must be a finite number (a bool is none) within the bounds.
         """
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not self.holds(value):  # type: ignore[arg-type]
@@ -87,15 +74,7 @@ def require_clip_range(low: object, high: object) -> tuple[float, float]:
 
 
 def require_band(value: object, setting: str) -> tuple[float, float]:
-    """Return lower and upper bound of a band, written as verl writes it: "0.999_1.001".
-
-    Args:
-        value: What the config holds.
-        setting: Name of the setting in the error.
-
-    Raises:
-        ConfigurationError: Unless the value is two numbers with 0 < lower < 1 < upper.
-    """
+    """Return lower and upper bound of a band, 0 < lower < 1 < upper, written as verl writes it: "0.999_1.001"."""
     try:
         low, high = map(float, str(value).split("_")) if isinstance(value, str) else (0.0, 0.0)
     except ValueError:
@@ -113,15 +92,7 @@ def require_band(value: object, setting: str) -> tuple[float, float]:
 
 
 def require_bypass(value: object, loss: str) -> None:
-    """Require the marker that tells a worker that the old log-probs are the rollout's.
-
-    Args:
-        value: Value of the marker.
-        loss: Name of the loss that needs the rollout's log-probs.
-
-    Raises:
-        ConfigurationError: Unless it is True.
-    """
+    """Require the marker that tells a worker that the old log-probs are the rollout's, which this loss needs."""
     if value is not True:
         raise ConfigurationError(
             f"loss_mode={loss} weighs by the rollout's log-probs, and outside bypass mode verl hands it recomputed "
@@ -134,15 +105,7 @@ def require_bypass(value: object, loss: str) -> None:
 
 
 def require_plain_weights(normalised: object, level: str) -> None:
-    """Require that verl does not normalise weights of this package.
-
-    Args:
-        normalised: Value of `rollout_is_batch_normalize`.
-        level: One of `rollout_weights.WEIGHTS`.
-
-    Raises:
-        ConfigurationError: If it does.
-    """
+    """Require that verl does not normalise weights of this package, of a level of `rollout_weights.WEIGHTS`."""
     if normalised:
         raise ConfigurationError(
             f"with rollout_is={level}: normalised weights are not those of the equation",

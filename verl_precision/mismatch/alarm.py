@@ -33,7 +33,7 @@ class Alarm:
     name: str  # which check; a key of `remedies.ADVICE`
     metric: str  # name of the metric that raised it
     seen: float  # value of the metric at `step`
-    normal: str  # what that is compared with, in words
+    normal: str  # the baseline or bound that it is compared with, in words
     step: int  # that raised it
     since_step: int  # at which it began
     advice: Advice
