@@ -99,8 +99,10 @@ def dppo_kl(
         D = μ log(μ/π) + (1 - μ) log((1 - μ)/(1 - π)), with 0 log 0 = 0
 
     The binary KL variant of https://arxiv.org/abs/2602.04879; symbols as in `dppo_tv`. It is stricter than total
-    variation where a token is nearly certain. Arguments, result and errors as in `dppo_tv`; δ_low in (0, 1] and
-    δ_high > 0 are in nats. 1 - π is computed from log π without cancellation; where π rounds to 1 and μ does not, D is inf.
+    variation where a token is nearly certain.
+
+    Arguments, result and errors as in `dppo_tv`; δ_low in (0, 1] and δ_high > 0 are in nats. 1 - π is computed from
+    log π without cancellation; where π rounds to 1 and μ does not, D is inf.
     """
     arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
     return _trust_region(*arguments, binary_kl, require_clip_range(clip_low, clip_high))

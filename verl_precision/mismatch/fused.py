@@ -144,7 +144,7 @@ def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:
     counts = {"tokens": added[0], "nonfinite_tokens": left_out[0], "positive_log_probs": left_out[1]}
     token_sums = None
     if added[0]:
-        extremes = map(torch.tensor, (*lows, *highs))
-        token_sums = TokenSums(*added, *extremes, *totals_of_signed(tokens, gaps), counts_of_bits(bits))
+        values = *added, *map(torch.tensor, (*lows, *highs)), *totals_of_signed(tokens, gaps), counts_of_bits(bits)
+        token_sums = TokenSums(*values)
     of_whole = (part[whole_B] for part in (log_ratio_B, length_B, final_gap_B))
     return Measured({name: Count(number) for name, number in counts.items()}, token_sums, whole_B, *of_whole)
