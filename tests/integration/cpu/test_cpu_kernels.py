@@ -8,15 +8,7 @@ import torch
 
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import EnvironmentMismatchError
-from verl_precision.integration.cpu import kernels as cpu_kernels
-from verl_precision.integration.cpu.kernels import (
-    attention_head_sizes,
-    has_attention_kernel,
-    head_size,
-    instruction_sets,
-    kernel_library,
-    linear_paths,
-)
+from verl_precision.integration.cpu import kernels
 
 
 @pytest.fixture
@@ -34,7 +26,7 @@ def test_library_is_the_one_vllm_loads():
     import vllm._custom_ops  # noqa: F401 - loads it
 
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/vllm/_C" in line}
-    assert {Path(path).resolve() for path in mapped} == {kernel_library().resolve()}
+    assert {Path(path).resolve() for path in mapped} == {kernels.kernel_library().resolve()}
 
 
 @pytest.mark.parametrize(
@@ -42,13 +34,13 @@ def test_library_is_the_one_vllm_loads():
 )
 def test_every_library_is_in_the_wheel(cpu, avx512, bf16, name):
     cpu(avx2=True, avx512=avx512, avx512_bf16=bf16)
-    assert kernel_library().name.startswith(name)
+    assert kernels.kernel_library().name.startswith(name)
 
 
 def test_a_cpu_without_avx2_is_refused(cpu):
     cpu(avx2=False)
     with pytest.raises(EnvironmentMismatchError, match="no AVX2.*SIGILL.*Allowed: an x86-64 with AVX2"):
-        kernel_library()
+        kernels.kernel_library()
 
 
 def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
@@ -56,7 +48,7 @@ def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(EnvironmentMismatchError, match="vLLM has no library _C.*Install it again"):
-        kernel_library()
+        kernels.kernel_library()
 
 
 @pytest.mark.parametrize("dtype", map(torch_dtype, DTYPES), ids=DTYPES)
@@ -64,9 +56,9 @@ def test_head_sizes_are_those_of_vllm(dtype):
     """vLLM's own list has to be a part of what its kernels say; 16 is what died in the quickstart."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    sizes = attention_head_sizes(dtype)
+    sizes = kernels.attention_head_sizes(dtype)
     assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(sizes)
-    assert 16 not in sizes and not has_attention_kernel(100, dtype)
+    assert 16 not in sizes and not kernels.has_attention_kernel(100, dtype)
 
 
 def test_asking_for_a_kernel_does_not_import_vllm(run_python):
@@ -93,23 +85,23 @@ WITH_HEAD_DIM = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}
     ],
 )
 def test_head_size_as_vllm_takes_it(config, size):
-    assert head_size(config) == size
+    assert kernels.head_size(config) == size
 
 
 def test_instruction_sets(monkeypatch, tmp_path):
     flags = "fpu sse avx2 avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile"
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
-    monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "cpuinfo")
-    assert instruction_sets() == ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
-    monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "nothing")
-    assert instruction_sets() == []
+    monkeypatch.setattr(kernels, "CPUINFO", tmp_path / "cpuinfo")
+    assert kernels.instruction_sets() == ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
+    monkeypatch.setattr(kernels, "CPUINFO", tmp_path / "nothing")
+    assert kernels.instruction_sets() == []
 
 
 def test_linear_paths_are_what_a_layer_got():
     """A packed layer gives its weight away; torch's linear keeps it."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    for name, path in linear_paths().items():
+    for name, path in kernels.linear_paths().items():
         layer = torch.nn.Linear(1024, 1024, bias=False, dtype=torch_dtype(name))
         dispatch_cpu_unquantized_gemm(layer, True)
         assert (layer.weight.numel() == 0) == (not path.endswith("torch's linear")), name
@@ -120,18 +112,18 @@ def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(ops, "create_onednn_mm", lambda weight, n: object())
-    assert linear_paths() == dict.fromkeys(DTYPES, "oneDNN, packed")
+    assert kernels.linear_paths() == dict.fromkeys(DTYPES, "oneDNN, packed")
 
     monkeypatch.setattr(ops, "_supports_onednn", False)
-    assert linear_paths() == dict.fromkeys(DTYPES, "torch's linear")
+    assert kernels.linear_paths() == dict.fromkeys(DTYPES, "torch's linear")
 
     cpu(amx_tile=True, amx_fp16=False)
     monkeypatch.setattr(torch.ops._C, "convert_weight_packed", lambda weight: weight, raising=False)
-    paths = linear_paths()
+    paths = kernels.linear_paths()
     assert paths["bf16"] == "vLLM's packed AMX kernel (sgl) up to 1 MiB, torch's linear above"
     assert paths["fp16"] == paths["fp32"] == "torch's linear"
 
     monkeypatch.setattr(type(current_platform), "is_zen_cpu", lambda self: True)
     for name in ("zentorch_linear_unary", "zentorch_weight_prepack_for_linear"):
         monkeypatch.setattr(torch.ops.zentorch, name, lambda weight: weight, raising=False)
-    assert linear_paths() == dict.fromkeys(DTYPES, "zentorch")
+    assert kernels.linear_paths() == dict.fromkeys(DTYPES, "zentorch")

@@ -10,14 +10,7 @@ import verl  # noqa: F401 - loads the plugin
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.tracking import FileLogger, Tracking
 
-from verl_precision.integration.trainer.kept_files import (
-    MARK,
-    forget_row,
-    keep_checkpoint_before,
-    remember_row,
-    series_goes_on,
-    spare_marked,
-)
+from verl_precision.integration.trainer import kept_files
 from verl_precision.tools.runs.read import read_metrics
 
 Files = namedtuple("Files", "metrics pending superseded")
@@ -35,7 +28,7 @@ def started(resumed_at: int | None) -> Tracking:
     """Open the logger as a start of a run does; None: under verl's own trainer."""
     if resumed_at is None:
         return Tracking("project", "run", ["file"])
-    with series_goes_on(resumed_at):
+    with kept_files.series_goes_on(resumed_at):
         return Tracking("project", "run", ["file"])
 
 
@@ -75,7 +68,8 @@ def test_a_run_from_scratch_starts_a_series_and_the_former_one_is_kept(files):
 def test_a_step_that_was_saved_and_not_logged_has_its_row(files):
     tracking = started(0)
     train(tracking, range(1, 3), 1.0)
-    remember_row(tracking, 3, {"reward": 1.5, "seen": np.float32(3), "bad": math.nan, "name": "a word", "list": [1]})
+    row = {"reward": 1.5, "seen": np.float32(3), "bad": math.nan, "name": "a word", "list": [1]}
+    kept_files.remember_row(tracking, 3, row)
     train(started(3), range(4, 5), 2.0)
     rows = read_metrics(files.metrics)
     assert [(row["step"], row["reward"], row["seen"]) for row in rows] == [(1, 1, 1), (2, 1, 2), (3, 1.5, 3), (4, 2, 4)]
@@ -84,7 +78,7 @@ def test_a_step_that_was_saved_and_not_logged_has_its_row(files):
 
 def test_what_verl_logged_of_a_saved_step_counts(files):
     tracking = started(0)
-    remember_row(tracking, 1, {"reward": 0.0})
+    kept_files.remember_row(tracking, 1, {"reward": 0.0})
     train(tracking, range(1, 2), 1.0)
     started(1)
     assert series(files.metrics) == [(1, 1)]
@@ -113,7 +107,7 @@ def test_a_start_that_is_killed_loses_nothing(files, monkeypatch):
     class Emptied(FileLogger):
         fp = property(lambda self: pytest.fail("not read"), killed)
 
-    with series_goes_on(4), pytest.raises(KilledError):
+    with kept_files.series_goes_on(4), pytest.raises(KilledError):
         Emptied("project", "run")
     assert files.metrics.read_bytes() == b"" and files.pending.read_bytes() == before
     started(4)
@@ -131,13 +125,13 @@ def test_the_path_is_verls(tmp_path, monkeypatch):
 
 def test_nothing_is_left_over_after_a_good_end_and_other_loggers_are_left_alone(files):
     tracking = started(0)
-    remember_row(tracking, 1, {"reward": 0.0})
+    kept_files.remember_row(tracking, 1, {"reward": 0.0})
     assert json.loads(files.pending.read_text()) == {"step": 1, "data": {"reward": 0.0}}
-    forget_row(tracking)
+    kept_files.forget_row(tracking)
     assert not files.pending.exists()
     console = Tracking("project", "run", ["console"])
-    remember_row(console, 1, {"reward": 0.0})
-    forget_row(console)
+    kept_files.remember_row(console, 1, {"reward": 0.0})
+    kept_files.forget_row(console)
     assert not files.pending.exists()
 
 
@@ -151,21 +145,21 @@ def checkpoints(tmp_path):
 
 @pytest.mark.parametrize(("step", "kept"), [(41, 40), (40, 20), (1000, 100), (7, 20)])
 def test_the_newest_before_the_step_is_marked_once(checkpoints, step, kept):
-    assert keep_checkpoint_before(step, checkpoints) == checkpoints / f"global_step_{kept}"
-    assert str(step) in (checkpoints / f"global_step_{kept}" / MARK).read_text()
-    assert keep_checkpoint_before(step, checkpoints) is None
+    assert kept_files.keep_checkpoint_before(step, checkpoints) == checkpoints / f"global_step_{kept}"
+    assert str(step) in (checkpoints / f"global_step_{kept}" / kept_files.MARK).read_text()
+    assert kept_files.keep_checkpoint_before(step, checkpoints) is None
 
 
 def test_without_a_checkpoint_nothing_is_marked(tmp_path):
-    assert keep_checkpoint_before(5, tmp_path / "absent") is None
+    assert kept_files.keep_checkpoint_before(5, tmp_path / "absent") is None
 
 
 def test_verls_manager_removes_the_others_only(checkpoints):
     manager = object.__new__(BaseCheckpointManager)
     manager.previous_saved_paths = []
-    keep_checkpoint_before(40, checkpoints)
+    kept_files.keep_checkpoint_before(40, checkpoints)
     for step in (20, 40, 100):
-        spare_marked(manager)
+        kept_files.spare_marked(manager)
         manager.ensure_checkpoint_capacity(1)
         manager.register_checkpoint(str(checkpoints / f"global_step_{step}" / "actor"), 1)
     assert [(checkpoints / f"global_step_{step}" / "actor").exists() for step in (20, 40, 100)] == [True, False, True]

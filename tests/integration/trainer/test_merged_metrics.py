@@ -8,12 +8,8 @@ from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_precision.integration.engine.measurement import MISMATCH
-from verl_precision.integration.trainer.merged_metrics import (
-    MergedMetric,
-    keep_merged_metrics,
-    metrics_of_loss,
-    statistics_kept,
-)
+from verl_precision.integration.trainer import merged_metrics
+from verl_precision.integration.trainer.merged_metrics import MergedMetric, metrics_of_loss
 from verl_precision.losses.metrics import weight_statistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
@@ -22,7 +18,7 @@ GAPS = [[0.1, -0.2], [0.3], [-0.4, 0.5, 0.6], [0.7]]
 
 @pytest.fixture(autouse=True, scope="module")
 def wrapped():
-    keep_merged_metrics()
+    merged_metrics.keep_merged_metrics()
 
 
 def through_verl(ranks):
@@ -73,7 +69,7 @@ def test_mini_batches_are_merged_too_and_one_without_tokens_is_not_nan():
         metrics = Metric.from_dict(metrics_of_loss(weights_of(gaps)), aggregation=AggregationType.MEAN)
         append_to_dict(step, {key: Metric.aggregate_dp([metric]) for key, metric in metrics.items()})
     found, expected = reduce_metrics({**step}), weights_of([0.1, -0.2, 0.3, 0.4])
-    with statistics_kept():
+    with merged_metrics.statistics_kept():
         kept = reduce_metrics({**step})
     for name, statistic in expected.items():
         assert found[name] == pytest.approx(statistic.value(), rel=1e-6), name

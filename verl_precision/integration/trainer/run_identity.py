@@ -24,7 +24,7 @@ from verl_precision.base.files import write_file
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
 # What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
-IDENTITY_BLOCKS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function")
+IDENTITY_BLOCKS: tuple[str, ...] = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function")
 IDENTITY_BLOCKS += ("data", "distillation", "reward")
 IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
 # Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
