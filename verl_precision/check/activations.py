@@ -106,12 +106,8 @@ def measure_activations(
 ) -> ActivationReport:
     """Run prompts forward and backward in FP32 and record every module's output and its gradient.
 
-    The model is loaded whole, in FP32: 4 bytes a parameter. Each gradient is dropped once it has been looked at.
-
-    Args:
-        path: A folder in Hugging Face format, with tokenizer.
-        prompts: Texts, run one at a time.
-        loss_scale: Factor that gradients are multiplied by.
+    The model, a folder in Hugging Face format with tokenizer, is loaded whole, in FP32: 4 bytes a parameter. Prompts
+    run one at a time. Each gradient is dropped once it has been looked at.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

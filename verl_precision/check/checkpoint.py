@@ -94,15 +94,8 @@ def audit_checkpoint(
 
     Files are read, not mapped: pages of a mapped file count as memory of the process, and a shard has gigabytes.
 
-    Args:
-        path: A folder in Hugging Face format, sharded or not, or one .safetensors file.
-        on_progress: Called with (bytes done, bytes in all) after each slice.
-
-    Returns:
-        The report, worst tensors first.
-
-    Raises:
-        ConfigurationError: If there is no safetensors checkpoint, or a file of it is missing or broken.
+    The path is a folder in Hugging Face format, sharded or not, or one .safetensors file; one that is missing or broken
+    is a ConfigurationError. `on_progress` is called with (bytes done, bytes in all) after each slice.
     """
     files = checkpoint_files(path)
     total, finished = sum(file.stat().st_size for file in files), 0
@@ -134,11 +127,7 @@ def worst_first(tensors: list[TensorReport]) -> list[TensorReport]:
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint.
-
-    Raises:
-        ConfigurationError: Naming what is missing.
-    """
+    """Return the safetensors files of a checkpoint; a file that is missing is named by a ConfigurationError."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     index = path / INDEX
@@ -191,13 +180,7 @@ def _pieces(name: str, dtype: str, content: BinaryIO, size: int, on_slice: Calla
 
 
 def audit_tensor(name: str, dtype: str, pieces: Iterable) -> TensorReport:
-    """Audit one tensor.
-
-    Args:
-        name: Its name.
-        dtype: Name of its dtype in safetensors.
-        pieces: The tensor as flat slices.
-    """
+    """Audit one tensor, given as flat slices, whose dtype has this name in safetensors."""
     elements, largest, counts = 0, 0.0, [0, 0, 0, 0]
     for values in pieces:
         piece_largest, *piece = _count(values)

@@ -47,12 +47,7 @@ class Needs:
 
 
 def needs_of(config: DictConfig, paths: Sequence[str]) -> Needs:
-    """Return what a composed recipe asks of a cluster.
-
-    Args:
-        config: Composed config.
-        paths: More files and folders.
-    """
+    """Return what a composed recipe asks of a cluster, with more files and folders."""
     files = [name for _, name in named_files(config)]
     model = str(config.actor_rollout_ref.model.path)
     if Path(model).expanduser().is_dir():  # else a hub name
@@ -64,13 +59,7 @@ def needs_of(config: DictConfig, paths: Sequence[str]) -> Needs:
 def compare_nodes(nodes: Sequence[Node], driver: Node, needs: Needs) -> Iterator[Finding]:
     """Compare each node with the driver, and the cluster with what the run needs.
 
-    Args:
-        nodes: What every node said.
-        driver: The same of the process that starts the run.
-        needs: What the run asks of the cluster.
-
-    Yields:
-        One finding about the number of nodes, then, for each node, about its answer, GPUs, versions, plugin and paths.
+    The first finding is the number of nodes; then, for each node, its answer, GPUs, versions, plugin and paths.
     """
     found, problem = sum(node.gpus > 0 for node in nodes), ""
     if needs.nodes is not None and found < needs.nodes:
@@ -118,14 +107,7 @@ def _compared(node: Node, driver: Node, needs: Needs) -> Iterator[tuple[str, str
 
 
 def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]:
-    """Ask every node of a Ray cluster, and this process.
-
-    Args:
-        address: host:port, or auto.
-        paths: Files and folders to look for.
-
-    Returns:
-        What each node said, and what this process says of itself.
+    """Return the answers of every node of the Ray cluster at host:port (or `auto`), and of this process.
 
     Raises:
         EnvironmentMismatchError: If there is no such cluster, or its Ray is another version.
@@ -175,11 +157,7 @@ def send_by_value(pickler: Any) -> None:
 
 
 def look_here(paths: Sequence[str]) -> dict[str, Any]:
-    """Return what a `Node` says of itself, but for its name, GPUs and failure.
-
-    Args:
-        paths: Files and folders to look for.
-    """
+    """Return the fields of a `Node` that it knows itself, all but name, GPUs and failure."""
     versions = installed_versions()
     if "verl" in versions:
         importlib.import_module("verl")

@@ -30,12 +30,7 @@ from verl_precision.integration.cpu.kernels import (
 
 
 def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
-    """Look at everything that a rule may ask about.
-
-    Args:
-        config: Composed config.
-        gpus: Names of the GPUs that the run is meant for; nothing is said about GPUs that are not named.
-    """
+    """Look at everything that a rule may ask about; nothing is said about GPUs that are not named."""
     model = model_config(config)
     loaded = "verl_precision.plugin" in sys.modules
     return Environment(

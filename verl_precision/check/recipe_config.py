@@ -46,15 +46,7 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
     """Compose a recipe as verl would, and ask every rule.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here: a recipe is often checked on
-    another machine than it runs on.
-
-    Args:
-        path: Recipe's YAML.
-        overrides: Hydra overrides.
-        gpus: Names of the GPUs that the run is meant for.
-
-    Raises:
-        ConfigurationError: If the recipe is missing or does not compose.
+    another machine than it runs on. `gpus` are the names of the GPUs that the run is meant for.
     """
     config = compose_recipe(path, overrides)
     return RecipeReport(list(table(config)), find_faults(config, probe_environment(config, gpus), this_machine=False))
@@ -82,11 +74,7 @@ def table(config: DictConfig) -> Iterator[Row]:
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
-    """Return the composed config with Hydra's own node.
-
-    Args:
-        path: Recipe's YAML.
-        overrides: Hydra overrides.
+    """Return the config of a recipe's YAML and Hydra overrides, with Hydra's own node.
 
     Raises:
         ConfigurationError: If the recipe is missing, or does not compose: Hydra's own message.

@@ -31,18 +31,10 @@ def show_recipe(report: RecipeReport, console: Console) -> None:
 
 def show_checkpoint(report: CheckpointReport, console: Console) -> None:
     """Print the worst tensors, then the verdict."""
-    rows = [
-        (
-            t.name,
-            t.dtype,
-            f"{t.largest:.4g}",
-            f"{t.overflows}",
-            f"{t.not_finite}",
-            f"{t.subnormal:.2%}",
-            f"{t.flushed:.2%}",
-        )
-        for t in report.tensors[:WORST]
-    ]
+    rows = []
+    for t in report.tensors[:WORST]:
+        counts = (str(t.overflows), str(t.not_finite), f"{t.subnormal:.2%}", f"{t.flushed:.2%}")
+        rows.append((t.name, t.dtype, f"{t.largest:.4g}", *counts))
     _table(console, ("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero"), rows)
     _rest(len(report.tensors), "tensors", console)
     if report.skipped:

@@ -22,11 +22,7 @@ from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
 def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
-    """Return what verl refuses, one error a setting.
-
-    Args:
-        config: Composed config.
-    """
+    """Return the errors with which verl refuses a composed config, one a setting."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # what verl says to a user, it will say
         warnings.simplefilter("ignore")
         named = list(_names(config))

@@ -57,12 +57,7 @@ def resume_refused(config: DictConfig, environment: Environment) -> Faults:
 
 
 def checkpoint_bytes(config: DictConfig, parameters: int | None) -> int | None:
-    """Return about how many bytes a checkpoint of the actor takes: FP32 weights, and Adam's two moments in FP32.
-
-    Args:
-        config: Composed config.
-        parameters: Parameters of the model, or None where that is not known.
-    """
+    """Return about how many bytes a checkpoint of the actor takes: FP32 weights, and Adam's two moments in FP32."""
     if parameters is None:
         return None
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model

@@ -67,11 +67,7 @@ class ModelShape:
 
 
 def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape of a decoder that its `config.json` describes, or None if that says too little.
-
-    Args:
-        described: Content of the file.
-    """
+    """Return the shape of a decoder that the content of its `config.json` describes; None if that says too little."""
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
     if any(not isinstance(described.get(key), int) for key in keys):
         return None
@@ -92,10 +88,7 @@ def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
 
 
 def gpu_memory(name: str) -> int | None:
-    """Return the bytes of memory of a GPU by its name, or None for one that is not known.
-
-    Args:
-        name: The driver's name, or a part of it.
+    """Return the bytes of memory of a GPU by the driver's name or a part of it; None for one that is not known.
 
     Example:
         >>> gpu_memory("NVIDIA A100-SXM4-40GB") // GIB, gpu_memory("H100") // GIB, gpu_memory("a potato")

@@ -16,15 +16,10 @@ for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
 
 
 def find_faults(config: DictConfig, environment: Environment, this_machine: bool = True) -> list[Fault]:
-    """Ask every rule.
+    """Ask every rule; return the faults, errors first.
 
-    Args:
-        config: Composed config; with Hydra's own node where a precision preset names two dtypes.
-        environment: What is known beyond it.
-        this_machine: Whether the run starts on this machine. If not, faults of this machine are warnings.
-
-    Returns:
-        The faults, errors first.
+    The config has Hydra's own node where a precision preset names two dtypes. Unless the run starts on this machine,
+    faults of this machine are warnings.
     """
     faults: list[Fault] = []
     for rule in RULES:

@@ -124,13 +124,7 @@ RULES: list[Rule] = []
 
 
 def rule(name: str, severity: Severity = "error", of_machine: bool = False) -> Callable[..., Rule]:
-    """Turn a function into a rule, and add it to `RULES`.
-
-    Args:
-        name: Name of its faults.
-        severity: Severity of its faults.
-        of_machine: Whether it is about the machine at hand.
-    """
+    """Turn a function into a rule (fields as in `Rule`), and add it to `RULES`."""
 
     def add(look: Callable[[DictConfig, Any], Faults]) -> Rule:
         RULES.append(Rule(name, severity, look, of_machine))
