@@ -1,7 +1,4 @@
-"""Which dtype a forward really computed in: recorded at every module that multiplies by weights, and checked.
-
-And an output head in FP32 on request: logits are the longest sums of the model, and rounded last.
-"""
+"""Which dtype a forward really computed in, at every module that multiplies by weights; an output head in FP32."""
 
 import logging
 from collections import Counter
@@ -13,33 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError
+from verl_precision.weight_sync.manifest import dtype_name
 
 logger = logging.getLogger("verl_precision.engine")
 
-# Modules named in an error message.
-_SHOWN = 5
+_SHOWN = 5  # modules named in an error message
 
 
 class ForwardDtypes:
-    """Hooks that record the dtype of each matrix product's result.
-
-    Attributes:
-        expected: What the config asks for.
-        seen: dtype -> number of products since the last `check`.
-    """
+    """Hooks that record the dtype of each matrix product's result."""
 
     def __init__(self, module: nn.Module, role: str, expected: torch.dtype, exempt: nn.Module | None = None) -> None:
         """Put a hook on every module with a matrix of its own, embeddings left out: they look up, and multiply nothing.
 
-        Args:
-            module: The model, sharded or not.
-            role: Role of the engine, as the message names it, e.g. "actor".
-            expected: Compute dtype of the config.
-            exempt: A module that computes in another dtype on purpose.
+        `role` names the engine in messages; `exempt` is a module that computes in another dtype on purpose.
         """
-        self.expected = expected
-        self.seen: Counter[torch.dtype] = Counter()
-        self._role = role
+        self.expected, self._role = expected, role
+        self.seen: Counter[torch.dtype] = Counter()  # number of products since the last `check`
         self._wrong: dict[str, torch.dtype] = {}
         self._said = False
         for name, part in module.named_modules():
@@ -58,50 +45,33 @@ class ForwardDtypes:
         return record
 
     def check(self) -> None:
-        """Compare what the last forward did with the config; once, say what was seen.
-
-        Raises:
-            PrecisionContradictionError: Naming modules, the dtype found and the one asked for.
-        """
+        """Compare the last forward with the config, and raise PrecisionContradictionError; once, log the outcome."""
         products, wrong = self.seen.total(), dict(self._wrong)
         self.seen.clear()
         self._wrong.clear()
         if wrong:
-            named = "; ".join(f"{name}: {_name(dtype)}" for name, dtype in list(wrong.items())[:_SHOWN])
+            named = "; ".join(f"{name}: {dtype_name(dtype)}" for name, dtype in list(wrong.items())[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise PrecisionContradictionError(
                 f"in the {self._role}'s forward {len(wrong)} modules gave another dtype: {named}{more}. Usual causes: "
                 "autocast switched off or nested with another dtype, a model that casts by itself, a kernel without "
                 "this dtype",
                 setting="fsdp_config.mixed_precision.param_dtype",
-                value=_name(self.expected),
+                value=dtype_name(self.expected),
                 allowed="that dtype everywhere",
                 remedy="Choose the precision that the model supports, e.g. precision=bf16.",
             )
-        if self._said:
-            return
-        self._said = True
-        if products:
-            dtype = _name(self.expected)
+        if not self._said and products:
+            dtype = dtype_name(self.expected)
             logger.info("%s forward verified: %d matrix products, all in %s", self._role, products, dtype)
-        else:
+        elif not self._said:
             problem = "no module with a matrix of its own was called (fused layers?)"
             logger.warning("%s forward NOT verified: %s", self._role, problem)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        self._said = True
 
 
 def compute_head_in_fp32(model: nn.Module) -> nn.Module:
-    """Make a model's output head compute x·Wᵀ + b in FP32, and return the head.
-
-    Args:
-        model: A Hugging Face model (or PEFT's wrapper), before it is sharded; changed in place.
-
-    Raises:
-        ConfigurationError: If the head is not a plain linear layer.
-    """
+    """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32, and return the head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ConfigurationError(

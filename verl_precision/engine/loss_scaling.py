@@ -24,26 +24,18 @@ from verl_precision.base.files import write_file
 from verl_precision.engine.settings import LossScaleSettings
 
 FILE_NAME = "loss_scale.json"
-
 # Elements looked at for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
 _SAMPLE = 1 << 16
-# Parameters named in an error message.
-_SHOWN = 5
+_SHOWN = 5  # parameters named in an error message
 
 logger = logging.getLogger("verl_precision.engine")
 
 
 class ScalerStep(NamedTuple):
-    """What happened in one optimizer step.
+    """What happened in one optimizer step."""
 
-    Attributes:
-        overflow_ranks: Ranks with a non-finite gradient in their shard; the step is skipped on all ranks if > 0.
-        underflow_fraction: Of this rank's sampled non-zero gradient elements g, those with |S·g| < 2⁻¹⁴, FP16's
-            smallest normal number: they have lost bits, and smaller neighbours are already zero.
-    """
-
-    overflow_ranks: int
-    underflow_fraction: float
+    overflow_ranks: int  # ranks with a non-finite gradient in their shard; the step is skipped on all ranks if > 0
+    underflow_fraction: float  # see the function of that name
 
     @property
     def skipped(self) -> bool:
@@ -64,15 +56,7 @@ class LossScaler(ShardedGradScaler):
     """
 
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
-        """Create the scaler.
-
-        Args:
-            settings: Bounds and factors.
-            device: Type of the device that computes the loss, e.g. "cpu" or "cuda".
-
-        Raises:
-            EnvironmentMismatchError: If torch cannot scale on this device here.
-        """
+        """Create the scaler for a type of device, "cpu" or "cuda"; an error if torch cannot scale on it here."""
         super().__init__(
             device=device,
             init_scale=settings.initial,
@@ -118,10 +102,8 @@ class LossScaler(ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        """Unscale as torch does, which copies both values to the gradients' devices, but does not wait for the copies.
-
-        Under `offload_policy` one can land after the CPU has read 1/S, or over the 1.0 of "found inf". `.cpu()` waits.
-        """
+        # torch copies both values to the gradients' devices, and does not wait for the copies. Under `offload_policy`
+        # one can land after the CPU has read 1/S, or over the 1.0 of "found inf". `.cpu()` waits.
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -148,8 +130,7 @@ class LossScaler(ShardedGradScaler):
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Go on from a state; factors, interval and bounds stay those of the settings.
 
-        Args:
-            state_dict: From `state_dict`, or from torch's scaler, which a verl patched to save it hands over.
+        The state may also be that of torch's scaler, which a verl patched to save it hands over.
         """
         tracker = state_dict["growth_tracker" if "growth_tracker" in state_dict else "_growth_tracker"]
         scale = self._within_bounds(state_dict["scale"])
@@ -162,14 +143,10 @@ class LossScaler(ShardedGradScaler):
 
 
 def underflow_fraction(scaled_gradients: Iterable[Tensor]) -> float:
-    """Return the share of sampled non-zero elements below FP16's smallest normal number, |S·g| < 2⁻¹⁴.
+    """Return the share of sampled non-zero elements below FP16's smallest normal number, |S·g| < 2⁻¹⁴; 0 of none.
 
-    Args:
-        scaled_gradients: Gradients before unscaling, any float dtype and device; every n-th element of each is read,
-            n chosen such that about 65536 are.
-
-    Returns:
-        A fraction in [0, 1]; 0 if every sampled element is zero.
+    They have lost bits, and smaller neighbours are already zero. Every n-th element of the gradients before unscaling
+    is read, such that about 65536 are.
     """
     flat = [gradient.detach().reshape(-1) for gradient in scaled_gradients]
     if not flat:
@@ -187,12 +164,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Say why a run cannot go on with its loss scale at the minimum.
-
-    Args:
-        scaler: An exhausted scaler.
-        named_parameters: Parameters of the model, to name those with a non-finite gradient on this rank.
-    """
+    """Say why a run cannot go on with its loss scale at the minimum, and name parameters with non-finite gradients."""
     bad = {id(parameter) for parameter in scaler.nonfinite}
     names = [name.replace("_fsdp_wrapped_module.", "") for name, parameter in named_parameters if id(parameter) in bad]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -208,12 +180,7 @@ def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]
 
 
 def save_scaler(scaler: LossScaler, folder: str) -> None:
-    """Write the scaler's state on rank 0, whole or not at all; all ranks have the same state.
-
-    Args:
-        scaler: The scaler.
-        folder: Folder of the checkpoint; exists.
-    """
+    """Write the scaler's state into a checkpoint on rank 0, whole or not at all; all ranks have the same state."""
     if dist.get_rank() == 0:
         write_file(Path(folder) / FILE_NAME, json.dumps(scaler.state_dict()), replace=True)
 
@@ -221,14 +188,8 @@ def save_scaler(scaler: LossScaler, folder: str) -> None:
 def load_scaler(scaler: LossScaler, folder: str) -> None:
     """Restore the scaler's state on all ranks; without a state, warn and go on with the scaler as it is.
 
-    Rank 0 reads it for all: a file that only some ranks can read would leave them with different scales.
-
-    Args:
-        scaler: Continues exactly as the one that was saved.
-        folder: Folder of the checkpoint.
-
-    Raises:
-        CheckpointStateError: On every rank, if the file cannot be understood.
+    Rank 0 reads it for all: a file that only some ranks can read would leave them with different scales. If it cannot
+    be understood, every rank raises CheckpointStateError.
     """
     message: list[Any] = [_read(Path(folder) / FILE_NAME) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(message, src=0)

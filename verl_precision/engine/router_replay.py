@@ -37,14 +37,7 @@ class Choice(NamedTuple):
 
 
 class ReplayedRouters:
-    """The routers of a model, whose choices are replayed, recorded and compared.
-
-    Args:
-        model: A model of transformers, before it is sharded.
-
-    Raises:
-        ConfigurationError: If the model has no experts, or its family has not been tested.
-    """
+    """The routers of a transformers model, not sharded yet, whose choices are replayed, recorded and compared."""
 
     def __init__(self, model: nn.Module) -> None:
         config: Any = model.config
@@ -69,20 +62,14 @@ class ReplayedRouters:
     def replay(self, experts_NLk: Tensor | None, known_N: Tensor | None = None) -> None:
         """Answer the routers with these choices from now on, also in the second forward of gradient checkpointing.
 
-        Args:
-            experts_NLk: Integer [tokens, layers, top_k], the experts of each token as the model sees them; a layer
-                without experts may hold anything. None: the routers choose by themselves.
-            known_N: Bool [tokens], where the choice is known; elsewhere the router chooses by itself. None: everywhere.
+        The routers choose by themselves if there are none, and where `known_N` is False. `experts_NLk` may hold
+        anything in a layer without experts.
         """
         self._replayed, self._known = experts_NLk, known_N
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[dict[int, Choice]]:
-        """Inside, keep what the routers choose.
-
-        Yields:
-            Layer -> choice, filled by the forward.
-        """
+        """Inside, keep what the routers choose: layer -> choice, filled by the forward."""
         self._seen = {}
         try:
             yield self._seen
@@ -136,18 +123,11 @@ class _Answer(TorchFunctionMode):
 
 
 def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: Tensor) -> dict[str, Statistic]:
-    """Return the share of choices that are the rollout's, over all layers and of each.
+    """Return the share of choices that are the rollout's, over all layers and of each, of the tokens in `known_N`.
 
-    A token's choice in a layer is a set: one of two experts that differs makes 0.5.
-
-    Args:
-        seen: Layer -> what the trainer computed with, and what it would have chosen by itself.
-        rollout_NLk: Integer [tokens, layers, top_k], what the rollout's routers chose.
-        known_N: Bool [tokens]: the others are left out.
-
-    Returns:
-        `mismatch/routing_agreement` of what was computed with, the same of each layer, and
-        `mismatch/routing_changed_fraction`, the share of the trainer's own choices that replay has changed.
+    A token's choice in a layer is a set: one of two experts that differs makes 0.5. `mismatch/routing_agreement` is of
+    what was computed with; `mismatch/routing_changed_fraction` is the share of the trainer's own choices that replay
+    has changed.
     """
     agreement = {
         layer: equal_choices(choice.used, rollout_NLk[:, layer], known_N) for layer, choice in sorted(seen.items())
@@ -171,11 +151,7 @@ def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
     """Return [N] bool: the tokens of which a rollout knows its choice.
 
     The last token of a sequence never went through the rollout's model. verl fills rows that are missing with 0 in all
-    layers, which is no choice of several experts.
-
-    Args:
-        experts_NLk: Integer [tokens, layers, top_k], of packed sequences.
-        offsets: [B + 1], where each sequence begins.
+    layers, which is no choice of several experts. Sequences are packed, and begin at `offsets` ([B + 1]).
     """
     known_N = torch.ones(len(experts_NLk), dtype=torch.bool, device=experts_NLk.device)
     if experts_NLk.shape[-1] > 1:
@@ -185,13 +161,7 @@ def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
 
 
 def without_padding(choices_NLk: Tensor, offsets: Tensor) -> Tensor:
-    """Return the choices of tokens alone, sequence after sequence.
-
-    Args:
-        choices_NLk: Of every place that the model has seen: packed sequences, or sequences padded on the right to one
-            length.
-        offsets: [B + 1], where each sequence begins in packed sequences.
-    """
+    """Return the choices of tokens alone, packed as `offsets` say, from sequences packed or padded on the right."""
     if len(choices_NLk) == int(offsets[-1]):
         return choices_NLk
     lengths_B = offsets.diff().to(choices_NLk.device)

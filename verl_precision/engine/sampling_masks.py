@@ -31,12 +31,7 @@ class KeptTokens(NamedTuple):
     ids_M: Tensor
 
     def mask_(self, x_CV: Tensor, rows: slice) -> Tensor:
-        """Set to -inf what was not kept, in place.
-
-        Args:
-            x_CV: Logits of the places `rows`.
-            rows: Which places, from start to stop.
-        """
+        """Set to -inf, in place, what was not kept; x_CV are the logits of the places `rows`."""
         starts = torch.tensor(self.starts[rows.start : rows.stop + 1])
         kept_C = starts.diff().to(x_CV.device)
         ids = self.ids_M[starts[0] : starts[-1]]
@@ -46,28 +41,19 @@ class KeptTokens(NamedTuple):
 
 
 def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
-    """Return the mask of a response as it travels: R, R counts, then the ids of all places; int32.
+    """Return the mask of a response as it travels: R, R counts (0: all kept), then the ids of all places; int32.
 
-    That is 4·(1 + kept) bytes a token.
-
-    Args:
-        counts_R: How many tokens were kept at each place; 0: all.
-        ids: Their ids, of one place after the other; more than the counts say are left out.
+    That is 4·(1 + kept) bytes a token. More ids than the counts say are left out.
     """
     ids = ids[: counts_R.sum()]
     return torch.from_numpy(np.concatenate([[len(counts_R)], counts_R, ids]).astype(np.int32))
 
 
 def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Tensor) -> KeptTokens:
-    """Return the masks of packed sequences, at the places that predict their tokens.
+    """Return the masks of packed sequences, at the places that predict their tokens (`labels_N`).
 
-    Args:
-        packed: Of each sequence what `pack` returned; None: it was not truncated.
-        lengths: Tokens of each sequence, prompt and response; the response is at its end.
-        labels_N: The token that each place predicts: the next one of its sequence.
-
-    Raises:
-        RuntimeError: If a mask is longer than its sequence, or lacks the token that was drawn.
+    `packed` holds of each sequence the result of `pack`, or None where it was not truncated; `lengths` counts prompt
+    and response, which is at the end. A mask longer than its sequence, or without the drawn token, is an error.
     """
     counts, ids = [], []
     for mask, length in zip(packed, lengths, strict=True):

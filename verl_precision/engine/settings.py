@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -121,14 +121,7 @@ class _EngineSettings:
 def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     """Require that dtypes are said, known and without contradiction, and every setting of ours within its bounds.
 
-    Args:
-        found: A `PrecisionFSDPConfig`, or the block of a config that becomes one.
-
-    Returns:
-        The settings of its shadow.
-
-    Raises:
-        ConfigurationError: Naming setting, value, what is allowed and what to do.
+    `found` is a `PrecisionFSDPConfig`, or the block of a config that becomes one; the settings of its shadow return.
     """
     mixed = found.get("mixed_precision")
     required = [field.name for field in dataclasses.fields(MixedPrecision)]
@@ -156,10 +149,7 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     return _typed(found, "shadow", ShadowSettings)
 
 
-T = TypeVar("T", LossScaleSettings, ShadowSettings)
-
-
-def _typed(found: Mapping[str, Any], name: str, kind: type[T]) -> T:
+def _typed(found: Mapping[str, Any], name: str, kind: Any) -> Any:
     """Return a block of settings as its type: as it is, or built as Hydra will build it."""
     block = found.get(name, kind())
     if isinstance(block, kind):
@@ -167,7 +157,5 @@ def _typed(found: Mapping[str, Any], name: str, kind: type[T]) -> T:
     target = f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(block, Mapping) or block.get("_target_") != target:
         allowed = f"a block with _target_: {target}"
-        raise ConfigurationError(
-            setting=f"fsdp_config.{name}", value=block, allowed=allowed, remedy="Choose precision=fp16."
-        )
+        raise ConfigurationError(setting=f"fsdp_config.{name}", value=block, allowed=allowed, remedy=_PRESET)
     return kind(**{key: value for key, value in block.items() if key != "_target_"})

@@ -39,27 +39,16 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """Return a tensor that is `value` and whose gradient goes to `gradient_of` unchanged.
-
-        x̃ = value,  ∂x̃/∂gradient_of = 1
+    """Return x̃ = `value` in the dtype of `gradient_of`, with ∂x̃/∂gradient_of = 1, also where x̃ is not finite.
 
     With shadow log-probs as the value and training log-probs as what gets the gradient, a ratio exp(x̃ - log μ) is
     exp(α), and its gradient exp(α)·∇log π_train.
-
-    Args:
-        value: Any shape, floating; detached by this. Non-finite elements stay as they are and make no NaN gradient.
-        gradient_of: Same shape; the result has its dtype.
     """
     return _StraightThrough.apply(value.detach(), gradient_of)
 
 
 def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callable:
-    """Return verl's loss function on log-probs that have the shadow's values and the training forward's gradient.
-
-    Args:
-        loss_function: verl's, called with `model_output`.
-        shadow_log_probs: Nested, of the same micro-batch.
-    """
+    """Return verl's loss function on log-probs that have the shadow's values (nested) and the training's gradient."""
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         if "model_output" not in kwargs:
@@ -80,19 +69,12 @@ def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callabl
 
 @dataclasses.dataclass(eq=False)
 class ShadowModel:
-    """The actor's weights in another dtype, sharded alike.
+    """The actor's weights in another dtype, sharded alike."""
 
-    Attributes:
-        module: The sharded copy; evaluation mode, no gradients.
-        dtype: Dtype of its parameters and of its forward.
-        dtypes: What its forwards computed in.
-        stale: Whether the actor's weights have changed since they were copied.
-    """
-
-    module: nn.Module
-    dtype: torch.dtype
+    module: nn.Module  # evaluation mode, no gradients
+    dtype: torch.dtype  # of its parameters and of its forward
     dtypes: ForwardDtypes
-    stale: bool = False  # it is built from the weights the actor starts with
+    stale: bool = False  # have the actor's weights changed since they were copied?
 
     def outdate(self) -> None:
         """Note that the actor's weights have changed; what a forward has gathered of the old ones is dropped."""
@@ -101,11 +83,7 @@ class ShadowModel:
 
     @torch.no_grad()
     def refresh(self, source: nn.Module) -> None:
-        """Round this rank's shards of the actor's weights into the copy, if they have changed.
-
-        Args:
-            source: The actor's sharded module, of the same structure.
-        """
+        """Round this rank's shards of the actor's weights (`source`) into the copy, if they have changed."""
         if not self.stale:
             return
         reshard(source)
@@ -130,9 +108,6 @@ def reshard(module: nn.Module) -> None:
     """Drop the gathered weights that a forward left behind.
 
     The root may stay gathered: FSDP2 then hides its shards, and FSDP1 computes the next forward from what it gathered.
-
-    Args:
-        module: A module sharded by FSDP1 or FSDP2.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -150,10 +125,7 @@ def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once. A BF16 rollout sees none
     of it, and the two policies part by more than rounding anywhere in a forward would make them.
-
-    Args:
-        module: Sharded by FSDP1 or FSDP2, or not at all. Its shards are copied once while this lasts.
-        dtype: The dtype in which the other engine holds its weights.
+    The module may be sharded by FSDP1 or FSDP2. Its shards are copied once while this lasts.
     """
     reshard(module)
     shards = [local_part(weight) for weight in module.parameters() if weight.dtype == torch.float32]
@@ -169,12 +141,9 @@ def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn.Module]) -> ShadowModel:
-    """Copy a model that is not sharded yet, and have it sharded with the shadow's dtype as compute dtype.
+    """Copy a model that is not sharded yet, and have verl's `build` shard it with the shadow's dtype as compute dtype.
 
-    Args:
-        engine: verl's engine with our config; its config is exchanged while `build` runs.
-        module: The actor's model; left as it is.
-        build: verl's `_build_fsdp_module`.
+    The engine's config is exchanged while `build` runs.
     """
     config = engine.engine_config
     dtype = torch_dtype(config.shadow.dtype)

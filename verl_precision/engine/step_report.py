@@ -19,12 +19,7 @@ class StepReport:
         return bool(self._skipped) and self._skipped[-1]
 
     def add(self, grad_norm: float, scaler: LossScaler | None) -> None:
-        """Record one optimizer step.
-
-        Args:
-            grad_norm: As verl returns it; without a scaler verl skips the step if it is not finite.
-            scaler: The scaler after its update, or None when the compute dtype needs none.
-        """
+        """Record one optimizer step; without a scaler verl skips it if the gradient's norm is not finite."""
         if scaler is not None and scaler.last_step is not None:
             self._steps.append(scaler.last_step)
             self._skipped.append(scaler.last_step.skipped)
