@@ -71,7 +71,10 @@ class ForwardDtypes:
 
 
 def compute_head_in_fp32(model: nn.Module) -> nn.Module:
-    """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32, and return the head."""
+    """Make a model's output head compute x·Wᵀ + b in FP32, and return it; logits are the longest sums, rounded last.
+
+    The model is a Hugging Face model (or PEFT's wrapper) that is not sharded yet.
+    """
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ConfigurationError(

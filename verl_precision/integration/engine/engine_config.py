@@ -44,11 +44,7 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     watch_routing: bool = False
 
     def __post_init__(self) -> None:
-        """Check that the dtypes are said, known and without contradiction.
-
-        Raises:
-            ConfigurationError: Naming setting, value, what is allowed and what to do.
-        """
+        """Check that the dtypes are said, known and without contradiction."""
         super().__post_init__()
         require_engine_settings(self)
 

@@ -6,7 +6,7 @@ statistics that merge, not as numbers (`merged_metrics.py`).
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -38,9 +38,8 @@ class Request(TypedDict):
     mismatch: bool  # is the gap itself measured here? else the driver does that
     rollout_as_shadow: bool  # where no shadow runs, is the rollout to stand for one?
     bypass: bool  # are the old log-probs the rollout's?
-    clip: (
-        tuple[bool, float, float, float] | None
-    )  # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
+    # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
+    clip: tuple[bool, float, float, float] | None
     beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
     ratio_threshold: float  # C
     longest_response: int  # tokens; a response of this length was cut
@@ -50,22 +49,15 @@ class MeasuredUpdates:
     """Which updates of an engine are measured: the first of each training step for which the trainer asks.
 
     At the first update the weights are still those the rollout was drawn with: later ones have drifted.
-
-    Attributes:
-        request: What to measure in the update under way; None: nothing.
     """
 
     def __init__(self) -> None:
-        self.request: Request | None = None
+        self.request: Request | None = None  # of the update under way
         self._steps, self._first_of_step = 0, True
 
     @contextlib.contextmanager
     def one(self, data: Any) -> Iterator[None]:
-        """Have one update inside the block.
-
-        Args:
-            data: verl's mini-batch.
-        """
+        """Have one update inside the block."""
         asked = tu.get(data, key=REQUEST, default=None)
         if asked is None:
             yield
@@ -85,28 +77,29 @@ class MeasuredUpdates:
 
 def measured_loss(loss_function: Callable, request: Request, shadow_log_probs: Tensor | None) -> Callable:
     """Return verl's loss function with the measurement of the micro-batch among its metrics."""
+    return with_metrics(
+        loss_function, lambda output, data: measure(request, output["log_probs"], shadow_log_probs, data)
+    )
 
-    def loss_and_measurement(*args: Any, **kwargs: Any) -> Any:
+
+def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping[str, Any]]) -> Callable:
+    """Return verl's loss function with further metrics, measured from model output and micro-batch before the loss."""
+
+    def loss_and_metrics(*args: Any, **kwargs: Any) -> Any:
         if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
             return loss_function(*args, **kwargs)
-        measured = measure(request, kwargs["model_output"]["log_probs"], shadow_log_probs, kwargs["data"])
+        further = measured(kwargs["model_output"], kwargs["data"])
         loss, metrics = loss_function(*args, **kwargs)
-        return loss, {**metrics, **measured}
+        return loss, {**metrics, **further}
 
-    return loss_and_measurement
+    return loss_and_metrics
 
 
 def measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any) -> dict[str, MergedMetric]:
     """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
 
-    Args:
-        request: What to measure.
-        log_probs: Nested, log π of prompt and response tokens from the training forward.
-        shadow_log_probs: Likewise from the shadow, or None.
-        data: verl's micro-batch.
-
-    Returns:
-        The same keys whether it failed or not: verl merges ranks by the keys of the first.
+    Log-probs are nested, of prompt and response tokens. The keys are the same whether it failed or not: verl merges
+    ranks by the keys of the first.
     """
     failed, mismatch, phantom = 0, MismatchByVersion(), PhantomStatistics()
     try:
@@ -131,7 +124,10 @@ def _measure(
     padded = data.select(*fields).to_padded_tensor()
     mask, advantages, rollout = (padded[name] for name in fields)
     trainer = no_padding_2_padding(log_probs, data)
-    behind = _versions_behind(data, len(mask))
+    behind = [0] * len(mask)
+    if VERSIONS_BEHIND in data:
+        counts = data[VERSIONS_BEHIND]
+        behind = (counts.values() if counts.is_nested else counts).flatten().tolist()
     ended = ended_by_themselves(data["response_mask"], request["longest_response"])
     mismatch, phantom = MismatchByVersion(), PhantomStatistics()
     if request["mismatch"]:
@@ -151,15 +147,6 @@ def _measure(
 def ended_by_themselves(response_mask: Tensor, longest_response: int) -> Tensor:
     """Return [B] bool, the responses that were not cut: those with fewer tokens than the rollout may give them.
 
-    Args:
-        response_mask: Nested, of whole responses; what it holds does not matter.
-        longest_response: Tokens. A response that came to an end with the last of them counts as cut.
+    A response that came to an end with the last of these tokens counts as cut. The mask is nested, of whole responses.
     """
     return response_mask.offsets().diff() < longest_response  # type: ignore[attr-defined]
-
-
-def _versions_behind(data: Any, responses: int) -> list[int]:
-    if VERSIONS_BEHIND not in data:
-        return [0] * responses
-    counts = data[VERSIONS_BEHIND]
-    return (counts.values() if counts.is_nested else counts).flatten().tolist()

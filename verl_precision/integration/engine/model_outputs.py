@@ -19,14 +19,7 @@ def fp32_outputs(
     """Return nested log-probs and entropy in FP32.
 
     Fused kernels never show their logits: verl's path. Distillation and Σπ² need the whole logits: verl's path on FP32
-    logits, whose memory no chunk bounds.
-
-    Args:
-        engine: verl's engine with our config.
-        output: Of the model.
-        output_args: From verl's `prepare_model_inputs`.
-        micro_batch: verl's.
-        verls: verl's own `prepare_model_outputs` of the same.
+    logits, whose memory no chunk bounds. `output_args` come from verl's `prepare_model_inputs`.
     """
     ask = partial(tu.get_non_tensor_data, data=micro_batch, default=False)
     if ask(key="use_fused_kernels"):
@@ -62,18 +55,9 @@ def kept_tokens(micro_batch: Any, labels_N: Tensor) -> KeptTokens | None:
     """Return the tokens that each place of a micro-batch was drawn from; None if sampling was not truncated.
 
     verl's padding samples are copies of another one with one token, which is not trained on: their masks are left out.
-
-    Args:
-        micro_batch: verl's.
-        labels_N: The token that each place predicts.
-
-    Raises:
-        RuntimeError: If a mask is not that of its response.
     """
     if MASK_FIELD not in micro_batch:
         return None
     lengths = micro_batch["input_ids"].offsets().diff().tolist()
-    trained = (mask.any() for mask in micro_batch["loss_mask"].unbind())
-    masks = zip(micro_batch[MASK_FIELD].unbind(), trained, strict=True)
-    packed = [mask if any_token else None for mask, any_token in masks]
-    return unpack(packed, lengths, labels_N)
+    masks = zip(micro_batch[MASK_FIELD].unbind(), micro_batch["loss_mask"].unbind(), strict=True)
+    return unpack([mask if trained.any() else None for mask, trained in masks], lengths, labels_N)

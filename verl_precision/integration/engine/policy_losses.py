@@ -19,14 +19,7 @@ from verl_precision.losses.settings import THRESHOLD, require_bypass, require_th
 
 
 def register_losses(core_algos: ModuleType) -> None:
-    """Register every loss of `POLICY_LOSSES`, and those added later, with verl; once.
-
-    Args:
-        core_algos: `verl.trainer.ppo.core_algos`.
-
-    Raises:
-        RegistrationError: If a name is owned by someone else.
-    """
+    """Register every loss of `POLICY_LOSSES`, and those added later, with verl; once."""
     keep_merged_metrics()
 
     def register(name: str, entry: PolicyLoss) -> None:
@@ -53,9 +46,7 @@ class AdaptedLoss:
     """A loss of `POLICY_LOSSES` with verl's calling convention."""
 
     def __init__(self, name: str, entry: PolicyLoss) -> None:
-        self.name = name
-        self.entry = entry
-        self._needs = entry.parameters
+        self.name, self.entry, self._needs = name, entry, entry.parameters
 
     def __call__(
         self,
@@ -67,20 +58,7 @@ class AdaptedLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, MergedMetric]]:
-        """Call the loss; return it with its metrics, ready for verl.
-
-        Args:
-            old_log_prob: [B, T], the rollout's in bypass mode, else those of θ' from the trainer.
-            log_prob: [B, T], receives the gradient.
-            advantages: [B, T].
-            response_mask: [B, T].
-            loss_agg_mode: verl's name of the aggregation.
-            config: verl's ActorConfig, with `global_batch_info` as `ppo_loss` fills it.
-            rollout_is_weights: [B, T] from verl's rollout-correction step, or None.
-
-        Raises:
-            ConfigurationError: Naming the setting that does not fit.
-        """
+        """Call the loss with [B, T] tensors and verl's ActorConfig, whose `global_batch_info` `ppo_loss` has filled."""
         if config is None:
             raise ConfigurationError(
                 f"policy loss {self.name!r} was called with config=None",
@@ -99,6 +77,7 @@ class AdaptedLoss:
         correction = config.policy_loss.get("rollout_correction", None) or {}
         if "rollout_log_probs" in self._needs:
             require_bypass(correction.get("bypass_mode", None), self.name)
+        info = config.global_batch_info
         offered = {
             "trainer_log_probs": log_prob,
             "rollout_log_probs": old_log_prob,
@@ -106,7 +85,13 @@ class AdaptedLoss:
             "advantages": advantages,
             "response_mask": response_mask,
             "rollout_is_weights": rollout_is_weights,
-            "aggregation": aggregation_from(config, loss_agg_mode),
+            "aggregation": Aggregation(
+                mode=loss_agg_mode,
+                normalizer=config.loss_scale_factor,
+                num_responses=info.get("global_batch_size"),
+                num_tokens=info.get("batch_num_tokens"),
+                dp_size=info.get("dp_size") or 1,
+            ),
         }
         arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
         if "threshold" in self._needs:
@@ -117,15 +102,3 @@ class AdaptedLoss:
                 arguments[f"clip_{side}"] = config.clip_ratio if value is None else value
         output = self.entry.function(**arguments)
         return output.loss, metrics_of_loss(output.metrics)
-
-
-def aggregation_from(config: Any, loss_agg_mode: str) -> Aggregation:
-    """Return the aggregation that verl's ActorConfig and the mini-batch at hand ask for."""
-    info = config.global_batch_info
-    return Aggregation(
-        mode=loss_agg_mode,
-        normalizer=config.loss_scale_factor,
-        num_responses=info.get("global_batch_size"),
-        num_tokens=info.get("batch_num_tokens"),
-        dp_size=info.get("dp_size") or 1,
-    )

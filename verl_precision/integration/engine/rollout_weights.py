@@ -22,19 +22,13 @@ from verl_precision.mismatch.metric_names import with_former_names
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
-    """Offer `WEIGHTS` in verl's rollout-correction step, once; verl's own levels pass through unchanged.
-
-    Args:
-        rollout_corr_helper: `verl.trainer.ppo.rollout_corr_helper`.
-    """
+    """Offer `WEIGHTS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
 
 
 def _with_own_levels(wrapped, instance, args, kwargs):
     level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
-    if level not in WEIGHTS:
-        return wrapped(*args, **kwargs)
-    return _own_weights(*args, **kwargs)
+    return (_own_weights if level in WEIGHTS else wrapped)(*args, **kwargs)
 
 
 def _own_weights(

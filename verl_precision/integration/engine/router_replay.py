@@ -6,7 +6,7 @@ R3 replays the rollout's choice in the old-log-prob pass and in the update, R2 t
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement, without_padding
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.measurement import with_metrics
 from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
 
 CHOICES = "routed_experts"  # verl's field: [tokens, layers, top_k] of each sequence
@@ -25,15 +26,7 @@ class RouterReplay:
     """Routers that answer with the choices of a batch."""
 
     def __init__(self, module: nn.Module, config: PrecisionFSDPConfig) -> None:
-        """Find the routers.
-
-        Args:
-            module: The model; not sharded yet, which would replace the modules' classes.
-            config: Of its engine.
-
-        Raises:
-            ConfigurationError: If the config asks for a shadow too, or the model cannot be replayed.
-        """
+        """Find the routers of a model that is not sharded yet, which would replace the modules' classes."""
         if config.shadow.enabled:
             raise ConfigurationError(
                 "the shadow would choose experts of its own",
@@ -50,39 +43,25 @@ class RouterReplay:
         return config.watch_routing or config.router_replay.mode != "disabled"
 
     def step(self, step: Callable, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
-        """Do a forward step with the batch's choices; in training, report how far the trainer's own agree.
-
-        Args:
-            step: The engine's.
-            micro_batch: verl's.
-            loss_function: verl's.
-            forward_only: Whether no gradient is needed.
-        """
+        """Do the engine's step with the choices of the batch; in training, report how far the trainer's own agree."""
         offsets = micro_batch["input_ids"].offsets()
         choices, known = None, None
         if CHOICES in micro_batch:
             choices = micro_batch[CHOICES].values()
             known = known_tokens(choices, offsets) if self._mode != "R2" else torch.ones(len(choices)).bool()
-        replay = choices if self._mode != "disabled" and not self._records(micro_batch, forward_only) else None
+        # Is this the forward whose choices R2 replays: the old-log-prob pass, and not a reference?
+        reference = tu.get_non_tensor_data(data=micro_batch, key="no_lora_adapter", default=False)
+        records = forward_only and self._mode == "R2" and not reference
+        replay = choices if self._mode != "disabled" and not records else None
         self._routers.replay(replay, known)  # until the next forward: gradient checkpointing asks again in the backward
         watched: Any = self._routers.watched() if choices is not None or forward_only else contextlib.nullcontext({})
 
-        def loss_and_agreement(*args, **kwargs):
-            if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
-                return loss_function(*args, **kwargs)
-            loss, metrics = loss_function(*args, **kwargs)
-            if choices is not None and seen:
-                metrics = {**metrics, **metrics_of_loss(routing_agreement(seen, choices, known))}
-            return loss, metrics
+        def agreement(*_: Any) -> Mapping[str, Any]:
+            return metrics_of_loss(routing_agreement(seen, choices, known)) if choices is not None and seen else {}
 
         with watched as seen:
-            loss, output = step(micro_batch, loss_function and loss_and_agreement, forward_only)
-        if self._records(micro_batch, forward_only):
+            loss, output = step(micro_batch, loss_function and with_metrics(loss_function, agreement), forward_only)
+        if records:
             recorded = without_padding(self._routers.stacked(seen).to(torch.int16), offsets)
             output["model_output"][CHOICES] = torch.nested.nested_tensor_from_jagged(recorded, offsets)
         return loss, output
-
-    def _records(self, micro_batch: Any, forward_only: bool) -> bool:
-        """Return whether this is the forward whose choices R2 replays: the old-log-prob pass, and not a reference."""
-        reference = tu.get_non_tensor_data(data=micro_batch, key="no_lora_adapter", default=False)
-        return forward_only and self._mode == "R2" and not reference

@@ -11,11 +11,7 @@ from verl.utils import tensordict_utils as tu
 
 
 def make_group_of_one(device: str) -> None:
-    """Make the default process group, of this process alone.
-
-    Args:
-        device: "cuda" (NCCL, and gloo for tensors on the host) or "cpu" (gloo).
-    """
+    """Make the default process group, of this process alone; on "cuda" with NCCL, and gloo for tensors on the host."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -31,11 +27,9 @@ def one_rank(device: str) -> Iterator[None]:
 
 
 def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
-    """Return sequences as verl's engine takes a micro-batch, every token counted, temperature 1.
+    """Return token ids, [T] each, as verl's engine takes a micro-batch, every token counted, temperature 1.
 
-    Args:
-        sequences: Token ids, int64 [T] each.
-        settings: What the engine asks of a batch beside its tensors, such as `use_remove_padding`.
+    `settings` are what the engine asks of a batch beside its tensors, such as `use_remove_padding`.
     """
     return tu.get_tensordict(
         {

@@ -24,39 +24,27 @@ class SentWeights:
     """The weights of an engine on their way to the rollout, and what there is to report of them."""
 
     def __init__(self) -> None:
-        self._reports: ReportBox | None = None
-        self._grid: Bf16Grid | None = None
+        self._reports, self._grid = ReportBox(), Bf16Grid()
 
     def prepared(self, weights: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
         """Return a weight stream watched and perhaps rounded, and closed by a manifest if the receiver reads it.
 
         On a CPU weights can be loaded again by `VerifiedWeightSyncExtension` only, which reads the manifest.
-
-        Args:
-            weights: verl's stream.
-            engine: The engine that sends it.
         """
         config, closed = engine.engine_config, get_device_name() == "cpu"
         if isinstance(config, PrecisionFSDPConfig):
-            if self._grid is None:
-                self._grid = Bf16Grid()
             weights = self._grid.watch(weights)
             if config.stochastic_rounding_to is not None:
                 dtype = torch_dtype(config.stochastic_rounding_to)
                 # The schedule counts the steps that changed the weights, and checkpoints hold it.
                 weights = rounded_stream(weights, dtype, step=engine.lr_scheduler.last_epoch)
             closed |= config.send_weight_manifest
-        if closed:
-            if self._reports is None:
-                self._reports = ReportBox()
-            weights = send_with_manifest(weights, self._reports.new_address())
-        return weights
+        return send_with_manifest(weights, self._reports.new_address()) if closed else weights
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of what was sent since the last call."""
-        report = None if self._reports is None else self._reports.take()
-        found = {} if report is None else report.metrics()
-        return found | ({} if self._grid is None else self._grid.take())
+        report = self._reports.take()
+        return ({} if report is None else report.metrics()) | self._grid.take()
 
 
 def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -80,11 +68,7 @@ def write_export_dtype(folder: str, dtype: str) -> None:
     """Say in an exported model's config.json which dtype it was trained to be used in.
 
     verl writes the dtype of the model the run started from, BF16 for most: who loads the export by its config would
-    round the weights to it. The weights themselves are exported in FP32.
-
-    Args:
-        folder: Folder of a Hugging Face model; nothing is done without a config.json in it.
-        dtype: Name of the dtype in torch, e.g. "float16".
+    round the weights to it. The weights themselves are exported in FP32. Nothing is done without a config.json.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():

@@ -36,14 +36,8 @@ def choose_layers(
 ) -> set[str]:
     """Choose the layers to verify in this sync: the first, the last, and a window that moves on with every sync.
 
-    Args:
-        model: Model of the rollout.
-        sync_index: 0, 1, ...; every accepted layer is chosen within a bounded number of syncs.
-        accept: Tells which layers can be verified.
-        budget: Largest number of parameter elements in the window. One layer that is larger is verified beside it.
-
-    Returns:
-        Names of layers with parameters of their own.
+    Every accepted layer is chosen within a bounded number of syncs. The budget is the largest number of parameter
+    elements in the window; one layer that is larger is verified beside it.
     """
     layers = {name: layer for name, layer in layers_with_parameters(model).items() if accept(layer)}
     sizes = {name: sum(p.numel() for p in layer.parameters(recurse=False)) for name, layer in layers.items()}
@@ -55,14 +49,12 @@ def choose_layers(
     for name in names[start:] + names[:start]:
         if name in chosen:
             continue
-        if sizes[name] > budget:
-            if larger:
-                continue
+        if sizes[name] > budget and not larger:
             larger = True
-        elif spent + sizes[name] > budget:
-            continue
-        else:
+        elif spent + sizes[name] <= budget:
             spent += sizes[name]
+        else:
+            continue
         chosen.add(name)
     return chosen
 
@@ -72,14 +64,7 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
     """Load the named layers' parameters twice inside the block: the live ones, and others to compare them with.
 
     What is sent is read while it is there, since transfer buffers are reused, and nothing of it is kept but this rank's
-    part in the rollout's dtype.
-
-    Args:
-        model: Model of the rollout.
-        layers: Names of the layers to record.
-
-    Yields:
-        Layer name -> what it was sent, filled while loading.
+    part in the rollout's dtype. Yields layer name -> what the layer was sent, filled while loading.
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 

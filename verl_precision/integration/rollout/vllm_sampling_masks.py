@@ -70,16 +70,9 @@ class _Recorded:
 
 
 def kept_of(log_probs: Any, places: int, returned: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many tokens were kept at each place of a response, and which.
+    """Return how many tokens were kept at each place of a response, and which; an error if not all were returned.
 
-    Args:
-        log_probs: vLLM's `FlatLogprobs`: at each place the drawn token, then the most probable ones; None if there is
-            no place.
-        places: Tokens of the response.
-        returned: How many were asked for.
-
-    Raises:
-        ConfigurationError: If more were kept than were returned.
+    `log_probs` are vLLM's `FlatLogprobs`: at each place the drawn token, then the `returned` most probable ones.
     """
     if not places:
         return np.zeros(0, np.int32), np.zeros(0, np.int32)

@@ -63,16 +63,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive and load weights as verl does, then verify them.
-
-        Args:
-            peft_config: LoRA settings, or None.
-            base_sync_done: Whether, with `peft_config`, this sync carries the adapter alone.
-            use_shm: Whether buckets come through shared memory.
-
-        Raises:
-            WeightSyncError: If the rollout's weights are not the trainer's.
-        """
+        """Receive and load weights as verl does, then verify them; with LoRA and `base_sync_done`, of the adapter."""
         self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
         model: Any = self.model_runner.model
         adapter_only, by_layer = bool(peft_config and base_sync_done), False
