@@ -364,7 +364,7 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
                 # the engine gives prompt and response, shifted by one
                 whole, ghost = (nested(torch.cat([x[rows], torch.zeros(len(rows), 1)], -1)) for x in (trainer, shadow))
                 data = tu.get_tensordict(data, {})
-                found = measure(batch.extra_info[REQUEST], whole, ghost if has_shadow else None, data)
+                found = measure(batch.extra_info[REQUEST], ghost if has_shadow else None, {"log_probs": whole}, data)
             _, metrics = loss(
                 old_log_prob=part["old_log_probs"],
                 log_prob=(shadow if from_shadow else trainer)[rows].clone().requires_grad_(),

@@ -46,9 +46,8 @@ class ForwardDtypes:
 
     def check(self) -> None:
         """Compare the last forward with the config, and raise PrecisionContradictionError; once, log the outcome."""
-        products, wrong = self.seen.total(), dict(self._wrong)
-        self.seen.clear()
-        self._wrong.clear()
+        products, wrong = self.seen.total(), self._wrong
+        self.seen, self._wrong = Counter(), {}
         if wrong:
             named = "; ".join(f"{name}: {dtype_name(dtype)}" for name, dtype in list(wrong.items())[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""

@@ -45,8 +45,7 @@ def log_probs_and_entropy(
     Returns:
         Log-probs and entropy (None without), FP32, shape (N,), in nats.
     """
-    arguments = logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy, kept
-    log_probs, entropy = _LogProbs.apply(*arguments)
+    log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy, kept)
     return log_probs, entropy if with_entropy else None
 
 

@@ -104,9 +104,11 @@ class _Answer(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in (torch.topk, Tensor.topk) or not self._is_the_choice(args, kwargs):
+        if func not in (torch.topk, Tensor.topk):
             return func(*args, **kwargs)
-        scores_NE = args[0]
+        scores_NE, k = args[0], args[1] if len(args) > 1 else kwargs.get("k")
+        if scores_NE.dim() != 2 or (scores_NE.shape[-1], k) != (self.experts, self.top_k):  # not a choice of experts
+            return func(*args, **kwargs)
         with torch.no_grad():
             own_Nk = func(scores_NE.detach(), *args[1:], **kwargs)[1]
         used_Nk = own_Nk
@@ -117,10 +119,6 @@ class _Answer(TorchFunctionMode):
         self.choice = Choice(own_Nk, used_Nk)
         return torch.return_types.topk((scores_NE.gather(-1, used_Nk), used_Nk))
 
-    def _is_the_choice(self, args: tuple, kwargs: dict) -> bool:
-        scores, k = args[0], args[1] if len(args) > 1 else kwargs.get("k")
-        return scores.dim() == 2 and scores.shape[-1] == self.experts and k == self.top_k
-
 
 def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: Tensor) -> dict[str, Statistic]:
     """Return the share of choices that are the rollout's, over all layers and of each, of the tokens in `known_N`.
@@ -129,9 +127,7 @@ def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: 
     what was computed with; `mismatch/routing_changed_fraction` is the share of the trainer's own choices that replay
     has changed.
     """
-    agreement = {
-        layer: equal_choices(choice.used, rollout_NLk[:, layer], known_N) for layer, choice in sorted(seen.items())
-    }
+    agreement = {layer: equal_choices(seen[layer].used, rollout_NLk[:, layer], known_N) for layer in sorted(seen)}
     own = functools.reduce(Mean.merge, (equal_choices(choice.own, choice.used, known_N) for choice in seen.values()))
     return {
         AGREEMENT: functools.reduce(Mean.merge, agreement.values()),

@@ -20,11 +20,9 @@ class StepReport:
 
     def add(self, grad_norm: float, scaler: LossScaler | None) -> None:
         """Record one optimizer step; without a scaler verl skips it if the gradient's norm is not finite."""
-        if scaler is not None and scaler.last_step is not None:
-            self._steps.append(scaler.last_step)
-            self._skipped.append(scaler.last_step.skipped)
-        else:
-            self._skipped.append(not math.isfinite(grad_norm))
+        step = None if scaler is None else scaler.last_step
+        self._steps += [] if step is None else [step]
+        self._skipped.append(not math.isfinite(grad_norm) if step is None else step.skipped)
         self._applied_since_schedule |= not self.last_skipped
 
     def metrics(self, scaler: LossScaler | None) -> dict[str, float]:

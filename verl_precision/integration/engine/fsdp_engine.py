@@ -28,7 +28,7 @@ from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scale
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.measurement import REQUEST, MeasuredUpdates, measured_loss
+from verl_precision.integration.engine.measurement import REQUEST, MeasuredUpdates, measure, with_metrics
 from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import SentWeights, merged_lora, write_export_dtype
@@ -122,14 +122,11 @@ class PrecisionFSDPEngine:
             if ratio_from_shadow:
                 loss_function = loss_of_shadow(loss_function, shadow_log_probs)
             if request:
-                loss_function = measured_loss(loss_function, request, shadow_log_probs)
+                loss_function = with_metrics(loss_function, functools.partial(measure, request, shadow_log_probs))
         return step(micro_batch, loss_function, forward_only)
 
     def _verified_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step, then compare the dtypes seen in the model with the config.
-
-        The canary asks for weights rounded to the rollout's dtype (`ROUNDED_TO`).
-        """
+        """Do verl's forward step, perhaps with weights rounded for the canary, then compare dtypes with the config."""
         if not self._has_precision_config:
             return super().forward_step(micro_batch, loss_function, forward_only)
         coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None)
@@ -143,9 +140,9 @@ class PrecisionFSDPEngine:
         verls = functools.partial(
             super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func
         )
-        if self._is_critic or not (self._has_precision_config and self.engine_config.fp32_log_probs):
-            return verls()
-        return fp32_outputs(self, output, output_args, micro_batch, verls)
+        if self._has_precision_config and self.engine_config.fp32_log_probs and not self._is_critic:
+            return fp32_outputs(self, output, output_args, micro_batch, verls)
+        return verls()
 
     # Update: measurement, verl's mini-batch, then what scaler and weight sync have to report.
 
@@ -204,7 +201,7 @@ class PrecisionFSDPEngine:
         super().save_checkpoint(local_path, *args, **kwargs)
         if local_path is None or not self._has_precision_config:
             return
-        if self._has_scaler() and self.checkpoint_manager.should_save_extra:
+        if isinstance(self.scaler, LossScaler) and self.checkpoint_manager.should_save_extra:
             save_scaler(self.scaler, local_path)
         if torch.distributed.get_rank() == 0:
             write_export_dtype(str(Path(local_path) / "huggingface"), long(self.engine_config.compute_dtype))
@@ -215,11 +212,9 @@ class PrecisionFSDPEngine:
         super().load_checkpoint(local_path, *args, **kwargs)
         if self._shadow is not None:
             self._shadow.outdate()
-        if self._has_scaler() and local_path is not None and self.checkpoint_manager.should_load_extra:
+        has_scaler = self._has_precision_config and isinstance(self.scaler, LossScaler)
+        if has_scaler and local_path is not None and self.checkpoint_manager.should_load_extra:
             load_scaler(self.scaler, local_path)
-
-    def _has_scaler(self) -> bool:
-        return self._has_precision_config and isinstance(self.scaler, LossScaler)
 
     def to(self, device, model=True, optimizer=True, grad=True):
         """Move the engine, and the shadow with the actor's weights."""

@@ -75,13 +75,6 @@ class MeasuredUpdates:
         return shadow.every_n_steps > 0 and self._steps % shadow.every_n_steps == 0
 
 
-def measured_loss(loss_function: Callable, request: Request, shadow_log_probs: Tensor | None) -> Callable:
-    """Return verl's loss function with the measurement of the micro-batch among its metrics."""
-    return with_metrics(
-        loss_function, lambda output, data: measure(request, output["log_probs"], shadow_log_probs, data)
-    )
-
-
 def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping[str, Any]]) -> Callable:
     """Return verl's loss function with further metrics, measured from model output and micro-batch before the loss."""
 
@@ -95,15 +88,17 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
     return loss_and_metrics
 
 
-def measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any) -> dict[str, MergedMetric]:
+def measure(
+    request: Request, shadow_log_probs: Tensor | None, output: Mapping[str, Tensor], data: Any
+) -> dict[str, MergedMetric]:
     """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
 
-    Log-probs are nested, of prompt and response tokens. The keys are the same whether it failed or not: verl merges
-    ranks by the keys of the first.
+    Log-probs, of shadow and model output, are nested, of prompt and response tokens. The keys are the same whether it
+    failed or not: verl merges ranks by the keys of the first.
     """
     failed, mismatch, phantom = 0, MismatchByVersion(), PhantomStatistics()
     try:
-        mismatch, phantom = _measure(request, log_probs.detach(), shadow_log_probs, data)
+        mismatch, phantom = _measure(request, output["log_probs"].detach(), shadow_log_probs, data)
     except Exception:  # somebody's run is under way, and does not need this number
         failed = 1
         logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")

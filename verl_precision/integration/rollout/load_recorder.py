@@ -76,17 +76,13 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
         records[name] = LayerRecord(template, loaders={})
         for key, parameter in template.items():
             holders[parameter].append((key, records[name]))
-    before = {parameter: getattr(parameter, "weight_loader", None) for parameter in holders}
-    for parameter, held_by in holders.items():
-        parameter.weight_loader = _loading_twice(parameter, before[parameter] or default_weight_loader, held_by)
-    try:
+    with contextlib.ExitStack() as stack:
+        for parameter, held_by in holders.items():
+            own = getattr(parameter, "weight_loader", None)
+            parameter.weight_loader = _loading_twice(parameter, own or default_weight_loader, held_by)
+            undo: Any = (setattr, parameter, "weight_loader", own) if own else (delattr, parameter, "weight_loader")
+            stack.callback(*undo)
         yield records
-    finally:
-        for parameter, loader in before.items():
-            if loader is None:
-                del parameter.weight_loader
-            else:
-                parameter.weight_loader = loader
 
 
 def _loading_twice(live: Any, loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]]) -> Callable[..., Any]:

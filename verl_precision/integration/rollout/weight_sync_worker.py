@@ -146,10 +146,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             yield from super()._iter_all_models_with_config()
 
     def _recording(self, model: Any, sync: _Sync) -> AbstractContextManager[dict[str, LayerRecord]]:
-        if sync.on_cpu:
-            layers = choose_layers(model, self._sync_index, accept=lambda layer: True)
-            return layerwise_reload(model, self.model_runner.vllm_config.model_config, layers)
-        return record_loads(model, choose_layers(model, self._sync_index, accept=comparable))
+        layers = choose_layers(model, self._sync_index, (lambda layer: True) if sync.on_cpu else comparable)
+        config = self.model_runner.vllm_config.model_config
+        return layerwise_reload(model, config, layers) if sync.on_cpu else record_loads(model, layers)
 
     def _arrival_problems(self, sync: _Sync) -> list[str]:
         dtype = self.model_runner.vllm_config.model_config.dtype
