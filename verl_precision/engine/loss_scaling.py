@@ -48,11 +48,6 @@ class LossScaler(ShardedGradScaler):
 
     The process group is the default one, all ranks of the engine: under HSDP each replica's shards are then part of the
     decision, so that replicas cannot drift apart.
-
-    Attributes:
-        last_step: What happened in the latest `unscale_`; None before it.
-        nonfinite: Parameters of this rank whose gradient was non-finite then.
-        steps_at_minimum: Consecutive overflowing steps with the scale at its minimum.
     """
 
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
@@ -74,9 +69,9 @@ class LossScaler(ShardedGradScaler):
                 remedy="Check the installed torch build and trainer.device, or set precision=bf16.",
             )
         self.settings = settings
-        self.last_step: ScalerStep | None = None
-        self.nonfinite: list[Tensor] = []
-        self.steps_at_minimum = 0
+        self.last_step: ScalerStep | None = None  # what happened in the latest `unscale_`
+        self.nonfinite: list[Tensor] = []  # parameters of this rank whose gradient was non-finite then
+        self.steps_at_minimum = 0  # consecutive overflowing steps with the scale at its minimum
 
     def scale(self, outputs: Any) -> Any:
         """Return S·loss in FP32 or wider: S·loss may exceed FP16's range where the loss itself does not."""

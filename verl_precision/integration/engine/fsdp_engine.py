@@ -1,15 +1,14 @@
 """verl's FSDP engines with loss scaling, FP32 log-probs, verified dtypes, a shadow, router replay and exact weights.
 
 `PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases. The phases
-themselves stand in the modules of their subjects. verl builds and drives the scaler as it does its own; here it is
-chosen which scaler that is, and read what happened.
+themselves stand in the modules of their subjects. verl builds and drives our scaler as it does its own.
 An engine whose config is not `PrecisionFSDPConfig` takes verl's path, but for a measurement that the trainer asks for.
 """
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,11 +42,6 @@ class PrecisionFSDPEngine:
     """The mixin that comes before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names."""
 
     engine_config: Any
-    checkpoint_manager: Any
-    lr_scheduler: Any
-    module: Any
-    scaler: Any
-    is_mp_src_rank_with_outputs: Callable[[], bool]
     _dtypes: ForwardDtypes
     _shadow: ShadowModel | None = None
     _replay: RouterReplay | None = None
@@ -80,9 +74,8 @@ class PrecisionFSDPEngine:
     def _build_verified(self, module):
         """Have verl shard a model whose forward records its dtypes, and put our scaler in the place of verl's."""
         self._report = StepReport()
-        config, head = self.engine_config, None
-        if config.fp32_output_head and not self._is_critic:
-            head = compute_head_in_fp32(module)
+        config = self.engine_config
+        head = compute_head_in_fp32(module) if config.fp32_output_head and not self._is_critic else None
         # Before sharding: under FSDP1 the modules then have no matrix of their own any more.
         self._dtypes = ForwardDtypes(
             module,
@@ -110,7 +103,7 @@ class PrecisionFSDPEngine:
             step = functools.partial(self._replay.step, step)
         ratio_from_shadow = self._shadow is not None and self.engine_config.shadow.ratio_source == "shadow"
         if forward_only and ratio_from_shadow:
-            with self._shadow.in_place_of_the_actor(self):  # type: ignore[union-attr]
+            with self._shadow.in_place_of_the_actor(self):
                 return step(micro_batch, loss_function, True)
         measured = self._updates is not None and not (forward_only or self._is_critic)
         request = self._updates.request if measured else None

@@ -39,11 +39,7 @@ def braced_box(text: str) -> str | None:
 
 
 def same_answer(answer: str, truth: str) -> bool:
-    """Return whether an answer is the ground truth, in whatever form.
-
-    Raises:
-        EnvironmentMismatchError: If math-verify is not installed, or does not load.
-    """
+    """Return whether an answer is the ground truth, in whatever form; an error if math-verify does not load."""
     from verl.utils.reward_score.math_reward import is_equiv
 
     answer, truth = answer.strip(), truth.strip()
