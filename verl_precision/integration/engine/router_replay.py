@@ -45,7 +45,8 @@ class RouterReplay:
     def step(self, step: Callable, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
         """Do the engine's step with the choices of the batch; in training, report how far the trainer's own agree."""
         offsets = micro_batch["input_ids"].offsets()
-        choices, known = None, None
+        choices: Any = None
+        known: Any = None
         if CHOICES in micro_batch:
             choices = micro_batch[CHOICES].values()
             known = known_tokens(choices, offsets) if self._mode != "R2" else torch.ones(len(choices)).bool()
