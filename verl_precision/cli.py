@@ -283,8 +283,9 @@ def compare(
     interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
     """
     from verl_precision.tools.runs.compare.folder import command_of, comparison_folder
-    from verl_precision.tools.runs.compare.run import check_arguments, compare_runs
+    from verl_precision.tools.runs.compare.run import compare_runs
     from verl_precision.tools.runs.compare.summary import PassBar
+    from verl_precision.tools.runs.grid import check_arguments
 
     bar = None if pass_score is None else PassBar(pass_score, pass_steps)
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []

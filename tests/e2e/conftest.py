@@ -17,7 +17,8 @@ from rich.console import Console
 
 from verl_precision.tools.runs import fork_server as workers
 from verl_precision.tools.runs import launch
-from verl_precision.tools.runs.compare.run import check_arguments, compare_runs
+from verl_precision.tools.runs.compare.run import compare_runs
+from verl_precision.tools.runs.grid import check_arguments
 from verl_precision.tools.runs.launch import marked_processes
 from verl_precision.tools.runs.read import read_metrics
 

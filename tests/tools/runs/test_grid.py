@@ -4,7 +4,6 @@ import pytest
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.runs import grid
-from verl_precision.tools.runs.compare.run import check_arguments
 
 QUICKSTART = "recipes/quickstart/quickstart.yaml"
 
@@ -23,7 +22,7 @@ def recipe(tmp_path):
 
 
 def planned(*arguments, **options):
-    return [(run.name, run.overrides) for run in check_arguments(*arguments, **options)]
+    return [(run.name, run.overrides) for run in grid.check_arguments(*arguments, **options)]
 
 
 def test_precisions_alone_keep_their_names(root):
@@ -92,4 +91,4 @@ def test_a_preset_is_known_from_the_overrides():
 def test_refused_before_anything_starts(recipe, text, options, words):
     path = recipe() if text is None else recipe(text)
     with pytest.raises(ConfigurationError, match=words):
-        check_arguments(path, **{"precisions": ["bf16"], "overrides": [], **options})
+        grid.check_arguments(path, **{"precisions": ["bf16"], "overrides": [], **options})

@@ -1,11 +1,10 @@
 """The runs of a comparison: its arms, each of which is a few Hydra overrides, and each arm once for every seed."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -13,21 +12,20 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.presets import preset_names
 
 ALL = "all"
+_CHECKPOINTS = "trainer.default_local_dir"
 _ARM_NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # it names a folder
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """One side of a comparison."""
 
-    name: str  # name in folders, table and figures
+    name: str  # of its folder, and in table and figures
     overrides: tuple[str, ...]  # Hydra overrides that make the arm
     precision: str | None = None  # the precision preset that -p chose; None for an arm of the recipe
     estimator: str | None = None  # the estimator preset that -e chose, if any
 
 
-@dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """An arm, with a seed where seeds are given."""
 
     arm: Arm
@@ -57,11 +55,7 @@ def arm_names(precisions: Sequence[str], estimators: Sequence[str] = (), arms: S
 
 
 def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> list[Arm]:
-    """Return an arm for each precision, or for each estimator with each precision.
-
-    Raises:
-        ConfigurationError: If there is no such preset, or one is given twice.
-    """
+    """Return an arm for each precision, or for each estimator with each precision; refuse presets that are unknown."""
     for option, chosen in (("precision", precisions), ("estimator", estimators)):
         known = preset_names(option)
         if unknown := [name for name in chosen if name not in known]:
@@ -69,8 +63,8 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> li
                 "there is no such preset", setting=f"--{option}", value=unknown[0], allowed=", ".join(known)
             )
         _refuse_twice(option, chosen, "each preset once")
-    pairs = product(estimators or (None,), precisions)
     arms = []
+    pairs = product(estimators or (None,), precisions)
     for name, (estimator, precision) in zip(arm_names(precisions, estimators), pairs, strict=True):
         overrides = (f"estimator={estimator}", f"precision={precision}")
         arms.append(Arm(name, overrides if estimator else overrides[1:], precision, estimator))
@@ -78,11 +72,7 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> li
 
 
 def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
-    """Return arms of a recipe: its YAML's own top-level `arms: {name: [override, ...], ...}`.
-
-    Args:
-        recipe: The recipe's YAML.
-        names: Names of its arms, or `all`.
+    """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`.
 
     Raises:
         ConfigurationError: If the recipe has no arms, has none of a name, or has one that cannot be run.
@@ -128,41 +118,67 @@ def with_seeds(arms: Iterable[Arm], seeds: Sequence[int] = ()) -> list[PlannedRu
     return [PlannedRun(arm, seed) for arm, seed in product(arms, seeds or (None,))]
 
 
-def check_seeds(recipe: Path, seeds: Sequence[int]) -> None:
-    """Refuse seeds that the recipe cannot take.
+def check_arguments(
+    config: Path,
+    precisions: Sequence[str],
+    overrides: Sequence[str],
+    estimators: Sequence[str] = (),
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+) -> list[PlannedRun]:
+    """Return the runs of a comparison, or refuse what cannot be compared, before anything starts.
+
+    Precisions and estimators are presets. Arms are names of the recipe's own, in place of both. The overrides are for
+    every run, and each arm runs with each seed.
 
     Raises:
-        ConfigurationError: If neither the recipe nor one that it builds on has the top-level key `seed`, or a seed is
-            given twice.
+        ConfigurationError: If the recipe is missing, a preset or arm is unknown or given twice, the recipe has no key
+            for a seed, or runs would share a setting or folder that must differ.
     """
-    _refuse_twice("seed", seeds, "each seed once")
-    if seeds and "seed" not in top_level_keys(recipe):
+    if not config.is_file():
         raise ConfigurationError(
-            f"{recipe} has no top-level key `seed`",
+            f"{config}: there is no such recipe",
+            remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root.",
+        )
+    if arms and (precisions or estimators):
+        raise ConfigurationError(
+            "an arm of the recipe says itself what differs",
+            setting="--arm",
+            value=" ".join(arms),
+            allowed="--arm, or --precision and --estimator, not both",
+            remedy="Leave -p and -e out, or put them into the recipe's arms.",
+        )
+    runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
+    _refuse_twice("seed", seeds, "each seed once")
+    if seeds and "seed" not in top_level_keys(config):
+        raise ConfigurationError(
+            f"{config} has no top-level key `seed`",
             setting="--seed",
             value=seeds[0],
             allowed="seeds for a recipe with that key",
             remedy="Add `seed: 1` to the recipe, and tie verl's settings to it, e.g. `data: {seed: ${seed}}`.",
         )
-
-
-def check_overrides(runs: Sequence[PlannedRun], overrides: Sequence[str]) -> None:
-    """Refuse overrides for every run that a run sets itself.
-
-    Raises:
-        ConfigurationError: If there is one; Hydra would refuse it in the middle of the comparison, or it would be lost.
-    """
-    of_runs = {_key(override): run for run in runs for override in run.overrides}
-    for override in overrides:
-        if (run := of_runs.get(_key(override))) is not None:
-            key, _, value = override.partition("=")
-            raise ConfigurationError(
-                f"the run {run.name} has a value of its own for it",
-                setting=key,
-                value=value,
-                allowed="settings in which the runs do not differ",
-                remedy="Leave it out, or change the arms (-p, -e, --arm, --seed).",
-            )
+    of_runs = {_key(override): (override, run) for run in runs for override in run.overrides}
+    folders = [each for each in (*overrides, *(own for own, _ in of_runs.values())) if _key(each) == _CHECKPOINTS]
+    if folders:
+        raise ConfigurationError(
+            "the runs would go on from each other's checkpoints",
+            setting=_CHECKPOINTS,
+            value=folders[0].partition("=")[2],
+            allowed="nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints",
+            remedy="Leave it out, and give --output a folder on the disk that you want.",
+        )
+    # Hydra would refuse these in the middle of the comparison, or one of the two would be lost.
+    for override in (each for each in overrides if _key(each) in of_runs):
+        key, _, value = override.partition("=")
+        raise ConfigurationError(
+            f"the run {of_runs[_key(override)][1].name} has a value of its own for it",
+            setting=key,
+            value=value,
+            allowed="settings in which the runs do not differ",
+            remedy="Leave it out, or change the arms (-p, -e, --arm, --seed).",
+        )
+    return runs
 
 
 def preset_of(group: str, overrides: Sequence[str]) -> str | None:
@@ -177,15 +193,17 @@ def top_level_keys(recipe: Path) -> set[str]:
     verl's own config and the presets are not looked at.
     """
     content = _own_keys(recipe)
-    folders = [recipe.parent]
-    if isinstance(hydra := content.get("hydra"), dict):
-        paths = hydra.get("searchpath") or []
-        folders += [Path(path.removeprefix("file://")) for path in paths if path.startswith("file://")]
-    beside = [folder / f"{name}.yaml" for name in content.get("defaults") or () for folder in folders]
-    return {str(key) for key in content}.union(*(top_level_keys(path) for path in beside if path.is_file()))
+    beside = [folder / f"{name}.yaml" for name in content.get("defaults") or () for folder in recipe_folders(recipe)]
+    return set(content).union(*(top_level_keys(path) for path in beside if path.is_file()))
 
 
-def _own_keys(recipe: Path) -> Mapping[str, Any]:
+def recipe_folders(recipe: Path) -> list[Path]:
+    """Return where the recipes may lie that a recipe builds on: beside it, or where its `hydra.searchpath` says."""
+    paths = OmegaConf.select(OmegaConf.load(recipe), "hydra.searchpath") or []
+    return [recipe.parent, *(Path(path.removeprefix("file://")) for path in paths if path.startswith("file://"))]
+
+
+def _own_keys(recipe: Path) -> dict[str, Any]:
     content = OmegaConf.to_container(OmegaConf.load(recipe), resolve=False)
     if not isinstance(content, dict):
         raise ConfigurationError(f"{recipe} is not a recipe: its YAML has no keys")

@@ -115,7 +115,7 @@ def test_what_was_measured_stays_when_a_later_run_fails_and_is_not_repeated(run,
 
 def test_runs_do_not_share_a_folder_of_checkpoints(root):
     with pytest.raises(ConfigurationError, match="go on from each other's checkpoints"):
-        compare.check_arguments(root / RECIPE, ["bf16", "fp16"], ["+trainer.default_local_dir=/data"])
+        grid.check_arguments(root / RECIPE, ["bf16", "fp16"], ["+trainer.default_local_dir=/data"])
 
 
 def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):

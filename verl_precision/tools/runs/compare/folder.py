@@ -13,11 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import OmegaConf
-
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.grid import arm_names, run_name
+from verl_precision.tools.runs.grid import arm_names, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY = "comparison.json", "summary.json"
@@ -32,29 +30,23 @@ def command_of(
     seeds: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return what makes a comparison the same: recipe and its text, runs, settings, and the versions that run it."""
-    of_recipe = {"recipe": str(recipe.resolve()), "digest": _digest(recipe)}
-    runs = {"precisions": list(precisions), "overrides": list(overrides)}
-    others = {"estimators": list(estimators), "arms": list(arms), "seeds": list(seeds)}
-    given = {name: values for name, values in others.items() if values}
-    return {**of_recipe, **runs, **given, "versions": installed_versions()}
-
-
-def _digest(recipe: Path) -> str:
-    """Return a digest of a recipe's text, and of the recipes beside it that it may build on."""
-    folders = OmegaConf.select(OmegaConf.load(recipe), "hydra.searchpath") or []
-    local = [Path(folder.removeprefix("file://")) for folder in folders if folder.startswith("file://")]
-    files = [file for folder in (recipe.parent, *local) for file in sorted(folder.glob("*.yaml"))]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    # The recipes beside it, too: it may build on them.
+    files = [file for folder in recipe_folders(recipe) for file in sorted(folder.glob("*.yaml"))]
+    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    given = {"estimators": list(estimators), "arms": list(arms), "seeds": list(seeds)}
+    return {
+        **{"recipe": str(recipe.resolve()), "digest": digest},
+        **{"precisions": list(precisions), "overrides": list(overrides)},
+        **{name: values for name, values in given.items() if values},
+        "versions": installed_versions(),
+    }
 
 
 @contextmanager
 def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
     """Yield the folder of an interrupted comparison with the same command, or else a new one; it is locked meanwhile.
 
-    Args:
-        parent: Where the comparisons of a recipe are.
-        command: From `command_of`.
-        anew: Whether to leave interrupted ones alone.
+    With `anew`, interrupted ones are left alone.
 
     Raises:
         ConfigurationError: If the new folder exists: two comparisons in one second.

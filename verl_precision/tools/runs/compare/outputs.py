@@ -18,7 +18,7 @@ FIGURE = "comparison.png"
 
 
 class Results:
-    """What the finished runs measured, and the files that show it. Runs are added from any thread.
+    """What the finished runs of a plan measured, and the files that show it. Runs are added from any thread.
 
     Args:
         config: The recipe's YAML.
@@ -29,12 +29,7 @@ class Results:
     """
 
     def __init__(
-        self,
-        config: Path,
-        runs: Sequence[PlannedRun],
-        overrides: Sequence[str],
-        folder: Path,
-        pass_bar: PassBar | None,
+        self, config: Path, runs: Sequence[PlannedRun], overrides: Sequence[str], folder: Path, pass_bar: PassBar | None
     ) -> None:
         """See the class."""
         self.config, self.runs, self.overrides, self.folder, self.pass_bar = config, runs, overrides, folder, pass_bar
@@ -43,9 +38,8 @@ class Results:
         self._summaries: dict[str, Summary] = {}
         self._drawn: set[str] = set()
         done = seconds_of_runs(folder)
-        for run in runs:
-            if run.name in done:
-                self._read(run, done[run.name])
+        for run in (run for run in runs if run.name in done):
+            self._read(run, done[run.name])
 
     def _read(self, run: PlannedRun, seconds: float) -> None:
         (measured,) = read_runs([self.folder / run.name])
@@ -62,9 +56,8 @@ class Results:
         """
         with self._lock:
             self._read(run, seconds)
-            verdicts = None
-            if self.pass_bar:
-                verdicts = {name: self.pass_bar.verdict(found.rows) for name, found in self.measured().items()}
+            bar, measured = self.pass_bar, self.measured()
+            verdicts = {name: bar.verdict(found.rows) for name, found in measured.items()} if bar else None
             write_summary(self.folder / SUMMARY, self.summaries(), sys.argv, installed_versions(), verdicts)
 
     def measured(self) -> dict[str, Run]:
@@ -85,13 +78,13 @@ class Results:
         if self._drawn == measured.keys():
             return
         self._drawn = set(measured)
-        runs = list(measured.values())
-        own_arms = any(run.arm.precision is None for run in self.runs)
-        panels = (*COMPARED, "phantom") if own_arms else COMPARED
-        write_comparison(self.folder / FIGURE, *self.in_columns(runs), panels)
-        together = len({run.arm.precision for run in self.runs}) if self._has_columns() else 1
-        for number, part in enumerate(parts_of(runs, together), start=1):
-            write_page(self.folder / _report(number), page(part, expected=self._expected(part)), force=True)
+        precisions = {run.arm.precision for run in self.runs}
+        panels = (*COMPARED, "phantom") if None in precisions else COMPARED  # which an arm of the recipe may change
+        write_comparison(self.folder / FIGURE, *self.in_columns(list(measured.values())), panels)
+        together = len(precisions) if self._has_columns() else 1
+        for number, part in enumerate(parts_of(list(measured.values()), together), start=1):
+            name = "report.html" if number == 1 else f"report_{number}.html"
+            write_page(self.folder / name, page(part, expected=self._expected(part)), force=True)
 
     def in_columns(self, runs: Sequence[Run]) -> tuple[list[Run], str, list[Run]]:
         """Return what the figure shows: runs, title, and expected curves.
@@ -116,7 +109,3 @@ class Results:
         of_arms = {run.arm: run.name for run in runs}
         found = [expected_of(self.config, self.folder / name) for name in of_arms.values()]
         return found[0] if all(curves == found[0] for curves in found) else []
-
-
-def _report(number: int) -> str:
-    return "report.html" if number == 1 else f"report_{number}.html"

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from verl_precision.base.errors import ConfigurationError, RunFailedError
-from verl_precision.tools.runs import grid
+from verl_precision.base.errors import RunFailedError
 from verl_precision.tools.runs.compare.folder import SUMMARY
 from verl_precision.tools.runs.compare.outputs import FIGURE, Results
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
@@ -41,9 +40,6 @@ def compare_runs(
         console: Where progress and the table are shown.
         pass_bar: What each run is judged by.
         parallel: How many runs at a time. Each has a Ray of its own.
-
-    Returns:
-        One summary a run.
 
     Raises:
         RunFailedError: If a run fails. No other starts then, those under way go on to their end, and finished runs stay
@@ -116,58 +112,6 @@ def _show(results: Results, console: Console) -> None:
     console.print(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
     cause = f"verl-precision explain --run {results.folder}/{folder}"
     console.print(f"which cause makes a run's gap: {cause}", highlight=False, soft_wrap=True)
-
-
-def check_arguments(
-    config: Path,
-    precisions: Sequence[str],
-    overrides: Sequence[str],
-    estimators: Sequence[str] = (),
-    arms: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-) -> list[PlannedRun]:
-    """Return the runs of a comparison, or refuse what cannot be compared, before anything starts.
-
-    Args:
-        config: The recipe's YAML.
-        precisions: Names of precision presets.
-        overrides: Hydra overrides for every run.
-        estimators: Names of estimator presets, each of which is run in each precision.
-        arms: In place of both, names of arms of the recipe, or `all`.
-        seeds: Seeds of each arm.
-
-    Raises:
-        ConfigurationError: If the recipe is missing, a preset or arm is unknown or given twice, the recipe has no key
-            for a seed, or runs would share a setting or folder that must differ.
-    """
-    if not config.is_file():
-        raise ConfigurationError(
-            f"{config}: there is no such recipe",
-            remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root.",
-        )
-    if arms and (precisions or estimators):
-        raise ConfigurationError(
-            "an arm of the recipe says itself what differs",
-            setting="--arm",
-            value=" ".join(arms),
-            allowed="--arm, or --precision and --estimator, not both",
-            remedy="Leave -p and -e out, or put them into the recipe's arms.",
-        )
-    chosen = grid.recipe_arms(config, arms) if arms else grid.preset_arms(precisions, estimators)
-    grid.check_seeds(config, seeds)
-    runs = grid.with_seeds(chosen, seeds)
-    for override in [*overrides, *(own for arm in chosen for own in arm.overrides)]:
-        name, _, value = override.lstrip("+~").partition("=")
-        if name == "trainer.default_local_dir":
-            raise ConfigurationError(
-                "the runs would go on from each other's checkpoints",
-                setting=name,
-                value=value,
-                allowed="nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints",
-                remedy="Leave it out, and give --output a folder on the disk that you want.",
-            )
-    grid.check_overrides(runs, overrides)
-    return runs
 
 
 class _Board:

@@ -42,26 +42,19 @@ def summarise(
     precision: str | None,
     rows: Rows,
     seconds_total: float,
-    arm: str | None = None,
+    arm: str = "",
     estimator: str | None = None,
     seed: int | None = None,
 ) -> Summary:
-    """Summarise a run.
-
-    Args:
-        precision: Name of the precision preset, if one was chosen.
-        rows: Metrics of each step.
-        seconds_total: Wall clock of the run.
-        arm: Name of the arm; that of the precision where precisions are compared.
-        estimator: Name of the estimator preset, if one was chosen.
-        seed: The run's seed, if it was given one.
+    """Summarise a run by its metrics of each step; the arm of a comparison of precisions has the precision's name.
 
     Raises:
         ConfigurationError: If a metric that the comparison needs was not measured.
     """
     needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
-    missing = [key for key in needed if not any(key in row for row in rows)]
-    if missing:
+    # Some steps may lack one: responses that are all equal have no correlation.
+    of = {key: [row[key] for row in rows if key in row] for key in needed}
+    if missing := [key for key in needed if not of[key]]:
         raise ConfigurationError(
             f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, which "
             "every preset sets",
@@ -69,8 +62,6 @@ def summarise(
             value=arm or precision,
             remedy="Leave it so, and look into the log for a measurement that failed.",
         )
-    # Some steps may lack one: responses that are all equal have no correlation.
-    of = {key: [row[key] for row in rows if key in row] for key in needed}
     return Summary(
         precision=precision,
         steps=len(rows),
@@ -94,14 +85,10 @@ def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
 
     An arm's mismatch is the mean over its seeds.
     """
-    found, firsts = {}, dict[str | None, str]()
-    arms = by_arm(summaries)
-    for arm, runs in arms.items():
-        first = firsts.setdefault(runs[0].estimator, arm)
-        (gap, k3), (first_gap, first_k3) = (
-            (fmean(run.log_prob_gap for run in members), fmean(run.k3_kl for run in members))
-            for members in (runs, arms[first])
-        )
+    found, firsts = {}, dict[str | None, tuple[str, float, float]]()
+    for arm, runs in by_arm(summaries).items():
+        gap, k3 = fmean(run.log_prob_gap for run in runs), fmean(run.k3_kl for run in runs)
+        first, first_gap, first_k3 = firsts.setdefault(runs[0].estimator, (arm, gap, k3))
         if arm != first and k3 > 0:
             found[f"{first}/{arm}"] = {"log_prob_gap": first_gap / gap, "k3_kl": first_k3 / k3}
     return found
@@ -138,10 +125,7 @@ class PassBar:
             )
 
     def verdict(self, rows: Rows) -> Verdict:
-        """Judge a run.
-
-        Args:
-            rows: Metrics of each step. A run that is shorter than the window is judged over all its steps.
+        """Judge a run by its metrics of each step; one that is shorter than the window, over all its steps.
 
         Returns:
             `reward`: mean of the last steps. `passed`: whether it is above the bar. `since`: the step from whose end on
