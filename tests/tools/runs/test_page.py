@@ -15,10 +15,10 @@ from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.mismatch.metric_names import PHANTOM_CLIPPED
 from verl_precision.mismatch.remedies import ADVICE
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.figures import PANELS, draw, write_comparison
+from verl_precision.tools.runs.figures import PANELS, draw, draw_comparison
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.figures import COLOURS
+from verl_precision.tools.show.figures import COLOURS, write_png
 from verl_precision.tools.show.tables import number_text
 
 PANEL = {panel.name: panel for panel in PANELS}
@@ -163,7 +163,7 @@ def test_a_metric_of_layers_is_shown_over_layers(run_of):
 
 
 def test_comparison_is_a_png(quickstart, tmp_path):
-    write_comparison(tmp_path / "f.png", quickstart, "test")
+    write_png(tmp_path / "f.png", draw_comparison(quickstart), "test")
     assert (tmp_path / "f.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

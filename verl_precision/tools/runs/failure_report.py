@@ -1,9 +1,8 @@
 """Why a run failed, in at most ten lines, read from its log.
 
-One error is logged by every process it passes through: the worker that raised it, vLLM's engine, Ray's actors, the
-driver. Here a log is read as a list of *headlines*, the last lines of tracebacks and the words with which a system
-ends a process. Each is said once. The cause comes first: our own error if there is one, else the first in time that is
-no echo of another.
+One error is logged by every process it passes through. Here a log is read as a list of *headlines*, the last lines of
+tracebacks and the words with which a system ends a process, each said once. The cause comes first: our own error if
+there is one, else the first in time that is no echo of another.
 """
 
 import re
@@ -38,38 +37,23 @@ _ECHO = re.compile(
 )
 
 # What a cause means to the user, where its own words do not say it.
-_REMEDIES = (
-    (
-        r"Unsupported CPU attention configuration: head_dim=(\d+)",
-        "vLLM has no attention kernel on a CPU for heads of this size. Use a model with another head_dim; "
-        "`verl-precision check` of the recipe says which have one.",
-    ),
-    (
-        r"Expected \w+ newline to tokenize to one token",
-        "verl builds prompts for this model type from single tokens. Use a tokenizer with a token for the newline.",
-    ),
-    (
-        r"OutOfMemory|[Oo]ut of memory|low on memory|memory pressure|Killed$|SIGKILL|exit code: -9\b",
-        "A process was killed, most often because memory ran out. Close other programs, or use a smaller model.",
-    ),
-    (
-        r"SIGBUS|Bus error|No space left on device|exit code: -7\b",
-        "/dev/shm or a disk is full. In a container, start it with --shm-size=2g; else remove stale files.",
-    ),
-    (
-        r"SIGILL|Illegal instruction|exit code: -4\b",
-        "A kernel was built for instructions that this CPU lacks. `verl-precision check` says which it has.",
-    ),
-)
+_HEAD_SIZE = "vLLM has no attention kernel on a CPU for heads of this size. Use a model with another head_dim; "
+_HEAD_SIZE += "`verl-precision check` of the recipe says which have one."
+_NEWLINE = "verl builds prompts for this model type from single tokens. Use a tokenizer with a token for the newline."
+_MEMORY = "A process was killed, most often because memory ran out. Close other programs, or use a smaller model."
+_DISK = "/dev/shm or a disk is full. In a container, start it with --shm-size=2g; else remove stale files."
+_CPU = "A kernel was built for instructions that this CPU lacks. `verl-precision check` says which it has."
+_REMEDIES = {
+    r"Unsupported CPU attention configuration: head_dim=(\d+)": _HEAD_SIZE,
+    r"Expected \w+ newline to tokenize to one token": _NEWLINE,
+    r"OutOfMemory|[Oo]ut of memory|low on memory|memory pressure|Killed$|SIGKILL|exit code: -9\b": _MEMORY,
+    r"SIGBUS|Bus error|No space left on device|exit code: -7\b": _DISK,
+    r"SIGILL|Illegal instruction|exit code: -4\b": _CPU,
+}
 
 
 def reason(log: Path, returncode: int) -> str:
-    """Return why a process failed, as indented lines.
-
-    Args:
-        log: Log of everything that it and its children printed.
-        returncode: Exit code as `subprocess` gives it: below zero it is the signal that ended the process.
-    """
+    """Return why a process failed, as indented lines, from its log and its exit code (below zero: minus the signal)."""
     lines = log.read_text(errors="replace").splitlines()
     if returncode < 0:
         lines.append(f"ended by {signal.Signals(-returncode).name}")
@@ -79,11 +63,7 @@ def reason(log: Path, returncode: int) -> str:
 def relevant_lines(lines: Iterable[str]) -> list[str]:
     """Return why a run failed: the cause, its remedy where one is known, and what followed, each once.
 
-    Args:
-        lines: Lines of the log.
-
-    Returns:
-        At most `LINES` lines; the end of the log where no line of it looks like an error.
+    These are at most `LINES` lines; the end of the log where no line of it looks like an error.
     """
     clean = [_ANSI.sub("", line).rstrip() for line in lines]
     headlines = _headlines(clean)
@@ -92,7 +72,7 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
     cause = next((line for line in headlines if _OURS.match(line)), None)
     cause = cause or next((line for line in headlines if not _ECHO.search(line)), next(iter(headlines)))
     report = [cause[:_CAUSE_WIDTH] + (f" (in {headlines[cause]})" if headlines[cause] else "")]
-    report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES if re.search(pattern, cause)][:1]
+    report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause)][:1]
     said = _message(cause)
     # What the processes said that heard of the cause, when it is more than a repetition of it.
     followed = [line for line in headlines if line != cause and said not in line and _message(line) not in cause]

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
@@ -16,7 +15,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, points_of
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import COLOURS, GREY, new_figure, style, write_png
+from verl_precision.tools.show.figures import COLOURS, GREY, new_figure, style
 
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
 MARKED = 60  # points of the longest series in which each has a mark
@@ -26,8 +25,7 @@ COLUMNS = 4  # beside each other
 _WIDTH, _HEIGHT = 4.6, 3.4  # of a panel, in inches
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A panel, drawn for some runs; `expected` are curves of the reward that are not runs."""
 
     panel: Panel
@@ -36,74 +34,54 @@ class Plot:
     expected: Sequence[Run] = ()
 
 
-def write_comparison(
-    path: Path, runs: list[Run], title: str, expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED
-) -> None:
-    """Write reward and mismatch over steps as one PNG; see `draw_comparison`."""
-    write_png(path, draw_comparison(runs, expected, panels), title)
-
-
 def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Sequence[str] = COMPARED) -> Figure:
-    """Draw reward and mismatch over steps, with the expected reward where there is one.
+    """Draw reward and mismatch over steps, with the curves of the expected reward, each for the runs of its column.
 
     If the runs have several columns (`Run.column`), each column has a plot of the reward and, below, one of k3. All
     plots of a metric have one scale. Otherwise the panels are beside each other, again for every eight curves: there
-    are no more colours.
-
-    Args:
-        runs: Runs with different names.
-        expected: Curves of the reward that are not runs, each for the runs of its own column.
-        panels: Names of the panels where there are no columns; those that no run has measured are left out.
+    are no more colours. A panel that no run has measured is left out.
     """
     of_name = {panel.name: panel for panel in PANELS}
     columns = list(dict.fromkeys(run.column for run in runs))
-    parts: list[list[list[Plot]]]
+
+    def plot_of(panel: Panel, column: str) -> Plot:
+        own, own_expected = ([run for run in some if run.column == column] for some in (runs, expected))
+        return Plot(panel, own, f"{column}: {panel.title}", own_expected)
+
     if len(columns) > 1:
         width = math.ceil(len(columns) / math.ceil(len(columns) / COLUMNS))  # six are twice three
         beside = [columns[start : start + width] for start in range(0, len(columns), width)]
-        pairs = [(some, of_name[name]) for some in beside for name in COMPARED_IN_COLUMNS]
-        parts = [[[_plot_of_column(panel, runs, column, expected) for column in some] for some, panel in pairs]]
+        rows = [[plot_of(of_name[name], each) for each in some] for some in beside for name in COMPARED_IN_COLUMNS]
+        parts = [rows]
     else:
-        chosen = [of_name[name] for name in panels if _is_measured(of_name[name], runs)]
+        chosen = [
+            panel
+            for panel in map(of_name.__getitem__, panels)
+            if any(points_of(run, metric) for run in runs for metric in panel.metrics.values())
+        ]
         parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
     figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
     places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
     for place, part in zip(places, parts, strict=True):
         _draw_plots(place, part, {})
-    if len(columns) > 1:
-        _align(figure.axes)
+    # All plots with the same unit, on the same kind of axis, have the smallest and the largest of their limits.
+    for kind in {(each.get_ylabel(), each.get_yscale()) for each in figure.axes} if len(columns) > 1 else ():
+        alike = [each for each in figure.axes if (each.get_ylabel(), each.get_yscale()) == kind]
+        lows, highs = zip(*(each.get_ylim() for each in alike), strict=True)
+        for each in alike:
+            each.set_ylim(min(lows), max(highs))
     return figure
 
 
 def parts_of(runs: Sequence[Run], multiple_of: int = 1) -> list[list[Run]]:
-    """Return the runs in parts with no more curves than there are colours.
+    """Return the runs, in order, in parts with no more curves than there are colours.
 
-    Args:
-        runs: Runs in order.
-        multiple_of: Number of curves that belong together, such as the precisions of an estimator.
+    So many curves as `multiple_of`, such as the precisions of an estimator, stay together.
     """
     curves = list(dict.fromkeys(run.curve for run in runs))
     length = max(1, len(COLOURS) // multiple_of * multiple_of)
     parts = [set(curves[start : start + length]) for start in range(0, len(curves), length)]
     return [[run for run in runs if run.curve in part] for part in parts]
-
-
-def _plot_of_column(panel: Panel, runs: Sequence[Run], column: str, expected: Sequence[Run]) -> Plot:
-    own = [run for run in runs if run.column == column]
-    return Plot(panel, own, f"{column}: {panel.title}", [curve for curve in expected if curve.column == column])
-
-
-def _is_measured(panel: Panel, runs: Sequence[Run]) -> bool:
-    return any(points_of(run, metric) for run in runs for metric in panel.metrics.values())
-
-
-def _align(axes: Sequence[Axes]) -> None:
-    """Give all plots with the same unit, on the same kind of axis, the smallest and the largest of their limits."""
-    for kind in {(each.get_ylabel(), each.get_yscale()) for each in axes}:
-        alike = [each for each in axes if (each.get_ylabel(), each.get_yscale()) == kind]
-        lows, highs = zip(*(each.get_ylim() for each in alike), strict=True)
-        for each in alike:
-            each.set_ylim(min(lows), max(highs))
 
 
 def draw(
@@ -116,17 +94,8 @@ def draw(
 
     Several runs of one arm (seeds) are one curve: at each step the mean over those that have measured it, with a shade
     from the smallest to the largest value. Where one of them is not finite, the mean has a gap. On a logarithmic axis
-    the shade is of the positive values.
-
-    Args:
-        panels: Panels with a point in at least one run.
-        runs: Runs with at most as many curves as there are colours.
-        alarms: Alarms of each run, by its name. A full line is an alarm about this panel's metric, a dotted line one
-            about another.
-        expected: Curves of the reward that are not runs: grey, each with a line style of its own.
-
-    Raises:
-        ConfigurationError: If there are more curves than colours.
+    the shade is of the positive values. Of the alarms of each run, by its name, a full line is one about the panel's
+    metric, a dotted line one about another. Expected curves of the reward are grey, each with a line style of its own.
     """
     figure = new_figure(_WIDTH * len(panels), _HEIGHT)
     _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
@@ -134,11 +103,7 @@ def draw(
 
 
 def colours_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the colour of each curve.
-
-    Raises:
-        ConfigurationError: If there are more curves than colours.
-    """
+    """Return the colour of each curve; more curves than colours are refused."""
     curves = list(dict.fromkeys(run.curve for run in runs))
     if len(curves) > len(COLOURS):
         raise ConfigurationError(
@@ -165,12 +130,13 @@ def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapp
 def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str, Line2D]:
     """Draw every curve; return what the legend says of runs and, where there are several, of curves."""
     panel = plot.panel
-    series = [
-        (name, label, dashes, values)
-        for name in dict.fromkeys(run.curve for run in plot.runs)
-        for (label, metric), dashes in zip(panel.metrics.items(), STYLES, strict=False)
-        if (values := _values([run for run in plot.runs if run.curve == name], metric))
-    ]
+    series: list[tuple[str, str, LineStyleType, dict[int, list[float]]]] = []  # the last: values of all seeds, by step
+    for name in dict.fromkeys(run.curve for run in plot.runs):
+        for (label, metric), dashes in zip(panel.metrics.items(), STYLES, strict=False):
+            seeds = [points_of(run, metric) for run in plot.runs if run.curve == name]
+            if steps := sorted({step for points in seeds for step in points}):
+                values = {step: [points[step] for points in seeds if step in points] for step in steps}
+                series.append((name, label, dashes, values))
     log = bool(panel.log) and any(each > 0 for *_, values in series for seeds in values.values() for each in seeds)
 
     def shown(value: float) -> float:
@@ -184,8 +150,9 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
             drawn = [
                 [one for one in map(shown, seeds) if not math.isnan(one)] or [math.nan] for seeds in values.values()
             ]
-            lows, highs = [min(seeds) for seeds in drawn], [max(seeds) for seeds in drawn]
-            axes.fill_between(steps, lows, highs, color=colours[name], alpha=0.2, linewidth=0)
+            axes.fill_between(
+                steps, [*map(min, drawn)], [*map(max, drawn)], color=colours[name], alpha=0.2, linewidth=0
+            )
     if log:
         axes.set_yscale("log", base=panel.log)
     elif axes.dataLim.y0 == 0:  # counts and fractions stand on the axis
@@ -193,15 +160,6 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
     of_runs = {name: Line2D([], [], color=colours[name], linewidth=3) for name, *_ in series}
     of_curves = {label: Line2D([], [], color="black", linestyle=dashes) for _, label, dashes, _ in series}
     return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
-
-
-def _values(runs: Sequence[Run], metric: str) -> dict[int, list[float]]:
-    """Return a metric by step: one value of each run that has measured it there."""
-    found: dict[int, list[float]] = {}
-    for run in runs:
-        for step, value in points_of(run, metric).items():
-            found.setdefault(step, []).append(value)
-    return dict(sorted(found.items()))
 
 
 def _draw_expected(axes: Axes, expected: Sequence[Run]) -> dict[str, Line2D]:

@@ -56,9 +56,8 @@ def _start_template(folder: str, name: str, environment: dict[str, str]) -> None
     log_path = os.path.join(folder, f"{name}.log")
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "fork_template.py"), folder, name]
     with open(log_path, "wb") as log:
-        template = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        template = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     end = time.monotonic() + START_SECONDS
     while not os.path.exists(os.path.join(folder, f"{name}.sock")):
         if template.poll() is not None or time.monotonic() > end:
@@ -87,6 +86,7 @@ def main() -> int:
         os.sched_setaffinity(0, os.sched_getaffinity(parent))
     inherited = _inherited_descriptors() if spawned else []
     connection = connect(folder)
+    answers = connection.makefile("rb", buffering=0)  # a line is read at a time: `select` sees the next
     descriptors = [0, 1, 2, *inherited]
     # One line of JSON, with the descriptors. The template answers with two lines: process id, exit code.
     order = {
@@ -104,7 +104,7 @@ def main() -> int:
         connection.sendall(rest)
     for descriptor in inherited:  # an end of a pipe that the forked process closes must be closed
         os.close(descriptor)
-    forked = _number(connection)
+    forked = _number(answers)
 
     def pass_on(number: int, frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended; its exit code is on its way
@@ -115,7 +115,7 @@ def main() -> int:
     while spawned and not select.select([connection], [], [], _PARENT_POLL_SECONDS)[0]:
         if os.getppid() != parent:
             return 1  # nobody reads it; the template ends the forked process
-    code = _number(connection)
+    code = _number(answers)
     if code < 0:  # ended by a signal: so does this one
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
@@ -133,13 +133,10 @@ def _inherited_descriptors() -> list[int]:
     return found
 
 
-def _number(connection: socket.socket) -> int:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte:
-            sys.exit("the template for Ray's workers has ended; its log is beside its socket")
-        line += byte
+def _number(answers: socket.SocketIO) -> int:
+    line = answers.readline()
+    if not line:
+        sys.exit("the template for Ray's workers has ended; its log is beside its socket")
     return int(line)
 
 

@@ -38,11 +38,8 @@ esac
 def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -> Iterator[str]:
     """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block.
 
-    Nothing is started here: the first worker starts its template.
-
-    Args:
-        modules: Modules that a template imports.
-        idle_seconds: How long a template without work stays. Longer than the pause between two runs.
+    Nothing is started here: the first worker starts its template, which imports the modules, and stays so long without
+    work: longer than the pause between two runs.
     """
     folder = Path(tempfile.mkdtemp(prefix="vp-fork-"))
     client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("fork_client.py")), str(folder)])

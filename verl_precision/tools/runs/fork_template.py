@@ -46,9 +46,7 @@ class Order(NamedTuple):
 def serve(folder: str, name: str) -> Order:
     """Fork on request until the owner has gone or there is no work; return in each fork, with its order.
 
-    Args:
-        folder: Folder of the owner's `template.json` and its socket `owner.sock`.
-        name: Name of this template's own socket there.
+    The folder has the owner's `template.json` and its socket `owner.sock`; this template's own gets the name.
     """
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
@@ -146,10 +144,7 @@ def _report_ended(clients: dict[int, socket.socket], selector: selectors.BaseSel
 def _become(order: Order, received: list[int], python: str) -> None:
     """Make a fresh fork what a process started with the order's command line would be.
 
-    Args:
-        order: What it is to be.
-        received: Its open files, in this process's numbers.
-        python: What multiprocessing starts in place of Python.
+    It has received the order's open files under numbers of its own. multiprocessing starts `python` in place of Python.
     """
     template = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none is left when the template is killed

@@ -12,7 +12,6 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.presets import preset_names
 
 ALL = "all"
-_CHECKPOINTS = "trainer.default_local_dir"
 _ARM_NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # it names a folder
 
 
@@ -47,26 +46,18 @@ def run_name(arm: str, seed: int | None) -> str:
     return arm if seed is None else f"{arm}/seed_{seed}"
 
 
-def arm_names(precisions: Sequence[str], estimators: Sequence[str] = (), arms: Sequence[str] = ()) -> list[str]:
-    """Return the names of the arms: the recipe's own, or every estimator with every precision, or the precisions."""
-    if arms:
-        return list(arms)
-    return [f"{estimator}-{precision}" for estimator, precision in product(estimators, precisions)] or list(precisions)
-
-
 def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> list[Arm]:
     """Return an arm for each precision, or for each estimator with each precision; refuse presets that are unknown."""
     for option, chosen in (("precision", precisions), ("estimator", estimators)):
         known = preset_names(option)
-        if unknown := [name for name in chosen if name not in known]:
-            raise ConfigurationError(
-                "there is no such preset", setting=f"--{option}", value=unknown[0], allowed=", ".join(known)
-            )
+        for name in (each for each in chosen if each not in known):
+            problem, allowed = "there is no such preset", ", ".join(known)
+            raise ConfigurationError(problem, setting=f"--{option}", value=name, allowed=allowed)
         _refuse_twice(option, chosen, "each preset once")
     arms = []
-    pairs = product(estimators or (None,), precisions)
-    for name, (estimator, precision) in zip(arm_names(precisions, estimators), pairs, strict=True):
+    for estimator, precision in product(estimators or (None,), precisions):
         overrides = (f"estimator={estimator}", f"precision={precision}")
+        name = f"{estimator}-{precision}" if estimator else precision
         arms.append(Arm(name, overrides if estimator else overrides[1:], precision, estimator))
     return arms
 
@@ -79,37 +70,25 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
     """
     known = _own_keys(recipe).get("arms")
     if not isinstance(known, dict) or not known:
-        raise ConfigurationError(
-            f"{recipe} has no arms",
-            setting="--arm",
-            value=names[0],
-            allowed="the names in a recipe's `arms: {name: [override, ...], ...}`",
-            remedy="Add that key to the recipe, or compare precisions with -p and estimators with -e.",
-        )
+        problem, allowed = f"{recipe} has no arms", "the names in a recipe's `arms: {name: [override, ...], ...}`"
+        remedy = "Add that key to the recipe, or compare precisions with -p and estimators with -e."
+        raise ConfigurationError(problem, setting="--arm", value=names[0], allowed=allowed, remedy=remedy)
     for name, overrides in known.items():
         if not isinstance(name, str) or not _ARM_NAME.fullmatch(name) or name == ALL:
-            raise ConfigurationError(
-                f"an arm of {recipe} has a name that no folder can have, or that means every arm",
-                setting="arms",
-                value=name,
-                allowed="letters, digits and _ . = + -, with a letter or digit first, but not `all`",
-            )
+            problem = f"an arm of {recipe} has a name that no folder can have, or that means every arm"
+            allowed = "letters, digits and _ . = + -, with a letter or digit first, but not `all`"
+            raise ConfigurationError(problem, setting="arms", value=name, allowed=allowed)
         if not isinstance(overrides, list) or not all(map(_is_override, overrides)):
-            raise ConfigurationError(
-                f"{recipe}: an arm is a list of Hydra overrides",
-                setting=f"arms.{name}",
-                value=overrides,
-                allowed='e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is; quote one with " #{[,"',
-            )
+            problem = f"{recipe}: an arm is a list of Hydra overrides"
+            allowed = 'e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is; quote one with " #{[,"'
+            raise ConfigurationError(problem, setting=f"arms.{name}", value=overrides, allowed=allowed)
     _refuse_twice("arm", names, "each arm once")
-    if unknown := [name for name in names if name not in (ALL, *known)]:
-        raise ConfigurationError(
-            f"{recipe} has no such arm", setting="--arm", value=unknown[0], allowed=", ".join([ALL, *known])
-        )
+    for name in (each for each in names if each not in (ALL, *known)):
+        problem, allowed = f"{recipe} has no such arm", ", ".join([ALL, *known])
+        raise ConfigurationError(problem, setting="--arm", value=name, allowed=allowed)
     if ALL in names and len(names) > 1:
-        raise ConfigurationError(
-            f"`{ALL}` means every arm", setting="--arm", value=" ".join(names), allowed=f"`{ALL}` alone, or names"
-        )
+        problem, allowed = f"`{ALL}` means every arm", f"`{ALL}` alone, or names"
+        raise ConfigurationError(problem, setting="--arm", value=" ".join(names), allowed=allowed)
     return [Arm(name, tuple(known[name])) for name in (known if ALL in names else names)]
 
 
@@ -136,48 +115,34 @@ def check_arguments(
             for a seed, or runs would share a setting or folder that must differ.
     """
     if not config.is_file():
-        raise ConfigurationError(
-            f"{config}: there is no such recipe",
-            remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root.",
-        )
+        remedy = "Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root."
+        raise ConfigurationError(f"{config}: there is no such recipe", remedy=remedy)
     if arms and (precisions or estimators):
-        raise ConfigurationError(
-            "an arm of the recipe says itself what differs",
-            setting="--arm",
-            value=" ".join(arms),
-            allowed="--arm, or --precision and --estimator, not both",
-            remedy="Leave -p and -e out, or put them into the recipe's arms.",
-        )
+        problem, value = "an arm of the recipe says itself what differs", " ".join(arms)
+        allowed = "--arm, or --precision and --estimator, not both"
+        remedy = "Leave -p and -e out, or put them into the recipe's arms."
+        raise ConfigurationError(problem, setting="--arm", value=value, allowed=allowed, remedy=remedy)
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
     _refuse_twice("seed", seeds, "each seed once")
     if seeds and "seed" not in top_level_keys(config):
-        raise ConfigurationError(
-            f"{config} has no top-level key `seed`",
-            setting="--seed",
-            value=seeds[0],
-            allowed="seeds for a recipe with that key",
-            remedy="Add `seed: 1` to the recipe, and tie verl's settings to it, e.g. `data: {seed: ${seed}}`.",
-        )
-    of_runs = {_key(override): (override, run) for run in runs for override in run.overrides}
-    folders = [each for each in (*overrides, *(own for own, _ in of_runs.values())) if _key(each) == _CHECKPOINTS]
-    if folders:
-        raise ConfigurationError(
-            "the runs would go on from each other's checkpoints",
-            setting=_CHECKPOINTS,
-            value=folders[0].partition("=")[2],
-            allowed="nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints",
-            remedy="Leave it out, and give --output a folder on the disk that you want.",
-        )
+        problem, allowed = f"{config} has no top-level key `seed`", "seeds for a recipe with that key"
+        remedy = "Add `seed: 1` to the recipe, and tie verl's settings to it, e.g. `data: {seed: ${seed}}`."
+        raise ConfigurationError(problem, setting="--seed", value=seeds[0], allowed=allowed, remedy=remedy)
+    of_runs = {_key(override): run for run in runs for override in run.overrides}
+    for override in (*overrides, *(own for run in runs for own in run.overrides)):
+        key, value = _key(override), override.partition("=")[2]
+        if key == "trainer.default_local_dir":
+            problem = "the runs would go on from each other's checkpoints"
+            allowed = "nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints"
+            remedy = "Leave it out, and give --output a folder on the disk that you want."
+            raise ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy)
     # Hydra would refuse these in the middle of the comparison, or one of the two would be lost.
     for override in (each for each in overrides if _key(each) in of_runs):
         key, _, value = override.partition("=")
-        raise ConfigurationError(
-            f"the run {of_runs[_key(override)][1].name} has a value of its own for it",
-            setting=key,
-            value=value,
-            allowed="settings in which the runs do not differ",
-            remedy="Leave it out, or change the arms (-p, -e, --arm, --seed).",
-        )
+        problem = f"the run {of_runs[_key(override)].name} has a value of its own for it"
+        allowed = "settings in which the runs do not differ"
+        remedy = "Leave it out, or change the arms (-p, -e, --arm, --seed)."
+        raise ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy)
     return runs
 
 

@@ -14,8 +14,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -39,23 +39,19 @@ STAGES = (
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a run is."""
 
     stage: str  # what verl is doing
     step: int  # number of training steps done
-    total_steps: int | None  # number of steps to do, or None while it is unknown
-    seconds: float  # seconds since the start
+    total_steps: int | None  # None while it is unknown
+    seconds: float  # since the start
 
 
 def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
     """Return the command a user would type to run a recipe's YAML with Hydra overrides."""
-    return [
-        *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        *("--config-dir", str(config.parent), "--config-name", config.stem),
-        *overrides,
-    ]
+    recipe = ["--config-dir", str(config.parent), "--config-name", config.stem]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *recipe, *overrides]
 
 
 def quoted(path: Path | str) -> str:
@@ -72,27 +68,25 @@ def run_verl(
     goes_on: bool = False,
     threads: int | None = None,
 ) -> float:
-    """Run verl to its end.
+    """Run verl to its end; return the wall-clock seconds of this start.
 
     Args:
         config: The recipe's YAML.
         overrides: Hydra overrides.
-        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on writes the next
-            log, `train-2.log`.
+        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files.
         on_progress: Called about twice a second.
         python: Command with which Ray starts its workers, e.g. the one of a `fork_server`; None for Ray's own.
-        goes_on: Whether the folder may be that of a start which was interrupted. What is left of its processes ends.
+        goes_on: Whether the folder may be that of a start which was interrupted. What is left of its processes ends,
+            and the next log is `train-2.log`.
         threads: `OMP_NUM_THREADS` of its processes, where the variable is not set; None leaves it alone.
-
-    Returns:
-        Wall-clock seconds of this start.
 
     Raises:
         RunFailedError: If verl fails; Ray's logs are kept then and named.
         KeyboardInterrupt: On Ctrl-C, after every process of the run has ended.
     """
     folder.mkdir(parents=True, exist_ok=goes_on)
-    log, metrics = _new_log(folder), folder / "metrics.jsonl"
+    starts = len(list(folder.glob("train*.log")))
+    log, metrics = folder / (f"train-{starts + 1}.log" if starts else "train.log"), folder / "metrics.jsonl"
     # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
     ray_folder = Path(tempfile.mkdtemp(prefix="vp-ray-"))
     mark = uuid.uuid5(uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex  # the same at each start of this run
@@ -102,9 +96,8 @@ def run_verl(
         "trainer.logger=[console,file]",
         f"hydra.run.dir={quoted(folder / 'hydra')}",
         f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
+        *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python is not None else []),
     ]
-    if python is not None:
-        command.append(f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}")
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
@@ -125,11 +118,6 @@ def run_verl(
         )
     shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are still closing may vanish under us
     return time.monotonic() - start
-
-
-def _new_log(folder: Path) -> Path:
-    starts = len(list(folder.glob("train*.log")))
-    return folder / (f"train-{starts + 1}.log" if starts else "train.log")
 
 
 def _follow(
@@ -160,13 +148,7 @@ def stage_of(line: str, current: int) -> int:
 
 
 def end_processes(process: subprocess.Popen, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
-    """End the driver and every process of its run: asked first, then killed.
-
-    Args:
-        process: The driver.
-        mark: Value of `RUN_MARK` in the environment of the run's processes.
-        grace_seconds: How long the driver may take to end by itself.
-    """
+    """End the driver, which has some seconds to end by itself, and every process that carries its run's mark."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:

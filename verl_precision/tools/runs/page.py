@@ -20,12 +20,10 @@ MARK = mark_of("report")
 
 
 def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Sequence[Run] = ()) -> str:
-    """Return the report.
+    """Return the report about runs with different names; those of one arm are one curve in the figures.
 
-    Args:
-        runs: Runs with different names; those of one arm are one curve in the figures.
-        settings: Settings of the alarm, which is run over the recorded metrics.
-        expected: Curves drawn beside the reward (`read_expected`).
+    The alarm runs over the recorded metrics with these settings. Expected curves (`read_expected`) are drawn beside the
+    reward.
 
     Raises:
         ConfigurationError: If no run has any of the metrics shown, or there are too many runs.
@@ -35,13 +33,10 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
     alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
     measured = [(panel, curves) for panel in PANELS if (curves := list(_measured(panel, runs)))]
     if not measured:
-        raise ConfigurationError(
-            "none of the metrics of the report is there",
-            setting="RUN",
-            value=", ".join(str(run.path) for run in runs),
-            allowed="metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)",
-            remedy="Name the run's own metrics file.",
-        )
+        problem, value = "none of the metrics of the report is there", ", ".join(str(run.path) for run in runs)
+        allowed = "metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)"
+        remedy = "Name the run's own metrics file."
+        raise ConfigurationError(problem, setting="RUN", value=value, allowed=allowed, remedy=remedy)
     return render(
         "runs/page.html",
         "report",
@@ -66,11 +61,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
 
 
 def write_page(path: Path, content: str, force: bool = False) -> None:
-    """Write the report.
-
-    Raises:
-        ConfigurationError: If the file exists and is not an earlier report, unless `force`; or its folder does not.
-    """
+    """Write the report; refuse to replace a file, unless by `force`, that is not an earlier report."""
     if not path.absolute().parent.is_dir():
         problem, allowed = f"{path.parent} is not a folder", "a file in a folder that exists"
         remedy = "Make the folder first."

@@ -1,34 +1,23 @@
 """Which metrics are shown, in which panel, and where a panel finds them in a run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.tools.runs.read import Run
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One plot.
+class Panel(NamedTuple):
+    """One plot."""
 
-    Attributes:
-        name: Id on the page.
-        title: Title above the plot.
-        unit: Label of the vertical axis.
-        metrics: Up to four metrics by their label; of `a or b` the first is shown that a run has.
-        log: Base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis.
-        hint: How to read the plot.
-        axis: What the horizontal axis counts: step, or layer for a metric that ends in `_*`, which is then the mean
-            over all steps of each layer.
-    """
-
-    name: str
+    name: str  # its id on the page
     title: str
-    unit: str
-    metrics: Mapping[str, str]
-    log: int = 0
-    hint: str = ""
+    unit: str  # label of the vertical axis
+    metrics: Mapping[str, str]  # up to four by their label; of `a or b` the first is shown that a run has
+    log: int = 0  # base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis
+    hint: str = ""  # how to read the plot
+    # What the horizontal axis counts; "layer" for a metric that ends in `_*`: the mean over all steps of each layer.
     axis: str = "step"
 
     def title_of(self, label: str) -> str:
@@ -38,12 +27,10 @@ class Panel:
 
 _PEARSON = keys.PROBS_PEARSON  # shown as its distance from 1
 _EXTREMES = {"max π - μ": keys.PROB_GAP_MAX, "min π - μ": keys.PROB_GAP_MIN}
-_CLIP = {
-    "A > 0": "actor/clip_fraction_high",
-    "A < 0": "actor/clip_fraction_low",
-    "all (verl's losses)": "actor/pg_clipfrac",
-    "dual clip (verl's losses)": "actor/pg_clipfrac_lower",
-}
+_CLIP = {"A > 0": "actor/clip_fraction_high", "A < 0": "actor/clip_fraction_low"}
+_CLIP |= {"all (verl's losses)": "actor/pg_clipfrac", "dual clip (verl's losses)": "actor/pg_clipfrac_lower"}
+_ROUTING, _BY_LAYER = keys.ROUTING_AGREEMENT, f"{keys.ROUTING_AGREEMENT}/layer_*"
+_DEEPER = "falls with depth: each difference makes others"
 REWARD = Panel("reward", "Reward", "mean score", {"reward": "critic/score/mean or critic/rewards/mean"})
 PANELS = (
     REWARD,
@@ -56,20 +43,10 @@ PANELS = (
     Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", {"beyond": keys.BETA_BEYOND_CLIP}),
     Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM_CLIPPED}, hint="0 is best"),
     Panel("clip", "Clipped tokens", "fraction", _CLIP),
+    Panel("routing", "Experts chosen as by the rollout", "share of choices", {"equal": _ROUTING}, hint="1 is best"),
     Panel(
-        "routing",
-        "Experts chosen as by the rollout",
-        "share of choices",
-        {"equal": keys.ROUTING_AGREEMENT},
-        hint="1 is best",
-    ),
-    Panel(
-        "routing_by_layer",
-        "Experts chosen as by the rollout, by layer",
-        "share of choices, all steps",
-        {"equal": f"{keys.ROUTING_AGREEMENT}/layer_*"},
-        hint="falls with depth: each difference makes others",
-        axis="layer",
+        *("routing_by_layer", "Experts chosen as by the rollout, by layer", "share of choices, all steps"),
+        *({"equal": _BY_LAYER}, 0, _DEEPER, "layer"),
     ),
     Panel("scale", "Loss scale", "S", {"scale": keys.LOSS_SCALE}, 2, "FP16 only"),
     Panel("skipped", "Skipped updates", "per step", {"skipped": keys.SKIPPED_STEPS}, hint="0 is best"),

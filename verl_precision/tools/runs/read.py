@@ -60,24 +60,18 @@ def read_runs(paths: list[Path]) -> list[Run]:
 
 
 def read_metrics(path: Path) -> Rows:
-    """Return the metrics of each step that are numbers; verl's file logger writes one JSON object a line, NaN as null.
-
-    Raises:
-        ConfigurationError: If it is another kind of file.
-    """
+    """Return the metrics of each step that are numbers, from a file of verl's file logger, which writes NaN as null."""
     rows = []
     try:
         for line in path.read_text().splitlines():
             row = json.loads(line)
-            numbers = {key: math.nan if value is None else value for key, value in row["data"].items()}
-            numbers = {key: float(value) for key, value in numbers.items() if isinstance(value, int | float)}
+            values = ((key, math.nan if value is None else value) for key, value in row["data"].items())
+            numbers = {key: float(value) for key, value in values if isinstance(value, int | float)}
             rows.append({"step": row["step"], **numbers})
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
         problem = f"it is not a metrics file of verl's file logger ({error!r})"
-        allowed = "one JSON object a line, with `step` and `data`"
-        raise _refused(
-            path, problem, "If the run was killed while it wrote a line, remove that line.", allowed
-        ) from error
+        remedy = "If the run was killed while it wrote a line, remove that line."
+        raise _refused(path, problem, remedy, "one JSON object a line, with `step` and `data`") from error
     return rows
 
 
@@ -91,20 +85,12 @@ def _sources(path: Path) -> list[Path]:
         raise _refused(path, "there is no such file or folder", "Check the path.")
     if path.is_file():
         return [path]
-    own = _source_in(path)
-    if own is not None:
-        return [own]
-    arms = _folders_in(path)
-    found = [source for folder in arms if (source := _source_in(folder))] or [
-        source for arm in arms for folder in _folders_in(arm) if (source := _source_in(folder))
-    ]
-    if not found:
-        raise _refused(path, "there are no metrics in it", "Name the file itself.")
-    return found
-
-
-def _folders_in(path: Path) -> list[Path]:
-    return sorted(folder for folder in path.iterdir() if folder.is_dir())
+    folders = [path]
+    for _ in range(3):  # a run; runs or arms of a comparison; seeds of its arms
+        if found := [source for folder in folders if (source := _source_in(folder))]:
+            return found
+        folders = [below for folder in folders for below in sorted(folder.iterdir()) if below.is_dir()]
+    raise _refused(path, "there are no metrics in it", "Name the file itself.")
 
 
 def _source_in(folder: Path) -> Path | None:
@@ -154,37 +140,25 @@ def _log_rows(path: Path) -> tuple[Rows, int]:
     """Read `step:3 - critic/score/mean:-32.8 - ...`, coloured and prefixed by Ray or not; count what is no number."""
     rows, unreadable = [], 0
     with path.open(errors="replace") as lines:
-        for line in lines:
-            if not (found := _STEP.search(_COLOUR.sub("", line))):
-                continue
+        for found in filter(None, (_STEP.search(_COLOUR.sub("", line)) for line in lines)):
             row: dict[str, float] = {"step": int(found.group(1))}
             for pair in found.group(2).strip().split(" - "):
                 key, _, text = pair.rpartition(":")
-                value = _number(_NUMPY.sub(r"\1", text))
-                if key and value is not None:
-                    row[key] = value
-                else:
+                text = _NUMPY.sub(r"\1", text) if key else "no number"
+                try:
+                    row[key] = float({"True": "1", "False": "0"}.get(text, text))
+                except ValueError:
                     unreadable += 1
             rows.append(row)
     return rows, unreadable
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float({"True": "1", "False": "0"}.get(text, text))
-    except ValueError:
-        return None
-
-
 def _event_rows(path: Path) -> Rows:
     if importlib.util.find_spec("tensorboard") is None:
-        raise EnvironmentMismatchError(
-            "these are TensorBoard events, and tensorboard is not installed",
-            setting="RUN",
-            value=str(path),
-            allowed="a .jsonl metrics file or a console log, which need no other package",
-            remedy="pip install tensorboard",
-        )
+        problem = "these are TensorBoard events, and tensorboard is not installed"
+        allowed = "a .jsonl metrics file or a console log, which need no other package"
+        remedy = "pip install tensorboard"
+        raise EnvironmentMismatchError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
@@ -199,9 +173,7 @@ def _event_rows(path: Path) -> Rows:
 def read_expected(path: Path, estimator: str) -> list[Run]:
     """Return the reward curves of an estimator, one for each precision.
 
-    Args:
-        path: A file with `EXPECTED_COLUMNS`, and lines with `#`, which say where the numbers come from.
-        estimator: Name of an estimator preset.
+    The file has `EXPECTED_COLUMNS`, and lines with `#`, which say where the numbers come from.
 
     Raises:
         ConfigurationError: If there is no such file, it is not such a file, or it has nothing of the estimator.
@@ -216,12 +188,9 @@ def read_expected(path: Path, estimator: str) -> list[Run]:
                 point = {"step": float(row["step"]), REWARD: float(row["reward"])}
                 found.setdefault(row["precision"], []).append(point)
     except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"it cannot be read ({error!r})",
-            setting="--expected",
-            value=str(path),
-            allowed=f"a CSV file with the columns {', '.join(EXPECTED_COLUMNS)}, such as recipes/sanity/{EXPECTED}",
-        ) from error
+        problem = f"it cannot be read ({error!r})"
+        allowed = f"a CSV file with the columns {', '.join(EXPECTED_COLUMNS)}, such as recipes/sanity/{EXPECTED}"
+        raise ConfigurationError(problem, setting="--expected", value=str(path), allowed=allowed) from error
     if not found:
         problem, allowed = f"{path} has no curve of it", ", ".join(sorted(known)) or "none"
         raise ConfigurationError(problem, setting="--estimator", value=estimator, allowed=allowed)
@@ -229,13 +198,9 @@ def read_expected(path: Path, estimator: str) -> list[Run]:
 
 
 def expected_of(recipe: Path, folder: Path) -> list[Run]:
-    """Return the curves that belong to a run, nothing where the recipe has none for it.
+    """Return the curves that belong to a run, by Hydra's files in its folder; none where the recipe has none for it.
 
     A run on a CPU has a tiny model, of which the paper says nothing.
-
-    Args:
-        recipe: The recipe's YAML.
-        folder: Folder of a run of it, with what Hydra has written about its choices.
     """
     path = recipe.parent / EXPECTED
     if not path.is_file():

@@ -10,19 +10,11 @@ from verl_precision.tools.show.tables import number_text
 
 
 def render(template: str, verb: str, **content: Any) -> str:
-    """Return a page.
-
-    Args:
-        template: Its template, which extends `show/base.html`, as a path below `tools`.
-        verb: The verb of the command line that writes it.
-        **content: What the template shows.
-    """
-    environment = Environment(
-        loader=PackageLoader("verl_precision.tools", ""), autoescape=True, undefined=StrictUndefined
-    )
+    """Return the page that a verb writes, from its template (a path below `tools`), which extends `show/base.html`."""
+    loader = PackageLoader("verl_precision.tools", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters["number"] = number_text
-    page = environment.get_template(template)
-    return page.render(mark=Markup(mark_of(verb)), version=__version__, **content)
+    return environment.get_template(template).render(mark=Markup(mark_of(verb)), version=__version__, **content)
 
 
 def mark_of(verb: str) -> str:

@@ -22,15 +22,10 @@ def terminal_table(
     framed: bool = False,
     title: str | None = None,
 ) -> Table:
-    """Return a table for a console.
+    """Return a table for a console, in a frame without wrapped cells or without a frame.
 
-    Args:
-        columns: Titles of the columns.
-        rows: Cells of each row.
-        words: How many columns, from the first on, are words: these stand at the left, numbers at the right.
-        red: Which rows are red, by their number.
-        framed: Whether it has a frame, in which no cell is wrapped.
-        title: Title above it.
+    The first columns, as many as `words`, stand at the left; the others are numbers, at the right. Rows with the
+    numbers `red` are red.
     """
     box = HEAVY_HEAD if framed else None
     table = Table(title=title, title_justify="left", box=box, header_style="bold")

@@ -48,7 +48,8 @@ def run(root, tmp_path, monkeypatch):
 
         monkeypatch.setattr(compare, "run_verl", recorded)
         if not draws:
-            monkeypatch.setattr(outputs, "write_comparison", lambda path, *drawn: path.write_text("figure"))
+            monkeypatch.setattr(outputs, "draw_comparison", lambda *drawn: "figure")
+            monkeypatch.setattr(outputs, "write_png", lambda path, figure, title: path.write_text(figure))
             monkeypatch.setattr(outputs, "page", lambda part, expected: "page")
         seen = io.StringIO()
         console = Console(file=seen, width=200, force_terminal=terminal)

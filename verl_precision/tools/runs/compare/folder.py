@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.grid import arm_names, recipe_folders, run_name
+from verl_precision.tools.runs.grid import preset_arms, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY = "comparison.json", "summary.json"
@@ -77,7 +77,8 @@ def seconds_of_runs(folder: Path) -> dict[str, float]:
 
 def finished(folder: Path, command: dict[str, Any]) -> bool:
     """Return whether every run of a comparison has finished."""
-    arms = arm_names(command["precisions"], command.get("estimators", ()), command.get("arms", ()))
+    presets = command["precisions"], command.get("estimators", ())
+    arms = command.get("arms") or [arm.name for arm in preset_arms(*presets)]
     names = {run_name(arm, seed) for arm in arms for seed in command.get("seeds", (None,))}
     return names <= seconds_of_runs(folder).keys()
 

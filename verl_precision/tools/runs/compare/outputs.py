@@ -9,10 +9,11 @@ from pathlib import Path
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.compare.folder import SUMMARY, seconds_of_runs
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, write_summary
-from verl_precision.tools.runs.figures import COMPARED, parts_of, write_comparison
+from verl_precision.tools.runs.figures import COMPARED, draw_comparison, parts_of
 from verl_precision.tools.runs.grid import PlannedRun, preset_of
 from verl_precision.tools.runs.page import page, write_page
 from verl_precision.tools.runs.read import Run, expected_of, read_runs
+from verl_precision.tools.show.figures import write_png
 
 FIGURE = "comparison.png"
 
@@ -34,8 +35,7 @@ class Results:
         """See the class."""
         self.config, self.runs, self.overrides, self.folder, self.pass_bar = config, runs, overrides, folder, pass_bar
         self._lock = threading.Lock()
-        self._measured: dict[str, Run] = {}
-        self._summaries: dict[str, Summary] = {}
+        self._finished: dict[str, tuple[Run, Summary]] = {}
         self._drawn: set[str] = set()
         done = seconds_of_runs(folder)
         for run in (run for run in runs if run.name in done):
@@ -45,8 +45,8 @@ class Results:
         (measured,) = read_runs([self.folder / run.name])
         chosen = [*self.overrides, *run.overrides]
         precision, estimator = (preset_of(group, chosen) for group in ("precision", "estimator"))
-        self._summaries[run.name] = summarise(precision, measured.rows, seconds, run.arm.name, estimator, run.seed)
-        self._measured[run.name] = replace(measured, name=run.name, arm=run.arm.name)
+        summary = summarise(precision, measured.rows, seconds, run.arm.name, estimator, run.seed)
+        self._finished[run.name] = replace(measured, name=run.name, arm=run.arm.name), summary
 
     def add(self, run: PlannedRun, seconds: float) -> None:
         """Add a run that has finished: from now on it is not repeated.
@@ -62,11 +62,11 @@ class Results:
 
     def measured(self) -> dict[str, Run]:
         """Return the finished runs in the order of the plan."""
-        return {run.name: self._measured[run.name] for run in self.runs if run.name in self._measured}
+        return {run.name: self._finished[run.name][0] for run in self.runs if run.name in self._finished}
 
     def summaries(self) -> list[Summary]:
         """Return a summary of each finished run in the order of the plan."""
-        return [self._summaries[run.name] for run in self.runs if run.name in self._summaries]
+        return [self._finished[run.name][1] for run in self.runs if run.name in self._finished]
 
     def draw(self) -> None:
         """Write figure and report of the runs that there are, unless that has been done.
@@ -80,26 +80,27 @@ class Results:
         self._drawn = set(measured)
         precisions = {run.arm.precision for run in self.runs}
         panels = (*COMPARED, "phantom") if None in precisions else COMPARED  # which an arm of the recipe may change
-        write_comparison(self.folder / FIGURE, *self.in_columns(list(measured.values())), panels)
+        figure = draw_comparison(*self.in_columns(list(measured.values())), panels)
+        write_png(self.folder / FIGURE, figure, self.config.stem)
         together = len(precisions) if self._has_columns() else 1
         for number, part in enumerate(parts_of(list(measured.values()), together), start=1):
             name = "report.html" if number == 1 else f"report_{number}.html"
             write_page(self.folder / name, page(part, expected=self._expected(part)), force=True)
 
-    def in_columns(self, runs: Sequence[Run]) -> tuple[list[Run], str, list[Run]]:
-        """Return what the figure shows: runs, title, and expected curves.
+    def in_columns(self, runs: list[Run]) -> tuple[list[Run], list[Run]]:
+        """Return the runs that the figure shows, and the expected curves.
 
         In a comparison of several estimators, each has a column, in which the precisions are the curves.
         """
         if not self._has_columns():
-            return list(runs), self.config.stem, self._expected(runs)
+            return runs, self._expected(runs)
         arms = {run.name: run.arm for run in self.runs}
         placed, expected = [], []
         for column in dict.fromkeys(arms[run.name].estimator or "" for run in runs):
             own = [run for run in runs if arms[run.name].estimator == column]
             placed += [replace(run, arm=arms[run.name].precision or "", column=column) for run in own]
             expected += [replace(curve, column=column) for curve in self._expected(own)]
-        return placed, self.config.stem, expected
+        return placed, expected
 
     def _has_columns(self) -> bool:
         return len({run.arm.estimator for run in self.runs}) > 1

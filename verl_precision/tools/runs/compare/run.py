@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -50,8 +50,8 @@ def compare_runs(
     todo = [run for run in runs if run.name not in results.measured()]
     # Threads of two runs on one core wait for each other actively, at several times the work.
     threads = max(1, (os.cpu_count() or 1) // parallel) if parallel > 1 else None
-    board = _Board(console, len(runs), len(runs) - len(todo))
     failed, interrupted = threading.Event(), threading.Event()
+    board = _Board(console, len(runs), len(runs) - len(todo), interrupted)
 
     def start(run: PlannedRun, python: str | None) -> None:
         if failed.is_set():
@@ -60,15 +60,8 @@ def compare_runs(
         chosen = [*overrides, *run.overrides, f"trainer.default_local_dir={quoted(checkpoints)}"]
         checkpoints.mkdir(parents=True, exist_ok=True)  # whose they are is written into it: run_identity.py
         with board.run(run.name) as show:
-
-            def show_or_stop(progress: Progress) -> None:
-                if interrupted.is_set():
-                    raise KeyboardInterrupt  # Ctrl-C reaches the main thread only; here, it ends the run's processes
-                show(progress)
-
             try:
-                seconds = run_verl(config, chosen, folder / run.name, show_or_stop, python, True, threads)
-                results.add(run, seconds)
+                results.add(run, run_verl(config, chosen, folder / run.name, show, python, True, threads))
             except BaseException:
                 failed.set()
                 raise
@@ -117,20 +110,15 @@ def _show(results: Results, console: Console) -> None:
 class _Board:
     """How far the runs are, from any thread: live bars on a terminal, one line a stage or step elsewhere."""
 
-    def __init__(self, console: Console, runs: int, done: int) -> None:
-        self._console = console
+    def __init__(self, console: Console, runs: int, done: int, interrupted: threading.Event) -> None:
+        self._console, self._interrupted = console, interrupted
         columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         self._bars = Bars(SpinnerColumn(), TextColumn("[bold]{task.fields[name]}[/]"), *columns, console=console)
         self._all = self._bars.add_task("runs are finished", total=runs, completed=done, name="all", visible=runs > 1)
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self) -> AbstractContextManager[object]:
         """Show the bars meanwhile, on a terminal."""
-        if not self._console.is_terminal:
-            yield
-            return
-        with self._bars:
-            yield
+        return self._bars if self._console.is_terminal else nullcontext()
 
     @contextmanager
     def run(self, name: str) -> Iterator[Callable[[Progress], None]]:
@@ -140,6 +128,8 @@ class _Board:
 
         def show(progress: Progress) -> None:
             nonlocal last, text
+            if self._interrupted.is_set():
+                raise KeyboardInterrupt  # Ctrl-C reaches the main thread only; here, it ends the run's processes
             total = progress.total_steps
             self._bars.update(task, description=progress.stage, completed=progress.step, total=total)
             former, text = text, f"step {progress.step}/{total or '?'}" if progress.step else progress.stage

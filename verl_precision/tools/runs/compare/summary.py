@@ -55,13 +55,10 @@ def summarise(
     # Some steps may lack one: responses that are all equal have no correlation.
     of = {key: [row[key] for row in rows if key in row] for key in needed}
     if missing := [key for key in needed if not of[key]]:
-        raise ConfigurationError(
-            f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, which "
-            "every preset sets",
-            setting="precision",
-            value=arm or precision,
-            remedy="Leave it so, and look into the log for a measurement that failed.",
-        )
+        problem = f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, "
+        problem += "which every preset sets"
+        remedy = "Leave it so, and look into the log for a measurement that failed."
+        raise ConfigurationError(problem, setting="precision", value=arm or precision, remedy=remedy)
     return Summary(
         precision=precision,
         steps=len(rows),
@@ -112,17 +109,12 @@ class PassBar:
     def __post_init__(self) -> None:
         """Check both."""
         if not math.isfinite(self.above):
-            raise ConfigurationError(
-                "no reward can be compared with it", setting="--pass-score", value=self.above, allowed="e.g. 0.95"
-            )
+            problem, allowed = "no reward can be compared with it", "e.g. 0.95"
+            raise ConfigurationError(problem, setting="--pass-score", value=self.above, allowed=allowed)
         if self.steps < 1:
-            raise ConfigurationError(
-                "a mean needs a step",
-                setting="--pass-steps",
-                value=self.steps,
-                allowed="1 or more",
-                remedy="Take a pass through the data.",
-            )
+            problem, allowed, remedy = "a mean needs a step", "1 or more", "Take a pass through the data."
+            value = self.steps
+            raise ConfigurationError(problem, setting="--pass-steps", value=value, allowed=allowed, remedy=remedy)
 
     def verdict(self, rows: Rows) -> Verdict:
         """Judge a run by its metrics of each step; one that is shorter than the window, over all its steps.
