@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import filterfalse
 from statistics import fmean
 from typing import NamedTuple
 
@@ -106,9 +107,8 @@ def colours_of(runs: Sequence[Run]) -> dict[str, str]:
     """Return the colour of each curve; more curves than colours are refused."""
     curves = list(dict.fromkeys(run.curve for run in runs))
     if len(curves) > len(COLOURS):
-        raise ConfigurationError(
-            f"{len(curves)} runs: allowed are up to {len(COLOURS)} in one figure. Make several reports."
-        )
+        allowed = f"allowed are up to {len(COLOURS)} in one figure. Make several reports."
+        raise ConfigurationError(f"{len(curves)} runs: {allowed}")
     return dict(zip(curves, COLOURS, strict=False))
 
 
@@ -121,7 +121,9 @@ def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapp
         axes, panel = figure.add_subplot(place), plot.panel
         _draw_alarms(axes, plot, colours, alarms)
         legend |= _draw_curves(axes, plot, colours)
-        legend |= _draw_expected(axes, plot.expected) if panel is REWARD else {}
+        for run, dashes in zip(plot.expected if panel is REWARD else (), STYLES[1:], strict=False):
+            steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
+            legend[run.name] = axes.plot(steps, rewards, color=GREY, linestyle=dashes, linewidth=1.4, zorder=1)[0]
         style(axes, panel.axis, panel.unit, plot.title)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
@@ -147,12 +149,9 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
         means = [shown(fmean(seeds)) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
         axes.plot(steps, means, color=colours[name], linestyle=dashes, linewidth=1.6, marker=marker, markersize=2.8)
         if max(map(len, values.values())) > 1:
-            drawn = [
-                [one for one in map(shown, seeds) if not math.isnan(one)] or [math.nan] for seeds in values.values()
-            ]
-            axes.fill_between(
-                steps, [*map(min, drawn)], [*map(max, drawn)], color=colours[name], alpha=0.2, linewidth=0
-            )
+            finite = [[*filterfalse(math.isnan, map(shown, seeds))] or [math.nan] for seeds in values.values()]
+            lows, highs = list(map(min, finite)), list(map(max, finite))
+            axes.fill_between(steps, lows, highs, color=colours[name], alpha=0.2, linewidth=0)
     if log:
         axes.set_yscale("log", base=panel.log)
     elif axes.dataLim.y0 == 0:  # counts and fractions stand on the axis
@@ -160,14 +159,6 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
     of_runs = {name: Line2D([], [], color=colours[name], linewidth=3) for name, *_ in series}
     of_curves = {label: Line2D([], [], color="black", linestyle=dashes) for _, label, dashes, _ in series}
     return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
-
-
-def _draw_expected(axes: Axes, expected: Sequence[Run]) -> dict[str, Line2D]:
-    found = {}
-    for run, dashes in zip(expected, STYLES[1:], strict=False):
-        steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
-        found[run.name] = axes.plot(steps, rewards, color=GREY, linestyle=dashes, linewidth=1.4, zorder=1)[0]
-    return found
 
 
 def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Mapping[str, Sequence[Alarm]]) -> None:

@@ -2,10 +2,10 @@
 
     python -I -S fork_client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE | -c COMMAND) [ARGUMENT ...]
 
-It looks for the template that was started in this very environment and starts it if there is none (`fork_template.py`),
-hands over what a process has from its starter (`fork_template.Order`), and then stands for the forked process:
-signals are passed on, the exit code is the forked process's, and if this process is killed, the forked one is too.
-`-c` is what multiprocessing starts in a fork, e.g. vLLM's engine: that ends with the process that started it.
+It looks for the template of this very environment, which it starts if there is none (`fork_template.py`), hands over
+what a process has from its starter (`fork_template.Order`), and then stands for the forked process: signals are passed
+on, the exit code is the fork's, and if this process is killed, the fork is too. `-c` is what multiprocessing starts in
+a fork, e.g. vLLM's engine: that ends with the process that started it.
 A run starts it twelve times, so it imports only a little of Python's own library.
 """
 
@@ -125,12 +125,9 @@ def main() -> int:
 
 def _inherited_descriptors() -> list[int]:
     """Return what this process was started with beyond the standard streams; Python's own are not inheritable."""
-    found = []
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # that of the folder itself, closed by now
-            if descriptor > 2 and os.get_inheritable(descriptor):
-                found.append(descriptor)
-    return found
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    found = [int(os.path.basename(link)) for link in links if os.path.lexists(link)]  # that of the folder is closed
+    return [number for number in found if number > 2 and os.get_inheritable(number)]
 
 
 def _number(answers: socket.SocketIO) -> int:

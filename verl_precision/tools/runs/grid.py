@@ -63,11 +63,7 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> li
 
 
 def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
-    """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`.
-
-    Raises:
-        ConfigurationError: If the recipe has no arms, has none of a name, or has one that cannot be run.
-    """
+    """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`."""
     known = _own_keys(recipe).get("arms")
     if not isinstance(known, dict) or not known:
         problem, allowed = f"{recipe} has no arms", "the names in a recipe's `arms: {name: [override, ...], ...}`"
@@ -78,7 +74,7 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
             problem = f"an arm of {recipe} has a name that no folder can have, or that means every arm"
             allowed = "letters, digits and _ . = + -, with a letter or digit first, but not `all`"
             raise ConfigurationError(problem, setting="arms", value=name, allowed=allowed)
-        if not isinstance(overrides, list) or not all(map(_is_override, overrides)):
+        if not isinstance(overrides, list) or not all(isinstance(o, str) and re.search("^~|=", o) for o in overrides):
             problem = f"{recipe}: an arm is a list of Hydra overrides"
             allowed = 'e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is; quote one with " #{[,"'
             raise ConfigurationError(problem, setting=f"arms.{name}", value=overrides, allowed=allowed)
@@ -173,10 +169,6 @@ def _own_keys(recipe: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{recipe} is not a recipe: its YAML has no keys")
     return {str(key): value for key, value in content.items()}
-
-
-def _is_override(value: object) -> bool:
-    return isinstance(value, str) and ("=" in value or value.startswith("~"))
 
 
 def _key(override: str) -> str:

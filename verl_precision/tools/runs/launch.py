@@ -70,15 +70,10 @@ def run_verl(
 ) -> float:
     """Run verl to its end; return the wall-clock seconds of this start.
 
-    Args:
-        config: The recipe's YAML.
-        overrides: Hydra overrides.
-        folder: New folder for `train.log`, `metrics.jsonl` and Hydra's own files.
-        on_progress: Called about twice a second.
-        python: Command with which Ray starts its workers, e.g. the one of a `fork_server`; None for Ray's own.
-        goes_on: Whether the folder may be that of a start which was interrupted. What is left of its processes ends,
-            and the next log is `train-2.log`.
-        threads: `OMP_NUM_THREADS` of its processes, where the variable is not set; None leaves it alone.
+    The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have the folder of a
+    start which was interrupted: what is left of its processes ends, and the next log is `train-2.log`. Progress is told
+    about twice a second. Ray starts its workers with the command `python`, e.g. that of a `fork_server`, or by itself.
+    `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
 
     Raises:
         RunFailedError: If verl fails; Ray's logs are kept then and named.
@@ -172,11 +167,8 @@ def end_marked(mark: str) -> None:
 def marked_processes(mark: str | None = None) -> list[psutil.Process]:
     """Return the live processes whose environment carries the mark, or with None any run's mark."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            carried = process.environ().get(RUN_MARK)
-            if carried is not None and mark in (None, carried) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):  # ended meanwhile, or another user's: not ours
-            continue
+    for process in psutil.process_iter(["environ", "status"]):
+        carried = (process.info["environ"] or {}).get(RUN_MARK)  # None: another user's, which is not ours
+        if carried is not None and mark in (None, carried) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
     return found

@@ -23,16 +23,18 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
     """Return the report about runs with different names; those of one arm are one curve in the figures.
 
     The alarm runs over the recorded metrics with these settings. Expected curves (`read_expected`) are drawn beside the
-    reward.
-
-    Raises:
-        ConfigurationError: If no run has any of the metrics shown, or there are too many runs.
+    reward. Refused are runs without any of the metrics shown, and too many runs.
     """
     settings = settings or AlarmSettings()
     judges = {run.name: MismatchAlarm(settings) for run in runs}
     alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
-    measured = [(panel, curves) for panel in PANELS if (curves := list(_measured(panel, runs)))]
-    if not measured:
+    panels = []
+    for panel in PANELS:
+        if curves := _measured(panel, runs):
+            steps = sorted({step for curve in curves for step in curve["points"]})
+            picture = image(draw([panel], runs, alarms, expected), panel.name)
+            panels.append({"panel": panel, "image": picture, "curves": curves, "steps": steps})
+    if not panels:
         problem, value = "none of the metrics of the report is there", ", ".join(str(run.path) for run in runs)
         allowed = "metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)"
         remedy = "Name the run's own metrics file."
@@ -47,15 +49,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
         alarms=alarms,
         baseline_missing={name: judge.baseline_missing for name, judge in judges.items()},
         settings=settings,
-        panels=[
-            {
-                "panel": panel,
-                "image": image(draw([panel], runs, alarms, expected), panel.name),
-                "curves": curves,
-                "steps": sorted({step for curve in curves for step in curve["points"]}),
-            }
-            for panel, curves in measured
-        ],
+        panels=panels,
         missing=list(_missing(runs)),
     )
 
@@ -75,15 +69,17 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
     raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
 
 
-def _measured(panel: Panel, runs: list[Run]) -> Iterator[dict[str, Any]]:
-    """Yield each curve of each run; NaN counts for neither the smallest nor the largest value."""
+def _measured(panel: Panel, runs: list[Run]) -> list[dict[str, Any]]:
+    """Return each curve of each run; NaN counts for neither the smallest nor the largest value."""
+    curves = []
     for label, metric in panel.metrics.items():
         for run in runs:
             if points := points_of(run, metric):
                 values = list(points.values())
                 numbers = [value for value in values if not math.isnan(value)] or [math.nan]
                 summary = values[0], values[-1], min(numbers), max(numbers)
-                yield {"label": label, "run": run, "points": points, "summary": summary}
+                curves.append({"label": label, "run": run, "points": points, "summary": summary})
+    return curves
 
 
 def _missing(runs: list[Run]) -> Iterator[str]:

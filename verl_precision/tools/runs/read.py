@@ -49,11 +49,8 @@ class Run:
 def read_runs(paths: list[Path]) -> list[Run]:
     """Read runs. A folder that `verl-precision compare` writes, of runs or of arms with seeds, stands for each of them.
 
-    Where a run's name is `<arm>/seed_<n>`, it is one of its arm.
-
-    Raises:
-        ConfigurationError: If a path cannot be read or is given twice.
-        EnvironmentMismatchError: If TensorBoard is needed and not installed.
+    Where a run's name is `<arm>/seed_<n>`, it is one of its arm. A path that cannot be read, or is given twice, is
+    refused.
     """
     sources = [source for path in paths for source in _sources(path)]
     return [_read(source, name) for source, name in zip(sources, _names(sources), strict=True)]
@@ -171,30 +168,33 @@ def _event_rows(path: Path) -> Rows:
 
 
 def read_expected(path: Path, estimator: str) -> list[Run]:
-    """Return the reward curves of an estimator, one for each precision.
+    """Return the reward curves of an estimator, one for each precision; refuse a file that cannot be read or has none.
 
     The file has `EXPECTED_COLUMNS`, and lines with `#`, which say where the numbers come from.
-
-    Raises:
-        ConfigurationError: If there is no such file, it is not such a file, or it has nothing of the estimator.
     """
-    found: dict[str, list[dict[str, float]]] = {}
-    known = set()
+    curves = _expected_curves(path)
+    if estimator not in curves:
+        problem, allowed = f"{path} has no curve of it", ", ".join(sorted(curves)) or "none"
+        raise ConfigurationError(problem, setting="--estimator", value=estimator, allowed=allowed)
+    return curves[estimator]
+
+
+def _expected_curves(path: Path) -> dict[str, list[Run]]:
+    """Return the curves of each estimator."""
+    found: dict[str, dict[str, Rows]] = {}
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
         for row in csv.DictReader(lines):
-            known.add(row["estimator"])
-            if row["estimator"] == estimator:
-                point = {"step": float(row["step"]), REWARD: float(row["reward"])}
-                found.setdefault(row["precision"], []).append(point)
+            rows = found.setdefault(row["estimator"], {}).setdefault(row["precision"], [])
+            rows.append({"step": float(row["step"]), REWARD: float(row["reward"])})
     except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         problem = f"it cannot be read ({error!r})"
         allowed = f"a CSV file with the columns {', '.join(EXPECTED_COLUMNS)}, such as recipes/sanity/{EXPECTED}"
         raise ConfigurationError(problem, setting="--expected", value=str(path), allowed=allowed) from error
-    if not found:
-        problem, allowed = f"{path} has no curve of it", ", ".join(sorted(known)) or "none"
-        raise ConfigurationError(problem, setting="--estimator", value=estimator, allowed=allowed)
-    return [Run(f"paper: {precision}", path, rows) for precision, rows in found.items()]
+    return {
+        estimator: [Run(f"paper: {precision}", path, rows) for precision, rows in curves.items()]
+        for estimator, curves in found.items()
+    }
 
 
 def expected_of(recipe: Path, folder: Path) -> list[Run]:
@@ -206,7 +206,4 @@ def expected_of(recipe: Path, folder: Path) -> list[Run]:
     if not path.is_file():
         return []
     choices = yaml.safe_load((folder / "hydra" / ".hydra" / "hydra.yaml").read_text())["hydra"]["runtime"]["choices"]
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if choices["scale"].startswith("cpu") or not any(f",{choices['estimator']}," in line for line in lines):
-        return []
-    return read_expected(path, choices["estimator"])
+    return [] if choices["scale"].startswith("cpu") else _expected_curves(path).get(choices["estimator"], [])

@@ -59,7 +59,7 @@ def test_table_and_json_have_the_ratio_of_the_first_run_to_the_others(tmp_path):
     for word in ("bf16", "fp16", "-30 -> -10", "0.523 -> 0.983", "100.0x", "ratio bf16/fp16", "s/step"):
         assert word in text.getvalue()
     verdicts = {"fp16": {"reward": 0.98, "passed": True, "since": 2}}
-    write_summary(tmp_path / "s.json", summaries, ["verl-precision", "compare"], {"verl": "0.9.1"}, verdicts)
+    write_summary(tmp_path / "s.json", summaries, versions={"verl": "0.9.1"}, pass_bar=verdicts)
     content = json.loads((tmp_path / "s.json").read_text())
     assert content["ratios"]["bf16/fp16"]["k3_kl"] == pytest.approx(100)
     assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
@@ -172,6 +172,6 @@ def test_ratios_are_of_the_means_over_seeds_and_within_an_estimator():
 
 
 def test_the_summary_says_what_each_run_was(tmp_path):
-    write_summary(tmp_path / "s.json", seeds_of("grpo-bf16", "grpo", 1, (0.5,)), [], {})
+    write_summary(tmp_path / "s.json", seeds_of("grpo-bf16", "grpo", 1, (0.5,)))
     (run,) = json.loads((tmp_path / "s.json").read_text())["runs"]
     assert [run[key] for key in ("precision", "arm", "estimator", "seed")] == ["bf16", "grpo-bf16", "grpo", 1]

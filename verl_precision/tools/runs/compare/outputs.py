@@ -21,12 +21,7 @@ FIGURE = "comparison.png"
 class Results:
     """What the finished runs of a plan measured, and the files that show it. Runs are added from any thread.
 
-    Args:
-        config: The recipe's YAML.
-        runs: All runs of the comparison, in order.
-        overrides: Hydra overrides for every run.
-        folder: Folder of the comparison. What it has of an earlier start counts.
-        pass_bar: What each run is judged by.
+    The plan has all runs in order; the overrides are for every one. What the folder has of an earlier start counts.
     """
 
     def __init__(
@@ -49,16 +44,13 @@ class Results:
         self._finished[run.name] = replace(measured, name=run.name, arm=run.arm.name), summary
 
     def add(self, run: PlannedRun, seconds: float) -> None:
-        """Add a run that has finished: from now on it is not repeated.
-
-        Raises:
-            ConfigurationError: If it did not measure what a summary needs.
-        """
+        """Add a run that has finished: from now on it is not repeated."""
         with self._lock:
             self._read(run, seconds)
             bar, measured = self.pass_bar, self.measured()
             verdicts = {name: bar.verdict(found.rows) for name, found in measured.items()} if bar else None
-            write_summary(self.folder / SUMMARY, self.summaries(), sys.argv, installed_versions(), verdicts)
+            about = {"command": sys.argv, "versions": installed_versions(), "pass_bar": verdicts}
+            write_summary(self.folder / SUMMARY, self.summaries(), **about)
 
     def measured(self) -> dict[str, Run]:
         """Return the finished runs in the order of the plan."""

@@ -29,17 +29,9 @@ def compare_runs(
     pass_bar: PassBar | None = None,
     parallel: int = 1,
 ) -> list[Summary]:
-    """Run a recipe once for each arm and seed, and write the comparison.
+    """Run a recipe once for each arm and seed, so many in parallel, each with a Ray of its own; write the comparison.
 
-    Args:
-        config: The recipe's YAML.
-        runs: From `check_arguments`, in the order to run.
-        overrides: Hydra overrides for every run.
-        folder: Folder of all results. Runs that its summary has are not repeated; one that is there goes on from its
-            last checkpoint.
-        console: Where progress and the table are shown.
-        pass_bar: What each run is judged by.
-        parallel: How many runs at a time. Each has a Ray of its own.
+    Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint.
 
     Raises:
         RunFailedError: If a run fails. No other starts then, those under way go on to their end, and finished runs stay

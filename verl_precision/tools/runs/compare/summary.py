@@ -46,10 +46,9 @@ def summarise(
     estimator: str | None = None,
     seed: int | None = None,
 ) -> Summary:
-    """Summarise a run by its metrics of each step; the arm of a comparison of precisions has the precision's name.
+    """Summarise a run by its metrics of each step; refuse one that has not measured what the comparison needs.
 
-    Raises:
-        ConfigurationError: If a metric that the comparison needs was not measured.
+    Where only precisions are compared, the arm has the precision's name.
     """
     needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
     # Some steps may lack one: responses that are all equal have no correlation.
@@ -112,9 +111,8 @@ class PassBar:
             problem, allowed = "no reward can be compared with it", "e.g. 0.95"
             raise ConfigurationError(problem, setting="--pass-score", value=self.above, allowed=allowed)
         if self.steps < 1:
-            problem, allowed, remedy = "a mean needs a step", "1 or more", "Take a pass through the data."
-            value = self.steps
-            raise ConfigurationError(problem, setting="--pass-steps", value=value, allowed=allowed, remedy=remedy)
+            problem, value, remedy = "a mean needs a step", self.steps, "Take a pass through the data."
+            raise ConfigurationError(problem, setting="--pass-steps", value=value, allowed="1 or more", remedy=remedy)
 
     def verdict(self, rows: Rows) -> Verdict:
         """Judge a run by its metrics of each step; one that is shorter than the window, over all its steps.
@@ -138,17 +136,10 @@ class PassBar:
         return f"{precision}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"
 
 
-def write_summary(
-    path: Path,
-    summaries: list[Summary],
-    command: list[str],
-    versions: dict[str, str],
-    verdicts: dict[str, Verdict] | None = None,
-) -> None:
-    """Write everything the table shows, and how it came about, as JSON; with a pass bar also its verdicts."""
-    content = {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries)}
-    judged = {"pass_bar": verdicts} if verdicts else {}
-    write_json(path, {**content, "command": command, "versions": versions, **judged})
+def write_summary(path: Path, summaries: list[Summary], **about: object) -> None:
+    """Write everything the table shows, and how it came about, as JSON; of the latter, nothing that is None."""
+    known = {name: value for name, value in about.items() if value is not None}
+    write_json(path, {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries), **known})
 
 
 _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
@@ -184,7 +175,6 @@ def table(summaries: list[Summary]) -> Table:
 
 
 def _cell(values: list[float], text: str) -> str:
-    if len(values) == 1:
-        return text.format(values[0])
     numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-    return "\n".join(text.format(value) for value in (fmean(values), min(numbers), max(numbers)))
+    shown = (fmean(values), min(numbers), max(numbers)) if len(values) > 1 else values
+    return "\n".join(map(text.format, shown))
