@@ -7,9 +7,8 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
-from verl_precision.tools.runs.figures import COMPARED, draw, draw_comparison, parts_of
+from verl_precision.tools.runs.figures import COMPARED, PANELS, REWARD, draw, draw_comparison, parts_of
 from verl_precision.tools.runs.page import page
-from verl_precision.tools.runs.panels import PANELS, REWARD
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.figures import COLOURS
 

@@ -7,8 +7,7 @@ fork_server     on a CPU, Ray's workers as forks of one process that has importe
                 `fork_client` (stands in for `python`) and `fork_template` (the process that forks)
 failure_report  why a run failed, from its log
 read            the metrics of a run, from any logger's files; the curves of the paper's figures
-panels          which metrics are shown
-figures         how they look over steps; seeds as bands
+figures         which metrics are shown, and how they look over steps; seeds as bands
 page            one HTML page about one or more runs: `verl-precision report`
 quiet           without the warnings of third parties
 """

@@ -3,10 +3,9 @@
     python fork_template.py FOLDER NAME
 
 Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has them
-at once and shares their memory. Whatever may differ between processes is set in the fork: arguments, environment,
-working directory, open files, signals, priority, random state, number of threads. What a fork spawns with
-multiprocessing, as vLLM does its engine and that its worker, is a fork too. Ends when the process that owns FOLDER
-does, or for want of work: a folder may see many environments, each with a template of half a gigabyte.
+at once and shares their memory. Whatever may differ between processes is set in the fork (`_become`). What a fork
+spawns with multiprocessing, as vLLM does its engine, is a fork too. Ends when the process that owns FOLDER does, or for
+want of work: a folder may see many environments, each with a template of half a gigabyte.
 """
 
 import contextlib
@@ -187,15 +186,14 @@ def _number_descriptors(received: list[int], numbers: list[int]) -> None:
 
 def _follow_thread_count() -> None:
     """Have torch follow OMP_NUM_THREADS where Ray sets it: it is there already, and has read the variable."""
-    torch, utils = sys.modules.get("torch"), sys.modules.get("ray._private.utils")
-    if torch is None or utils is None:
+    torch: Any = sys.modules.get("torch")
+    ray_utils: Any = sys.modules.get("ray._private.utils")
+    if torch is None or ray_utils is None:
         return
-    ray_utils: Any = utils
     set_variable = ray_utils.set_omp_num_threads_if_unset
 
     def set_variable_and_threads() -> bool:
-        was_set = set_variable()
-        if was_set:
+        if was_set := set_variable():
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         return was_set
 

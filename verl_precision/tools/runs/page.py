@@ -9,8 +9,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.figures import colours_of, draw
-from verl_precision.tools.runs.panels import PANELS, Panel, points_of
+from verl_precision.tools.runs.figures import PANELS, Panel, colours_of, draw, points_of
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.figures import image
 from verl_precision.tools.show.pages import mark_of, render

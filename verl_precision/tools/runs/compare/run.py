@@ -89,14 +89,13 @@ def _show(results: Results, console: Console) -> None:
     if results.pass_bar:
         for name, run in results.measured().items():
             console.print(results.pass_bar.sentence(name, run.rows), highlight=False)
-    reports = sorted(path.name for path in results.folder.glob("report*.html"))
-    for what, name in (("figure", FIGURE), *(("report", name) for name in reports), ("summary", SUMMARY)):
-        console.print(f"{what:8} {results.folder / name}", highlight=False, soft_wrap=True)
+    names = [("figure", FIGURE), *(("report", path.name) for path in sorted(results.folder.glob("report*.html")))]
+    lines = [f"{what:8} {results.folder / name}" for what, name in (*names, ("summary", SUMMARY))]
     folder = "<precision>" if all(run.arm.name == run.arm.precision for run in results.runs) else "<arm>"
     folder += "/seed_<n>" if any(run.seed is not None for run in results.runs) else ""
-    console.print(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log", highlight=False, soft_wrap=True)
-    cause = f"verl-precision explain --run {results.folder}/{folder}"
-    console.print(f"which cause makes a run's gap: {cause}", highlight=False, soft_wrap=True)
+    lines.append(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log")
+    lines.append(f"which cause makes a run's gap: verl-precision explain --run {results.folder}/{folder}")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 class _Board:
