@@ -69,8 +69,7 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
     headlines = _headlines(clean)
     if not headlines:
         return [line for line in clean if line and "Warning" not in line][-LINES:]
-    cause = next((line for line in headlines if _OURS.match(line)), None)
-    cause = cause or next((line for line in headlines if not _ECHO.search(line)), next(iter(headlines)))
+    cause = min(headlines, key=lambda line: 0 if _OURS.match(line) else 2 if _ECHO.search(line) else 1)  # the first
     report = [cause[:_CAUSE_WIDTH] + (f" (in {headlines[cause]})" if headlines[cause] else "")]
     report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause)][:1]
     said = _message(cause)
@@ -94,5 +93,4 @@ def _headlines(lines: Iterable[str]) -> dict[str, str]:
 
 def _message(headline: str) -> str:
     """Return an exception's own words, without its class: what others repeat."""
-    match = _EXCEPTION.match(headline)
-    return headline[match.end() :] or headline if match else headline
+    return _EXCEPTION.sub("", headline) or headline

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import filterfalse
+from itertools import filterfalse, product
 from statistics import fmean
 from typing import NamedTuple
 
@@ -113,11 +113,8 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
         rows = [[plot_of(of_name[name], each) for each in some] for some in beside for name in COMPARED_IN_COLUMNS]
         parts = [rows]
     else:
-        chosen = [
-            panel
-            for panel in map(of_name.__getitem__, panels)
-            if any(points_of(run, metric) for run in runs for metric in panel.metrics.values())
-        ]
+        of_panel = {name: list(product(runs, of_name[name].metrics.values())) for name in panels}
+        chosen = [of_name[name] for name, pairs in of_panel.items() if any(points_of(*pair) for pair in pairs)]
         parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
     figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
     places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]

@@ -56,8 +56,9 @@ def _start_template(folder: str, name: str, environment: dict[str, str]) -> None
     log_path = os.path.join(folder, f"{name}.log")
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "fork_template.py"), folder, name]
     with open(log_path, "wb") as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        template = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        template = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
     end = time.monotonic() + START_SECONDS
     while not os.path.exists(os.path.join(folder, f"{name}.sock")):
         if template.poll() is not None or time.monotonic() > end:
@@ -131,10 +132,7 @@ def _inherited_descriptors() -> list[int]:
 
 
 def _number(answers: socket.SocketIO) -> int:
-    line = answers.readline()
-    if not line:
-        sys.exit("the template for Ray's workers has ended; its log is beside its socket")
-    return int(line)
+    return int(answers.readline() or sys.exit("the template for Ray's workers has ended; its log is beside its socket"))
 
 
 if __name__ == "__main__":

@@ -116,8 +116,7 @@ def serve(folder: str, name: str) -> Order:
 def _receive(client: socket.socket) -> tuple[Order, list[int]]:
     message, received, _, _ = socket.recv_fds(client, 1 << 16, _MOST_DESCRIPTORS)
     while not message.endswith(b"\n"):
-        part = client.recv(1 << 16)
-        if not part:
+        if not (part := client.recv(1 << 16)):
             raise ConnectionError("the client was killed while it sent its order")
         message += part
     return Order(**json.loads(message)), received

@@ -28,17 +28,9 @@ class PlannedRun(NamedTuple):
     """An arm, with a seed where seeds are given."""
 
     arm: Arm
-    seed: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Return its name, which is its folder's path below that of the comparison."""
-        return run_name(self.arm.name, self.seed)
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """Return what makes this run another one than the others."""
-        return self.arm.overrides if self.seed is None else (*self.arm.overrides, f"seed={self.seed}")
+    seed: int | None
+    name: str  # its folder's path below that of the comparison
+    overrides: tuple[str, ...]  # what makes this run another one than the others
 
 
 def run_name(arm: str, seed: int | None) -> str:
@@ -90,7 +82,11 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
 
 def with_seeds(arms: Iterable[Arm], seeds: Sequence[int] = ()) -> list[PlannedRun]:
     """Return every arm with every seed, arm by arm; without seeds, every arm once."""
-    return [PlannedRun(arm, seed) for arm, seed in product(arms, seeds or (None,))]
+    plan = []
+    for arm, seed in product(arms, seeds or (None,)):
+        own = [] if seed is None else [f"seed={seed}"]
+        plan.append(PlannedRun(arm, seed, run_name(arm.name, seed), (*arm.overrides, *own)))
+    return plan
 
 
 def check_arguments(

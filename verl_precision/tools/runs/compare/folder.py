@@ -46,10 +46,7 @@ def command_of(
 def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
     """Yield the folder of an interrupted comparison with the same command, or else a new one; it is locked meanwhile.
 
-    With `anew`, interrupted ones are left alone.
-
-    Raises:
-        ConfigurationError: If the new folder exists: two comparisons in one second.
+    With `anew`, interrupted ones are left alone. Two comparisons in one second are refused.
     """
     for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
         with path.open() as file:
@@ -58,9 +55,8 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
                 return
     path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S") / COMMAND
     if path.parent.exists():
-        raise ConfigurationError(
-            f"{path.parent} exists, and nothing is overwritten", remedy="Wait a second, or give another --output."
-        )
+        remedy = "Wait a second, or give another --output."
+        raise ConfigurationError(f"{path.parent} exists, and nothing is overwritten", remedy=remedy)
     write_json(path, command, replace=False)
     with path.open() as file:
         _locked(file)

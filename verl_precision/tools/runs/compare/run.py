@@ -75,10 +75,8 @@ def compare_runs(
             interrupted.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if len(errors) > 1:
-        raise RunFailedError("\n".join(map(str, errors)))
     if errors:
-        raise errors[0]
+        raise errors[0] if len(errors) == 1 else RunFailedError("\n".join(map(str, errors)))
     results.draw()
     _show(results, console)
     return results.summaries()
@@ -130,10 +128,8 @@ class _Board:
 
         try:
             yield show
-        except BaseException:
-            self._bars.remove_task(task)
-            raise
-        self._bars.remove_task(task)  # a line takes less room than a bar
+        finally:
+            self._bars.remove_task(task)  # a line takes less room than a bar
         self._bars.advance(self._all)
         if live:
             self._say(last, f"{name}: finished, {text}")

@@ -117,9 +117,7 @@ class PassBar:
     def verdict(self, rows: Rows) -> Verdict:
         """Judge a run by its metrics of each step; one that is shorter than the window, over all its steps.
 
-        Returns:
-            `reward`: mean of the last steps. `passed`: whether it is above the bar. `since`: the step from whose end on
-            the mean has stayed above, or None.
+        `reward` is the mean of the last steps, `since` the step from whose end on the mean has stayed above, or None.
         """
         rewards = [row[REWARD] for row in rows]
         means = [fmean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
