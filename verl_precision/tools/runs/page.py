@@ -1,7 +1,7 @@
 """The report: one HTML file with curves, alarms and tables; it loads nothing, and works without a network."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.figures import PANELS, Panel, colours_of, draw, points_of
+from verl_precision.tools.runs.figures import PANELS, colours_of, draw, points_of
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.figures import image
 from verl_precision.tools.show.pages import mark_of, render
@@ -27,9 +27,16 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
     settings = settings or AlarmSettings()
     judges = {run.name: MismatchAlarm(settings) for run in runs}
     alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
-    panels = []
+    panels, missing = [], []
     for panel in PANELS:
-        if curves := _measured(panel, runs):
+        curves = []
+        for label, metric in panel.metrics.items():
+            found = [(run, points_of(run, metric)) for run in runs]
+            curves += [_curve(label, run, points) for run, points in found if points]
+            without = [run.name for run, points in found if not points]
+            who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
+            missing += [f"{panel.title_of(label)} ({metric}): {who}"] if without else []
+        if curves:
             steps = sorted({step for curve in curves for step in curve["points"]})
             picture = image(draw([panel], runs, alarms, expected), panel.name)
             panels.append({"panel": panel, "image": picture, "curves": curves, "steps": steps})
@@ -49,7 +56,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
         baseline_missing={name: judge.baseline_missing for name, judge in judges.items()},
         settings=settings,
         panels=panels,
-        missing=list(_missing(runs)),
+        missing=missing,
     )
 
 
@@ -68,24 +75,9 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
     raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
 
 
-def _measured(panel: Panel, runs: list[Run]) -> list[dict[str, Any]]:
-    """Return each curve of each run; NaN counts for neither the smallest nor the largest value."""
-    curves = []
-    for label, metric in panel.metrics.items():
-        for run in runs:
-            if points := points_of(run, metric):
-                values = list(points.values())
-                numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-                summary = values[0], values[-1], min(numbers), max(numbers)
-                curves.append({"label": label, "run": run, "points": points, "summary": summary})
-    return curves
-
-
-def _missing(runs: list[Run]) -> Iterator[str]:
-    """Say of each metric which runs have not measured it."""
-    for panel in PANELS:
-        for label, metric in panel.metrics.items():
-            without = [run.name for run in runs if not points_of(run, metric)]
-            who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
-            if without:
-                yield f"{panel.title_of(label)} ({metric}): {who}"
+def _curve(label: str, run: Run, points: dict[int, float]) -> dict[str, Any]:
+    """Return what the page shows of a curve; NaN counts for neither the smallest nor the largest value."""
+    values = list(points.values())
+    numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+    summary = values[0], values[-1], min(numbers), max(numbers)
+    return {"label": label, "run": run, "points": points, "summary": summary}
