@@ -15,9 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_precision import __version__
-from verl_precision.cli import app
+from verl_precision.cli import app, silence_third_party
 from verl_precision.tools.runs.page import MARK
-from verl_precision.tools.runs.quiet import silence_third_party
 
 
 @pytest.fixture

@@ -6,9 +6,13 @@ What a verb needs is imported inside its function, so that `--help` and a refuse
 import importlib.util
 import inspect
 import json
+import logging
+import os
 import shlex
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +40,26 @@ from verl_precision.tools.sanity_set.settings import SanitySet
 app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
+_PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported
+
+
+@contextmanager
+def silence_third_party() -> Iterator[None]:
+    """Hide every logger's INFO and WARNING, Python's warnings, and progress bars; errors are still shown.
+
+    Only in this process and only inside: a run of verl, which is another process, says what it always says.
+    """
+    disabled, bars = logging.root.manager.disable, os.environ.get(_PROGRESS_BARS)
+    logging.disable(logging.WARNING)
+    os.environ.setdefault(_PROGRESS_BARS, "1")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if bars is None:
+            os.environ.pop(_PROGRESS_BARS, None)
 
 
 def verb(name: str, job: type | None = None, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -127,8 +151,6 @@ def check(
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
-    from verl_precision.tools.runs.quiet import silence_third_party
-
     ok = True
     with silence_third_party():
         if model is not None:
@@ -379,8 +401,6 @@ def explain(
         raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
     if run is not None and given:
         raise BadParameter(f"--run tells what is recorded. Leave out {command_option(min(given))}.")
-    from verl_precision.tools.runs.quiet import silence_third_party
-
     if run is not None:
         with silence_third_party():
             from verl_precision.tools.gap.explain.from_run import show_run
@@ -443,8 +463,6 @@ def export(
     refused.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress
-
-    from verl_precision.tools.runs.quiet import silence_third_party
 
     path = checkpoint.resolve()
     step = path.parent if path.name == "actor" else path

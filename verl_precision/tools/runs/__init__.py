@@ -9,5 +9,4 @@ failure_report  why a run failed, from its log
 read            the metrics of a run, from any logger's files; the curves of the paper's figures
 figures         which metrics are shown, and how they look over steps; seeds as bands
 page            one HTML page about one or more runs: `verl-precision report`
-quiet           without the warnings of third parties
 """

@@ -101,10 +101,6 @@ def check_arguments(
 
     Precisions and estimators are presets. Arms are names of the recipe's own, in place of both. The overrides are for
     every run, and each arm runs with each seed.
-
-    Raises:
-        ConfigurationError: If the recipe is missing, a preset or arm is unknown or given twice, the recipe has no key
-            for a seed, or runs would share a setting or folder that must differ.
     """
     if not config.is_file():
         remedy = "Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root."

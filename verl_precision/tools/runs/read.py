@@ -128,9 +128,8 @@ def _read(source: Path, name: str) -> Run:
         raise _refused(source, "there is no training step in it", "Wait for the first step of the run.")
     if repeated := len(rows) - len(by_step):
         notes.append(f"{repeated} step(s) were logged more than once (a resumed run): the last counts")
-    of_seed = _SEED.fullmatch(name)
-    rows = [by_step[step] for step in sorted(by_step)]
-    return Run(name, source, rows, tuple(notes), of_seed.group(1) if of_seed else "")
+    arm = of_seed.group(1) if (of_seed := _SEED.fullmatch(name)) else ""
+    return Run(name, source, [by_step[step] for step in sorted(by_step)], tuple(notes), arm)
 
 
 def _log_rows(path: Path) -> tuple[Rows, int]:

@@ -29,6 +29,7 @@ class Results:
     ) -> None:
         """See the class."""
         self.config, self.runs, self.overrides, self.folder, self.pass_bar = config, runs, overrides, folder, pass_bar
+        self._in_columns = len({run.arm.estimator for run in runs}) > 1
         self._lock = threading.Lock()
         self._finished: dict[str, tuple[Run, Summary]] = {}
         self._drawn: set[str] = set()
@@ -74,7 +75,7 @@ class Results:
         panels = (*COMPARED, "phantom") if None in precisions else COMPARED  # which an arm of the recipe may change
         figure = draw_comparison(*self.in_columns(list(measured.values())), panels)
         write_png(self.folder / FIGURE, figure, self.config.stem)
-        together = len(precisions) if self._has_columns() else 1
+        together = len(precisions) if self._in_columns else 1
         for number, part in enumerate(parts_of(list(measured.values()), together), start=1):
             name = "report.html" if number == 1 else f"report_{number}.html"
             write_page(self.folder / name, page(part, expected=self._expected(part)), force=True)
@@ -84,7 +85,7 @@ class Results:
 
         In a comparison of several estimators, each has a column, in which the precisions are the curves.
         """
-        if not self._has_columns():
+        if not self._in_columns:
             return runs, self._expected(runs)
         arms = {run.name: run.arm for run in self.runs}
         placed, expected = [], []
@@ -93,9 +94,6 @@ class Results:
             placed += [replace(run, arm=arms[run.name].precision or "", column=column) for run in own]
             expected += [replace(curve, column=column) for curve in self._expected(own)]
         return placed, expected
-
-    def _has_columns(self) -> bool:
-        return len({run.arm.estimator for run in self.runs}) > 1
 
     def _expected(self, runs: Sequence[Run]) -> list[Run]:
         """Return the curves that belong to all of these runs."""
