@@ -48,6 +48,7 @@ _EXTREMES = {"max π - μ": keys.PROB_GAP_MAX, "min π - μ": keys.PROB_GAP_MIN}
 _CLIP = {"A > 0": "actor/clip_fraction_high", "A < 0": "actor/clip_fraction_low"}
 _CLIP |= {"all (verl's losses)": "actor/pg_clipfrac", "dual clip (verl's losses)": "actor/pg_clipfrac_lower"}
 _ROUTING, _BY_LAYER = keys.ROUTING_AGREEMENT, f"{keys.ROUTING_AGREEMENT}/layer_*"
+_LAYERS = "Experts chosen as by the rollout, by layer"
 _DEEPER = "falls with depth: each difference makes others"
 REWARD = Panel("reward", "Reward", "mean score", {"reward": "critic/score/mean or critic/rewards/mean"})
 PANELS = (
@@ -62,10 +63,7 @@ PANELS = (
     Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM_CLIPPED}, hint="0 is best"),
     Panel("clip", "Clipped tokens", "fraction", _CLIP),
     Panel("routing", "Experts chosen as by the rollout", "share of choices", {"equal": _ROUTING}, hint="1 is best"),
-    Panel(
-        *("routing_by_layer", "Experts chosen as by the rollout, by layer", "share of choices, all steps"),
-        *({"equal": _BY_LAYER}, 0, _DEEPER, "layer"),
-    ),
+    Panel("routing_by_layer", _LAYERS, "share of choices, all steps", {"equal": _BY_LAYER}, hint=_DEEPER, axis="layer"),
     Panel("scale", "Loss scale", "S", {"scale": keys.LOSS_SCALE}, 2, "FP16 only"),
     Panel("skipped", "Skipped updates", "per step", {"skipped": keys.SKIPPED_STEPS}, hint="0 is best"),
     Panel("grad_norm", "Gradient norm", "before clipping", {"norm": "actor/grad_norm"}, 10),
