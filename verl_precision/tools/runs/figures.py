@@ -23,6 +23,7 @@ MARKED = 60  # points of the longest series in which each has a mark
 # Panels of a comparison; one with several columns, where each has the room of one panel, leaves the gap out.
 COMPARED, COMPARED_IN_COLUMNS = ("reward", "gap", "k3"), ("reward", "k3")
 COLUMNS = 4  # beside each other
+Alarms = Mapping[str, Sequence[Alarm]]  # of each run, by its name
 _WIDTH, _HEIGHT = 4.6, 3.4  # of a panel, in inches
 
 
@@ -139,10 +140,7 @@ def parts_of(runs: Sequence[Run], multiple_of: int = 1) -> list[list[Run]]:
 
 
 def draw(
-    panels: Sequence[Panel],
-    runs: list[Run],
-    alarms: Mapping[str, Sequence[Alarm]] | None = None,
-    expected: Sequence[Run] = (),
+    panels: Sequence[Panel], runs: list[Run], alarms: Alarms | None = None, expected: Sequence[Run] = ()
 ) -> Figure:
     """Draw panels side by side: colour tells runs apart, line style the curves, vertical lines are alarms.
 
@@ -165,7 +163,7 @@ def colours_of(runs: Sequence[Run]) -> dict[str, str]:
     return dict(zip(curves, COLOURS, strict=False))
 
 
-def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Mapping[str, Sequence[Alarm]]) -> None:
+def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alarms) -> None:
     """Draw rows of plots with one legend; a curve's name has one colour in all of them."""
     colours = colours_of([run for row in rows for plot in row for run in plot.runs])
     legend: dict[str, Line2D] = {}
@@ -214,7 +212,7 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
     return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
 
 
-def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Mapping[str, Sequence[Alarm]]) -> None:
+def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Alarms) -> None:
     shown = {key for metric in plot.panel.metrics.values() for key in metric.split(" or ")}
     for run in plot.runs if plot.panel.axis == "step" else ():
         for alarm in alarms.get(run.name, ()):

@@ -107,10 +107,8 @@ def run_verl(
     finally:
         end_processes(process, mark)
     if process.returncode != 0:
-        raise RunFailedError(
-            f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}\nLog: {log}\n"
-            f"Ray's own logs: {ray_folder}/session_latest/logs"
-        )
+        why = f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}"
+        raise RunFailedError(f"{why}\nLog: {log}\nRay's own logs: {ray_folder}/session_latest/logs")
     shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are still closing may vanish under us
     return time.monotonic() - start
 

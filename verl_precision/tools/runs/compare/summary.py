@@ -92,10 +92,8 @@ def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
 
 def by_arm(summaries: list[Summary]) -> dict[str, list[Summary]]:
     """Return the runs of each arm, one a seed, in the order of the first of each."""
-    found: dict[str, list[Summary]] = {}
-    for summary in summaries:
-        found.setdefault(summary.arm, []).append(summary)
-    return found
+    arms = dict.fromkeys(summary.arm for summary in summaries)
+    return {arm: [summary for summary in summaries if summary.arm == arm] for arm in arms}
 
 
 @dataclass(frozen=True)
