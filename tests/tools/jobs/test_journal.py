@@ -5,7 +5,7 @@ from contextlib import closing
 import pytest
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
-from verl_precision.tools.jobs.journal import JOURNAL, open_journal
+from verl_precision.tools.jobs.journal import JOURNAL, Journal
 
 SETTINGS = {"model": "m", "seed": 0, "low": "1/5"}
 FIRST, SECOND, THIRD = {"problem": "a", "value": 0.1}, {"problem": "a", "text": "text\nü"}, {"problem": "b"}
@@ -14,7 +14,7 @@ FIRST, SECOND, THIRD = {"problem": "a", "value": 0.1}, {"problem": "a", "text": 
 @pytest.fixture
 def written(tmp_path):
     """A journal with three records."""
-    with closing(open_journal(tmp_path / "job", SETTINGS)) as journal:
+    with closing(Journal(tmp_path / "job", SETTINGS)) as journal:
         positions = [journal.append({**FIRST, "text": None}), journal.append(SECOND)]
         assert [journal.read(position) for position in reversed(positions)] == [SECOND, FIRST]
         assert journal.read(journal.append(THIRD)) == THIRD, "writing goes to the end, wherever was read"
@@ -24,7 +24,7 @@ def written(tmp_path):
 
 def records(folder):
     """Return the records of a journal that is opened again, and whether its last line was torn."""
-    with closing(open_journal(folder, SETTINGS)) as journal:
+    with closing(Journal(folder, SETTINGS)) as journal:
         found = list(journal.records({"problem": str}))
         assert [journal.read(position) for position, _ in found] == [record for _, record in found]
     return [record for _, record in found], journal.torn
@@ -40,7 +40,7 @@ def test_torn_anywhere_in_the_last_line_loses_only_that_line(written):
         found, torn = records(folder)
         assert found == [FIRST, SECOND, THIRD][: max(sum(end <= cut for end in ends) - 1, 0)], cut
         assert torn == (cut not in (0, *ends))
-        with closing(open_journal(folder, SETTINGS)) as again:
+        with closing(Journal(folder, SETTINGS)) as again:
             again.append({"problem": "c"})
         assert records(folder)[0] == [*found, {"problem": "c"}]
 
@@ -50,18 +50,18 @@ def test_other_settings_are_refused_by_name(written, changed):
     before = written.read_bytes()
     (name,) = changed
     with pytest.raises(ConfigurationError, match=f"begun with other settings .{name}: .* there, .* now") as caught:
-        open_journal(written.parent, {**SETTINGS, **changed})
+        Journal(written.parent, {**SETTINGS, **changed})
     assert written.read_bytes() == before
     assert len(str(caught.value)) < 600
 
 
 def test_two_processes_cannot_write_one_journal(tmp_path):
     with (
-        closing(open_journal(tmp_path, SETTINGS)),
+        closing(Journal(tmp_path, SETTINGS)),
         pytest.raises(ConfigurationError, match="another process is writing it"),
     ):
-        open_journal(tmp_path, SETTINGS)
-    open_journal(tmp_path, SETTINGS).close()
+        Journal(tmp_path, SETTINGS)
+    Journal(tmp_path, SETTINGS).close()
 
 
 @pytest.mark.parametrize("line", ["garbage", "[]", '{"value": 1}', '{"problem": 1}'])
@@ -75,7 +75,7 @@ def test_damage_before_the_last_line_is_refused(written, line):
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
     (tmp_path / JOURNAL).write_text('{"a": 1}\n')
     with pytest.raises(CheckpointStateError, match="no settings"):
-        open_journal(tmp_path, SETTINGS)
+        Journal(tmp_path, SETTINGS)
     assert (tmp_path / JOURNAL).read_text() == '{"a": 1}\n'
 
 
@@ -84,13 +84,13 @@ def test_what_somebody_else_made_is_left_alone(tmp_path, outputs, name):
     """`settings.json` is in a folder of the former `mismatch`, whose samples had other seeds."""
     (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigurationError, match=rf"it has {name} and no journal.jsonl.*Nothing was written"):
-        open_journal(tmp_path, SETTINGS, outputs)
+        Journal(tmp_path, SETTINGS, outputs)
     with pytest.raises(ConfigurationError, match="it is a file"):
-        open_journal(tmp_path / name, SETTINGS, outputs)
+        Journal(tmp_path / name, SETTINGS, outputs)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_folder_with_none_of_the_outputs_will_do(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
-    open_journal(tmp_path, SETTINGS, outputs=["summary.json"]).close()
+    Journal(tmp_path, SETTINGS, outputs=["summary.json"]).close()
     assert (tmp_path / JOURNAL).is_file() and (tmp_path / "thesis.tex").read_text() == "mine"

@@ -7,7 +7,7 @@ import pytest
 from pyarrow import Table, parquet
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.tools.jobs.prompts import read_prompts
+from verl_precision.tools.jobs.problems import read_prompts
 
 CHAT = [{"role": "user", "content": "2+2="}]
 

@@ -9,7 +9,7 @@ import pytest
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.engine import Request, Response
-from verl_precision.tools.jobs.journal import open_journal
+from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.store import Series, Store
 
 PROMPTS = [(5, 6), (7,)]
@@ -18,7 +18,7 @@ PROMPTS = [(5, 6), (7,)]
 @pytest.fixture
 def store(tmp_path):
     job = SimpleNamespace(responses=3, max_response_tokens=40, seed=0)
-    with closing(open_journal(tmp_path / "job", {})) as journal:
+    with closing(Journal(tmp_path / "job", {})) as journal:
         yield Store(journal, job, PROMPTS)
 
 

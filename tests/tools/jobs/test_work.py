@@ -64,10 +64,7 @@ def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
 class Known(FixedWork):
     def __init__(self, keys, finished):
         self.back = finished
-        super().__init__(keys, finished)
-
-    def progress(self):
-        return "came back"
+        super().__init__("came back", keys, finished)
 
     def _request(self, problem, response):
         return Request(problem, response, ())

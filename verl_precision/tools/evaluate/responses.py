@@ -65,34 +65,15 @@ class ResponseJob(FixedWork):
     """The responses of one dtype to all problems; those to one problem come one after the other."""
 
     def __init__(
-        self,
-        evaluation: Evaluation,
-        dtype: str,
-        tasks: Mapping[str, Task],
-        outcomes: Outcomes,
-        journal: Journal,
-        reward: Reward,
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
-        """Begin with what is in `outcomes`, and add to it.
-
-        Args:
-            evaluation: What is evaluated.
-            dtype: Dtype of the engine.
-            tasks: The problems by identifier.
-            outcomes: What is known of each response.
-            journal: Where responses are written.
-            reward: Judges responses.
-            decode: Turns the tokens of a beginning into text.
-        """
+        self, evaluation: Evaluation, dtype: str, tasks: Mapping[str, Task], outcomes: Outcomes, journal: Journal,
+        reward: Reward, decode: Callable[[Sequence[int]], str],
+    ) -> None:  # fmt: skip
+        """Begin with what is in `outcomes`, and add to it; `decode` turns the tokens of a beginning into text."""
         self._evaluation, self._dtype, self._tasks = evaluation, dtype, tasks
         self._journal, self._reward, self._decode = journal, reward, decode
         self._drawn = outcomes[dtype]
-        super().__init__([(name, index) for name in tasks for index in range(evaluation.responses)], self._drawn)
-
-    def progress(self) -> str:
-        """Say what is done."""
-        return f"responses drawn in {self._dtype}"
+        keys = [(name, index) for name in tasks for index in range(evaluation.responses)]
+        super().__init__(f"responses drawn in {dtype}", keys, self._drawn)
 
     def _request(self, problem: str, response: int) -> Request:
         prompt = self._tasks[problem].prompt

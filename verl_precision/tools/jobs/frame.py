@@ -15,7 +15,7 @@ from verl_precision.base.settings import recorded
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.engine import Engine
 from verl_precision.tools.engines.engine_process import EngineProcess
-from verl_precision.tools.jobs.journal import Journal, open_journal
+from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.settings import Job, PromptedJob
 from verl_precision.tools.jobs.store import Store
 from verl_precision.tools.jobs.work import Work, complete
@@ -34,9 +34,9 @@ class Frame:
 
     @contextmanager
     def journal(self, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> Iterator[Journal]:
-        """Open the journal; arguments and errors are those of `open_journal`."""
+        """Open the journal; arguments and errors are those of `Journal`."""
         self._settings = {name: value for name, value in settings.items() if not name.startswith((_VERSION, _PROMPTS))}
-        with closing(open_journal(self.folder, settings, outputs)) as journal:
+        with closing(Journal(self.folder, settings, outputs)) as journal:
             yield journal
 
     @contextmanager
@@ -51,20 +51,11 @@ class Frame:
     def complete(self, name: str, works: Sequence[Work], build: partial, engines: int | None = None) -> None:
         """Finish works one after the other on one engine, which starts only if one of them is unfinished.
 
-        Args:
-            name: What the engine does, for its log and for messages.
-            works: The works.
-            build: Makes an engine.
-            engines: Number of engines on Ray; None for one on each GPU.
-
-        Raises:
-            RunFailedError: If an engine fails; what was done is kept.
+        `engines` is the number of engines on Ray, None for one on each GPU; `name` is in the log's name and in errors.
+        An engine that fails raises `RunFailedError`; what was done is kept.
         """
-
-        def start() -> Engine:
-            return start_engine(build, name, self.folder, self.job.ray_address, engines)
-
-        complete(works, start, self.job.in_flight, self.console)
+        folder, address = self.folder, self.job.ray_address
+        complete(works, lambda: start_engine(build, name, folder, address, engines), self.job.in_flight, self.console)
 
     def envelope(self) -> dict[str, Any]:
         """Return what stands in every summary beside the results."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.console import Console
 
@@ -23,12 +23,41 @@ _START_AGAIN = "Restore the file, or start again in a new --output."
 
 
 class Journal:
-    """The file, open for this process alone; `open_journal` opens it."""
+    """The file, open for this process alone."""
 
-    def __init__(self, path: Path, file: BinaryIO, torn: bool) -> None:
-        self.path = path
-        self.torn = torn  # whether a torn last line was cut off
-        self._file = file
+    def __init__(self, folder: Path, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> None:
+        """Open the journal of a job to continue it, or begin one.
+
+        Args:
+            folder: Folder of the job; it is made.
+            settings: Everything that decides which responses are drawn and how they are judged; JSON values.
+            outputs: Files that the job will write. A folder that has one of them, or with None any file, and no
+                journal, belongs to somebody else.
+
+        Raises:
+            ConfigurationError: If the folder is not this job's, or another process works in it.
+            CheckpointStateError: If the journal is no journal.
+        """
+        self.path = folder / JOURNAL
+        if not self.path.exists():
+            _require_free(folder, outputs)
+            folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as closed_on_error:
+            self._file = closed_on_error.enter_context(open(self.path, "a+b"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem, allowed = f"{self.path}: another process is writing it", "one process for each --output"
+                remedy = "Wait for it, or give another --output."
+                raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
+            complete = sum(len(line) for line in self._file if line.endswith(b"\n"))
+            self.torn = self._file.seek(0, os.SEEK_END) > complete  # whether there was a torn last line
+            self._file.truncate(complete)
+            if complete:
+                self._require_same(json.loads(json.dumps(settings)))
+            else:
+                self.append({"settings": settings})
+            closed_on_error.pop_all()
 
     def append(self, record: Mapping[str, Any]) -> int:
         """Write a record without what is None; it survives the end of this process. Return its position."""
@@ -64,40 +93,23 @@ class Journal:
         """Close the file and let others have it."""
         self._file.close()
 
-
-def open_journal(folder: Path, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> Journal:
-    """Open the journal of a job to continue it, or begin one.
-
-    Args:
-        folder: Folder of the job; it is made.
-        settings: Everything that decides which responses are drawn and how they are judged; JSON values.
-        outputs: Files that the job will write. A folder that has one of them, or with None any file, and no journal,
-            belongs to somebody else.
-
-    Raises:
-        ConfigurationError: If the folder is not this job's, or another process works in it.
-        CheckpointStateError: If the journal is no journal.
-    """
-    path = folder / JOURNAL
-    if not path.exists():
-        _require_free(folder, outputs)
-        folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as closed_on_error:
-        file = closed_on_error.enter_context(open(path, "a+b"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem, allowed = f"{path}: another process is writing it", "one process for each --output"
-            remedy = "Wait for it, or give another --output."
-            raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
-        journal = Journal(path, file, _cut_torn_line(file))
-        first = next(read_lines(path), None)
-        if first is None:
-            journal.append({"settings": settings})
-        else:
-            _require_same(path, first[2].get("settings"), json.loads(json.dumps(settings)))
-        closed_on_error.pop_all()
-    return journal
+    def _require_same(self, now: Mapping[str, Any]) -> None:
+        then = next(read_lines(self.path))[2].get("settings")
+        if not isinstance(then, dict):
+            problem = f"{self.path}, line 1: no settings. It is not a journal of this command; move it away."
+            raise CheckpointStateError(problem)
+        changes = "; ".join(
+            f"{name}: {repr(then.get(name))[:_SHOWN]} there, {repr(now.get(name))[:_SHOWN]} now"
+            for name in {**then, **now}
+            if then.get(name) != now.get(name)
+        )
+        if changes:
+            raise ConfigurationError(
+                f"{self.path} was begun with other settings ({changes}), and responses of both would not be one "
+                "experiment",
+                allowed="the settings that it was begun with",
+                remedy="Give those, or a new --output.",
+            )
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -138,31 +150,4 @@ def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
             f"--output {folder}: it has {taken[0]} and no {JOURNAL}, so no job of this version can be continued in it",
             allowed="a new folder, an empty one, or that of an earlier job",
             remedy="Nothing was written. Give another --output; a job of an older version is finished by that version.",
-        )
-
-
-def _cut_torn_line(file: BinaryIO) -> bool:
-    """Cut off what follows the last newline; return whether there was something."""
-    file.seek(0)
-    complete = sum(len(line) for line in file if line.endswith(b"\n"))
-    torn = file.seek(0, os.SEEK_END) > complete
-    if torn:
-        file.truncate(complete)
-    return torn
-
-
-def _require_same(path: Path, recorded: Any, now: Mapping[str, Any]) -> None:
-    if not isinstance(recorded, dict):
-        raise CheckpointStateError(f"{path}, line 1: no settings. It is not a journal of this command; move it away.")
-
-    def shown(settings: Mapping[str, Any], name: str) -> str:
-        return repr(settings.get(name))[:_SHOWN]
-
-    differ = [name for name in {**recorded, **now} if recorded.get(name) != now.get(name)]
-    if differ:
-        changes = "; ".join(f"{name}: {shown(recorded, name)} there, {shown(now, name)} now" for name in differ)
-        raise ConfigurationError(
-            f"{path} was begun with other settings ({changes}), and responses of both would not be one experiment",
-            allowed="the settings that it was begun with",
-            remedy="Give those, or a new --output.",
         )

@@ -30,7 +30,7 @@ class Reward:
     name: str  # in the settings; it changes when the function does
     pass_score: float  # smallest score of a correct response
     score: Score
-    can_read: Callable[[Any], bool]  # whether a ground truth can be compared with at all
+    reads_empty: bool = False  # whether an empty ground truth can be compared with
 
     def is_correct(self, problem: Problem, text: str) -> bool:
         """Judge one response.
@@ -39,12 +39,8 @@ class Reward:
             ConfigurationError: If the function fails, or returns no finite number.
         """
         try:
-            score = self.score(
-                data_source=problem.data_source,
-                solution_str=text,
-                ground_truth=problem.ground_truth,
-                extra_info=problem.extra_info,
-            )
+            about = {name: getattr(problem, name) for name in ("data_source", "ground_truth", "extra_info")}
+            score = self.score(solution_str=text, **about)
         except Exception as error:
             place = f"row {problem.row} (data_source {problem.data_source!r}, ground truth {problem.ground_truth!r})"
             allowed = "a function with verl's signature that knows this data_source"
@@ -68,7 +64,7 @@ class Reward:
         """
         for problem in {problem.data_source: problem for problem in problems}.values():
             self.is_correct(problem, "")
-        found = [problem for problem in problems if self.can_read(problem.ground_truth)]
+        found = [problem for problem in problems if self.reads_empty or str(problem.ground_truth).strip()]
         if not found:
             unread = f"none of the {len(problems)} ground truths can be read; the first is {problems[0].ground_truth!r}"
             raise _refusal(self.name, unread, "answers that this reward can compare with")
@@ -84,11 +80,9 @@ def recorded_judgement(job: JudgedJob, reward: Reward) -> dict[str, Any]:
 def load_reward(name: str, pass_score: float = 1.0) -> Reward:
     """Return the reward of a name.
 
-    Args:
-        name: `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the
-            recipes train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
-            pkg://MODULE[:FUNCTION] as in verl's configs.
-        pass_score: Smallest score of a correct response.
+    It is `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the recipes
+    train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
+    pkg://MODULE[:FUNCTION] as in verl's configs.
 
     Raises:
         ConfigurationError: If there is no such reward.
@@ -96,10 +90,10 @@ def load_reward(name: str, pass_score: float = 1.0) -> Reward:
     if name == "verl":
         from verl.utils.reward_score import default_compute_score
 
-        return Reward(name, pass_score, default_compute_score, _is_given)
+        return Reward(name, pass_score, default_compute_score)
     if name == "math-verify":
         require_math_verify()
-        return Reward(name, pass_score, boxed_answer.compute_score, _is_given)
+        return Reward(name, pass_score, boxed_answer.compute_score)
     if name.startswith(PACKAGE):
         module_name, _, function = name.removeprefix(PACKAGE).partition(":")
         location = PACKAGE + module_name
@@ -122,13 +116,9 @@ def load_reward(name: str, pass_score: float = 1.0) -> Reward:
         raise _refusal(name, f"it cannot be loaded ({type(cause).__name__}: {cause})") from error
     path = Path(module.__file__)
     digest = sha256(path.read_bytes()).hexdigest()[:12]
-    return Reward(f"{path.name}:{function}@{digest}", pass_score, score, lambda ground_truth: True)
+    return Reward(f"{path.name}:{function}@{digest}", pass_score, score, reads_empty=True)
 
 
-def _is_given(ground_truth: Any) -> bool:
-    return bool(str(ground_truth).strip())
-
-
-def _refusal(name: str, problem: str, allowed: str = "", remedy: str = "") -> ConfigurationError:
-    remedy = remedy or "Correct it, or choose another --reward."
+def _refusal(name: str, problem: str, allowed: str = "") -> ConfigurationError:
+    remedy = "Correct it, or choose another --reward."
     return ConfigurationError(problem, setting="--reward", value=name, allowed=allowed, remedy=remedy)

@@ -9,7 +9,7 @@ line has `routed_experts`, too: {shape, data}, int16 in base64.
 from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,39 +17,22 @@ from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.jobs.journal import Journal
+from verl_precision.tools.jobs.settings import PromptedJob
 from verl_precision.tools.jobs.work import FixedWork, Key
 
 _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
 
-class SampledJob(Protocol):
-    """What decides the samples of a job."""
-
-    @property
-    def responses(self) -> int:
-        """Responses to each prompt."""
-
-    @property
-    def max_response_tokens(self) -> int:
-        """Most tokens of a response."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of all responses."""
-
-
 class Store:
     """The samples and scores of a job."""
 
-    def __init__(self, journal: Journal, job: SampledJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, journal: Journal, job: PromptedJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
         """Read which samples and scores the journal has.
 
         Raises:
             CheckpointStateError: If the journal is damaged.
         """
-        self.job = job
-        self.journal = journal
-        self.prompt_ids = prompt_ids
+        self.job, self.journal, self.prompt_ids = job, journal, prompt_ids
         self.keys: list[Key] = [(str(p), r) for p in range(len(prompt_ids)) for r in range(job.responses)]
         # (rollout dtype, train dtype, or None for the samples) -> response -> position in the journal
         self.positions: dict[tuple[str, str | None], dict[Key, int]] = defaultdict(dict)
@@ -100,22 +83,13 @@ class Series(FixedWork):
     """The samples of a rollout, or with a trainer their scores."""
 
     def __init__(
-        self,
-        store: Store,
-        rollout: str,
-        train: str | None = None,
-        what: str = "",
-        keys: Sequence[Key] | None = None,
+        self, store: Store, rollout: str, train: str | None = None, what: str = "", keys: Sequence[Key] | None = None
     ) -> None:
         """Find what is missing; `what` says what the series is, where the names do not; `keys` are all by default."""
         self._store, self._rollout, self._train = store, rollout, train
-        self._what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
         self._positions = store.positions[rollout, train]
-        super().__init__(store.keys if keys is None else keys, self._positions)
-
-    def progress(self) -> str:
-        """Say what is done."""
-        return self._what
+        what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
+        super().__init__(what, store.keys if keys is None else keys, self._positions)
 
     def _request(self, problem: str, response: int) -> Request:
         store, prompt = self._store, self._store.prompt_ids[int(problem)]

@@ -39,14 +39,14 @@ class Work(Protocol):
         """Say in words what `done` counts."""
 
 
-class FixedWork:
+class FixedWork(Work):
     """`Work` whose responses are known from the start: each that is missing is asked for once, in their order."""
 
     in_flight: int | None = None
 
-    def __init__(self, keys: Sequence[Key], finished: Collection[Key]) -> None:
-        """Begin with what is finished; `record` adds to it."""
-        self.total = len(keys)
+    def __init__(self, words: str, keys: Sequence[Key], finished: Collection[Key]) -> None:
+        """Begin with what is finished, to which `record` adds; `words` say what `done` counts."""
+        self._words, self.total = words, len(keys)
         self.missing = [key for key in keys if key not in finished]
         self._finished = finished
         self._unasked = iter(self.missing)
@@ -63,13 +63,9 @@ class FixedWork:
     @abstractmethod
     def _request(self, problem: str, response: int) -> Request: ...
 
-    @abstractmethod
-    def record(self, response: Response) -> None:
-        """Write a response to the journal, then count it."""
-
-    @abstractmethod
     def progress(self) -> str:
         """Say in words what `done` counts."""
+        return self._words
 
 
 def complete(works: Sequence[Work], start: Callable[[], Engine], in_flight: int, console: Console) -> None:
@@ -84,19 +80,12 @@ def complete(works: Sequence[Work], start: Callable[[], Engine], in_flight: int,
 def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
     """Ask an engine until the work is finished; what is still in flight then is left unfinished.
 
-    Args:
-        engine: Answers the requests.
-        work: Makes the requests, and writes down the responses.
-        in_flight: Responses in flight for each engine; enough to keep it full.
-        console: Where progress is shown: as a live bar on a terminal, as a line for each tenth elsewhere.
+    `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line for each tenth
+    elsewhere.
     """
     asked, tenth, due = 0, -1, 0.0
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
+    left = TimeRemainingColumn(elapsed_when_finished=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), left)
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=work.total)
         while True:

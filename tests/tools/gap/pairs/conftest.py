@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs.journal import open_journal
+from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.store import Store
 
 PROMPTS = [(5, 6), (7,)]
@@ -20,5 +20,5 @@ def job_of() -> Callable[..., MismatchJob]:
 
 @pytest.fixture
 def store(tmp_path, job_of):
-    with closing(open_journal(tmp_path / "job", {})) as journal:
+    with closing(Journal(tmp_path / "job", {})) as journal:
         yield Store(journal, job_of(), PROMPTS)

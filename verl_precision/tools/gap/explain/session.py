@@ -20,7 +20,7 @@ from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant, reference, replayed, variants
 from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
 from verl_precision.tools.jobs.frame import Frame
-from verl_precision.tools.jobs.prompts import prompt_tokens
+from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series, Store
 from verl_precision.tools.jobs.work import Work
 

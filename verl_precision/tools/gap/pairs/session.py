@@ -14,7 +14,7 @@ from verl_precision.tools.gap.pairs.measure import Pair, measure
 from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.gap.pairs.table import markdown, summary
 from verl_precision.tools.jobs.frame import Frame
-from verl_precision.tools.jobs.prompts import prompt_tokens
+from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series
 
 
