@@ -19,6 +19,11 @@ class Request:
     record_to: str = ""  # a file for what every operation of the forward gets and gives
     routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Problem and index of the response."""
+        return self.problem, self.response
+
 
 @dataclass(frozen=True)
 class Response:
@@ -38,13 +43,11 @@ class Response:
 class Engine(Protocol):
     """Answers requests, many at a time, each when it is ready.
 
-    What loads a model (`integration.vllm_sampler`, `integration.fsdp_scorer`) has `submit` and `poll` alone: it runs in
-    a process of its own, whose end gives everything back.
+    What loads a model (`vllm_sampler`, `fsdp_scorer`) has `submit` and `poll` alone: it runs in a process of its own,
+    whose end gives everything back.
     """
 
-    @property
-    def engines(self) -> int:
-        """Number of engines that share the work."""
+    engines: int  # number of engines that share the work
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take requests on and return at once."""

@@ -35,8 +35,7 @@ class EngineProcess:
         logs.mkdir(parents=True, exist_ok=True)
         self._name = name
         self._log = next(path for number in count() if not (path := logs / f"{name}-{number}.log").exists())
-        self._mark = uuid.uuid4().hex
-        self._in_flight = 0
+        self._mark, self._in_flight = uuid.uuid4().hex, 0
         self._connection, theirs = Pipe()
         with theirs, self._log.open("xb") as sink:
             self._process = subprocess.Popen(

@@ -29,20 +29,13 @@ class TrainerEngine:
         fp32_output_head: bool = False,
         router_replay: str = "disabled",
     ) -> None:
-        """Load the model.
+        """Load a model as in `find_model`, for a forward in bf16, fp16 or fp32.
 
-        Args:
-            model: A model as in `find_model`.
-            dtype: Dtype of the forward: bf16, fp16 or fp32.
-            attention: sdpa or flash_attention_2, or another that is registered with transformers.
-            micro_batch_tokens: Tokens of one forward, padding included.
-            packed: Whether sequences are packed without padding; None: with flash_attention_2 they are.
-            fp32_log_probs: Whether log-probs are taken in FP32, as our engine does it.
-            temperature: Divides the logits.
-            adapter: Folder of a LoRA adapter that the model has; None for none.
-            fp32_output_head: Whether the logits themselves are computed in FP32.
-            router_replay: verl's mode of a mixture of experts: with R2 a response tells the experts that its routers
-                choose, with R3 they take those of the request.
+        `attention` is sdpa, flash_attention_2, or another that is registered with transformers. `micro_batch_tokens` of
+        one forward include padding. `packed` sequences have none; None: with flash_attention_2 they are packed.
+        `fp32_log_probs` are taken in FP32, as our engine does it; with `fp32_output_head` the logits are computed in
+        FP32, too. `adapter` is the folder of a LoRA adapter. `router_replay` is verl's mode of a mixture of experts: with
+        R2 a response tells the experts that its routers choose, with R3 they take those of the request.
         """
         on_gpu = prepare_process()
         from verl.trainer.config import CheckpointConfig
@@ -53,16 +46,20 @@ class TrainerEngine:
         from verl_precision.integration.engine.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
+        rank = 0 if adapter is None else int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
         self._packed = attention == "flash_attention_2" if packed is None else packed
-        self._temperature, self._router_replay = temperature, router_replay
-        self._micro_batch_tokens = micro_batch_tokens
+        self._temperature, self._router_replay, self._micro_batch_tokens = (
+            temperature,
+            router_replay,
+            micro_batch_tokens,
+        )
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(
                 path=model_location(model),
                 use_remove_padding=self._packed,
                 enable_gradient_checkpointing=False,
                 lora_adapter_path=adapter,
-                lora_rank=0 if adapter is None else _rank(adapter),  # without it verl loads no adapter
+                lora_rank=rank,  # without it verl loads no adapter
                 override_config={"attn_implementation": attention},
             ),
             engine_config=PrecisionFSDPConfig(
@@ -88,7 +85,7 @@ class TrainerEngine:
     def poll(self) -> list[Response]:
         """Score everything that waits; an empty response has no log-probs."""
         requests, self._waiting = self._waiting, []
-        empty = [Response(r.problem, r.response, 0, log_probs=()) for r in requests if not r.response_token_ids]
+        empty = [Response(*r.key, 0, log_probs=()) for r in requests if not r.response_token_ids]
         filled = [request for request in requests if request.response_token_ids]
         return empty + (self._scored(filled) if filled else [])
 
@@ -108,31 +105,19 @@ class TrainerEngine:
         )
         data["temperature"] = torch.full((len(sequences),), self._temperature)
         if self._router_replay == "R3":
-            data[CHOICES] = nested([_with_last(request.routed_experts) for request in requests])
+            choices = [torch.from_numpy(request.routed_experts) for request in requests]
+            # The last token has a row of zeros, which is no choice.
+            data[CHOICES] = nested([torch.cat([each, torch.zeros_like(each[:1])]) for each in choices])
         with self._engine.eval_mode():
             outputs = self._engine.infer_batch(data)["model_output"]
-        recorded = self._router_replay == "R2"
-        choices: Any = outputs[CHOICES].unbind() if recorded else [None] * len(requests)
+        recorded: Any = outputs[CHOICES].unbind() if self._router_replay == "R2" else [None] * len(requests)
         # At position t the engine gives the log-prob of token t + 1.
         return [
             Response(
-                request.problem,
-                request.response,
+                *request.key,
                 len(request.response_token_ids),
                 log_probs=tuple(log_probs.float().cpu()[len(request.prompt_token_ids) - 1 : -1].tolist()),
                 routed_experts=None if experts is None else experts[:-1].cpu().numpy(),
             )
-            for request, log_probs, experts in zip(requests, outputs["log_probs"].unbind(), choices, strict=True)
+            for request, log_probs, experts in zip(requests, outputs["log_probs"].unbind(), recorded, strict=True)
         ]
-
-
-def _rank(adapter: str) -> int:
-    return int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
-
-
-def _with_last(experts: Any) -> Any:
-    """Return choices with a row of zeros, which is no choice, for the last token."""
-    import torch
-
-    found = torch.from_numpy(experts)
-    return torch.cat([found, torch.zeros_like(found[:1])])

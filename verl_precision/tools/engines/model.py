@@ -36,11 +36,7 @@ class Model:
         return self.config.get("max_position_embeddings")
 
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
-        """Refuse FP16, chosen by an option, where vLLM refuses it.
-
-        Raises:
-            ConfigurationError: If vLLM refuses one of the dtypes for this model.
-        """
+        """Refuse FP16, chosen by an option, where vLLM refuses it."""
         kind = str(self.config.get("model_type"))
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
             others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
@@ -53,11 +49,7 @@ class Model:
 
 
 def model_location(model: str) -> str:
-    """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is.
-
-    Raises:
-        ConfigurationError: If there is no such tiny model.
-    """
+    """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is."""
     if model.startswith(TINY):
         from verl_precision.base.tiny_model import cached_tiny_model
 
@@ -67,11 +59,9 @@ def model_location(model: str) -> str:
 
 
 def find_model(model: str) -> Model:
-    """Require that a model is there.
+    """Require that a folder in Hugging Face format, a hub name, or a model `tiny:<architecture>` is there.
 
-    Args:
-        model: A folder in Hugging Face format, a hub name, or `tiny:<architecture>`, which is built on first use. Of a
-            hub name, only config.json is fetched.
+    A tiny model is built on first use. Of a hub name, only config.json is fetched.
 
     Raises:
         ConfigurationError: If there is no such folder, and no such name on the hub or, offline, in its cache.
@@ -144,11 +134,7 @@ def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Return the tokenizer of a model as in `find_model`.
-
-    Raises:
-        ConfigurationError: If the model has none.
-    """
+    """Return the tokenizer of a model as in `find_model`, which must have one."""
     from transformers import AutoTokenizer
 
     reason = "it is empty"  # what transformers gives for a folder without one

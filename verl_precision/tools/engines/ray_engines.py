@@ -21,10 +21,9 @@ class RayEngines:
         """
         import ray
 
-        self._ray = ray
+        self._ray, self._started_here = ray, not ray.is_initialized()
         self._actors: list[Any] = []
         self._polls: dict[Any, int] = {}  # answer to come -> index of its engine
-        self._started_here = not ray.is_initialized()
         if self._started_here:
             try:
                 ray.init(address=address, log_to_driver=False)
@@ -75,10 +74,8 @@ class RayEngines:
             return self._ray.get(futures)
         except self._ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
-            raise RunFailedError(
-                f"an engine on Ray failed; what is done is kept, and the same command continues.\n"
-                f"  {type(cause).__name__}: {cause}"
-            ) from error
+            kept = "what is done is kept, and the same command continues"
+            raise RunFailedError(f"an engine on Ray failed; {kept}.\n  {type(cause).__name__}: {cause}") from error
 
 
 class _Actor:
@@ -99,12 +96,9 @@ class _Actor:
 
 def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[Request]]:
     """Divide requests among engines that have `in_flight` ones each, so that they come out evenly loaded."""
-    load = list(in_flight)
-    shares: list[list[Request]] = [[] for _ in load]
+    shares: list[list[Request]] = [[] for _ in in_flight]
     for request in requests:
-        index = load.index(min(load))
-        load[index] += 1
-        shares[index].append(request)
+        min(zip(in_flight, shares, strict=True), key=lambda engine: engine[0] + len(engine[1]))[1].append(request)
     return shares
 
 

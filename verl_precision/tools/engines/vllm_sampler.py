@@ -5,13 +5,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from verl_precision.base.dtypes import long
+from verl_precision.base.files import new_file
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location
 
 # On a CPU, compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
 # 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
 _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
+
+# Last part of the names of modules that are recorded; models of one family have some of them.
+_RECORDED = (
+    *("embed_tokens", "input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"),
+    *("qkv_proj", "rotary_emb", "attn", "o_proj", "gate_up_proj", "act_fn", "down_proj", "gate", "experts"),
+    "logits_processor",
+)
 
 
 class VllmEngine:
@@ -29,18 +40,11 @@ class VllmEngine:
         divide_logits_by: float = 1.0,
         **engine: Any,
     ) -> None:
-        """Load the model.
+        """Load a model as in `find_model`; `max_model_len` tokens are the most of prompt and response together.
 
-        Args:
-            model: A model as in `find_model`.
-            dtype: bf16, fp16 or fp32.
-            max_model_len: Most tokens of prompt and response together.
-            log_probs: Whether to return the log-prob of each token; else the text is returned.
-            temperature: Divides the logits; 0 takes the most probable token.
-            top_p: Share of the probability, from the most probable token on, that is drawn from.
-            top_k: Number of most probable tokens that are drawn from; 0 for all.
-            divide_logits_by: A temperature that scores have too; vLLM's own is of what it draws alone.
-            engine: Further settings of `vllm.LLM`, such as `logprobs_mode`.
+        `log_probs` says whether the log-prob of each token is returned, else the text is. `divide_logits_by` is a
+        temperature that scores have too; vLLM's own is of what it draws alone. `engine` has further settings of
+        `vllm.LLM`, such as `logprobs_mode`.
         """
         cpu_settings = {} if prepare_process() else _CPU_SETTINGS
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
@@ -56,7 +60,7 @@ class VllmEngine:
         if divide_logits_by != 1:
             llm.apply_model(partial(_divide_logits, by=divide_logits_by))
         self._engine = llm.llm_engine
-        self._log_probs, self._temperature, self._top_p, self._top_k = log_probs, temperature, top_p, top_k
+        self._log_probs, self._drawing = log_probs, {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self._asked: dict[str, Request] = {}
         self._recorder: Any = None
 
@@ -66,34 +70,27 @@ class VllmEngine:
             key = f"{request.problem}/{request.response}"
             self._asked[key] = request
             if request.record_to:  # asked for alone
-                from verl_precision.tools.engines.vllm_operations import OperationRecorder
-
                 if self._recorder is None:
                     (self._recorder,) = self._engine.apply_model(OperationRecorder)
                 self._recorder.start()
-            prompt = {
-                "type": "token",
-                "prompt_token_ids": list(request.prompt_token_ids + request.response_token_ids),
-            }
+            ids = list(request.prompt_token_ids + request.response_token_ids)
+            prompt = {"type": "token", "prompt_token_ids": ids}
             self._engine.add_request(key, prompt, self._sampling_params(request))
 
     def _sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        when = RequestOutputKind.FINAL_ONLY
         if request.response_token_ids:  # to score: vLLM does it for prompts, at temperature 1
-            return SamplingParams(
-                max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-            )
+            return SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=when)
         return SamplingParams(
-            temperature=self._temperature,
-            top_p=self._top_p,
-            top_k=self._top_k,
+            **self._drawing,
             max_tokens=request.max_tokens,
             seed=request.seed,
             logprobs=0 if self._log_probs else None,  # 0: of the sampled token alone
             detokenize=not self._log_probs,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=when,
         )
 
     def poll(self) -> list[Response]:
@@ -112,16 +109,9 @@ class VllmEngine:
         ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
         if self._log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
-        return Response(
-            request.problem,
-            request.response,
-            len(ids),
-            text=text,
-            token_ids=ids,
-            log_probs=log_probs,
-            finish_reason=drawn.finish_reason,
-            routed_experts=_experts(drawn, len(request.prompt_token_ids + ids)),
-        )
+        experts = _experts(drawn, len(request.prompt_token_ids + ids))
+        of_tokens = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}
+        return Response(*request.key, len(ids), text, finish_reason=drawn.finish_reason, **of_tokens)
 
     def _scored(self, request: Request, output: Any) -> Response:
         ids = request.response_token_ids
@@ -130,7 +120,7 @@ class VllmEngine:
         if request.record_to:
             self._recorder.write(Path(request.record_to), request.prompt_token_ids + ids)
         experts = _experts(output.outputs[0], len(request.prompt_token_ids + ids))
-        return Response(request.problem, request.response, len(ids), log_probs=log_probs, routed_experts=experts)
+        return Response(*request.key, len(ids), log_probs=log_probs, routed_experts=experts)
 
 
 def _experts(output: Any, length: int) -> Any:
@@ -143,3 +133,47 @@ def _divide_logits(model: Any, by: float) -> None:
     """Have a model of vLLM give logits divided by a temperature, in FP32 as its sampler does it."""
     compute_logits = model.compute_logits
     model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / by
+
+
+class OperationRecorder:
+    """Hooks on a model of vLLM; between `start` and `write` they keep inputs and outputs of every operation.
+
+    Only where vLLM runs the modules themselves: on a CPU, and on a GPU with enforce_eager=True. A compiled forward
+    leaves nothing here. `tools/gap/explain/operations.py` reads the records.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        self._calls: list[dict[str, Any]] | None = None
+        self._open: list[tuple[Tensor, ...]] = []
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in _RECORDED:
+                module.register_forward_pre_hook(self._before, with_kwargs=True)
+                module.register_forward_hook(self._after(name), with_kwargs=True)
+
+    def start(self) -> None:
+        """Begin a record."""
+        self._calls, self._open = [], []
+
+    def write(self, path: Path, token_ids: Sequence[int]) -> None:
+        """End the record, and write it: token ids, dtype, and the calls in their order, in FP32."""
+        calls, self._calls = self._calls, None
+        with new_file(path, replace=True) as scratch:
+            torch.save({"token_ids": list(token_ids), "dtype": self._dtype, "calls": calls}, scratch)
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._calls is not None:  # cloned now: vLLM's norms overwrite what they get
+            self._open.append(_kept((*args, *kwargs.values())))
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if self._calls is not None:
+                outputs = _kept(output if isinstance(output, tuple) else (output,))
+                self._calls.append({"name": name, "inputs": self._open.pop(), "outputs": outputs})
+
+        return hook
+
+
+def _kept(values: Sequence[Any]) -> tuple[Tensor, ...]:
+    tensors = (value.detach() for value in values if isinstance(value, Tensor))
+    return tuple(x.to("cpu", torch.float32 if x.is_floating_point() else x.dtype, copy=True) for x in tensors)
