@@ -34,8 +34,8 @@ class TrainerEngine:
         `attention` is sdpa, flash_attention_2, or another that is registered with transformers. `micro_batch_tokens` of
         one forward include padding. `packed` sequences have none; None: with flash_attention_2 they are packed.
         `fp32_log_probs` are taken in FP32, as our engine does it; with `fp32_output_head` the logits are computed in
-        FP32, too. `adapter` is the folder of a LoRA adapter. `router_replay` is verl's mode of a mixture of experts: with
-        R2 a response tells the experts that its routers choose, with R3 they take those of the request.
+        FP32, too. `adapter` is the folder of a LoRA adapter. `router_replay` is verl's mode of a mixture of experts:
+        with R2 a response tells the experts that its routers choose, with R3 they take those of the request.
         """
         on_gpu = prepare_process()
         from verl.trainer.config import CheckpointConfig
@@ -48,11 +48,8 @@ class TrainerEngine:
         make_group_of_one("cuda" if on_gpu else "cpu")
         rank = 0 if adapter is None else int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
         self._packed = attention == "flash_attention_2" if packed is None else packed
-        self._temperature, self._router_replay, self._micro_batch_tokens = (
-            temperature,
-            router_replay,
-            micro_batch_tokens,
-        )
+        self._micro_batch_tokens = micro_batch_tokens
+        self._temperature, self._router_replay = temperature, router_replay
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(
                 path=model_location(model),

@@ -110,7 +110,7 @@ class VllmEngine:
         if self._log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         experts = _experts(drawn, len(request.prompt_token_ids + ids))
-        of_tokens = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}
+        of_tokens: dict[str, Any] = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}
         return Response(*request.key, len(ids), text, finish_reason=drawn.finish_reason, **of_tokens)
 
     def _scored(self, request: Request, output: Any) -> Response:

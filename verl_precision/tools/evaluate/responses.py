@@ -6,7 +6,6 @@ context, in the order of the settings.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verl_precision.base.errors import CheckpointStateError
@@ -29,8 +28,7 @@ class Drawn(NamedTuple):
     correct: tuple[bool, ...]  # for each context
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A problem and its prompt in tokens."""
 
     problem: Problem
@@ -86,8 +84,8 @@ class ResponseJob(FixedWork):
         record: dict[str, Any] = {"dtype": self._dtype, "problem": response.problem, "response": response.response}
         record |= {"tokens": response.length, "finish_reason": response.finish_reason, "correct": correct}
         self._journal.append({**record, "text": response.text if self._evaluation.keep_text else None})
-        drawn = Drawn(response.length, response.finish_reason == "length", correct)
-        self._drawn[response.problem, response.response] = drawn
+        cut = response.finish_reason == "length"
+        self._drawn[response.problem, response.response] = Drawn(response.length, cut, correct)
 
     def _verdicts(self, response: Response) -> tuple[bool, ...]:
         """Judge the response as far as it goes in each context; the same text is judged once."""

@@ -8,10 +8,9 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.evaluate.accuracy import Accuracy, accuracies, differences
+from verl_precision.tools.evaluate.accuracy import Accuracy, accuracies, differences, markdown, summary
 from verl_precision.tools.evaluate.responses import ResponseJob, Task, read_outcomes
 from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.evaluate.table import markdown, summary
 from verl_precision.tools.jobs.frame import Frame, recorded_versions
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.jobs.reward import load_reward, recorded_judgement
@@ -20,14 +19,7 @@ OUTPUTS = ("table.md", "summary.json")
 
 
 def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
-    """Do what is missing in the job's folder, and write the results.
-
-    Args:
-        evaluation: What is evaluated.
-        console: Where progress and tables are shown.
-
-    Returns:
-        One entry for each context, data set and dtype.
+    """Do what is missing in the job's folder, and write the results, one for each context, data set and dtype.
 
     Raises:
         ConfigurationError: If something cannot work; it is raised before a model loads.
@@ -57,15 +49,9 @@ def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
         decode = partial(load_tokenizer(evaluation.model).decode, skip_special_tokens=True)
         for dtype in evaluation.dtypes:
             work = ResponseJob(evaluation, dtype, tasks, outcomes, journal, reward, decode)
-            build = partial(
-                VllmEngine,
-                evaluation.model,
-                dtype,
-                evaluation.longest_context,
-                temperature=evaluation.temperature,
-                top_p=evaluation.top_p,
-            )
-            frame.complete(f"sample-{dtype}", [work], build)
+            build = partial(VllmEngine, evaluation.model, dtype, evaluation.longest_context)
+            drawing = {"temperature": evaluation.temperature, "top_p": evaluation.top_p}
+            frame.complete(f"sample-{dtype}", [work], partial(build, **drawing))
 
     sets = {name: [problem.identifier for problem in each] for name, each in problems.items()}
     found = accuracies(evaluation, sets, tasks, outcomes)

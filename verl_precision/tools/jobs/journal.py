@@ -50,6 +50,7 @@ class Journal:
                 problem, allowed = f"{self.path}: another process is writing it", "one process for each --output"
                 remedy = "Wait for it, or give another --output."
                 raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
+            self._file.seek(0)
             complete = sum(len(line) for line in self._file if line.endswith(b"\n"))
             self.torn = self._file.seek(0, os.SEEK_END) > complete  # whether there was a torn last line
             self._file.truncate(complete)

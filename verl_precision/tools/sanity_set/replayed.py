@@ -15,11 +15,7 @@ class RecordedEngine:
     engines = 1
 
     def __init__(self, path: Path) -> None:
-        """Read a JSONL file with problem, response, tokens, and either correct or text.
-
-        Raises:
-            ConfigurationError: If a line lacks these fields.
-        """
+        """Read a JSONL file; a line that lacks problem, response, tokens, and correct or text is refused."""
         self._path = path
         self._recorded: dict[tuple[str, int], Response] = {}
         self._waiting: deque[Response] = deque()
@@ -34,25 +30,19 @@ class RecordedEngine:
             self._recorded[key] = Response(*key, line["tokens"], line.get("text"), line.get("correct"))
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Look each up.
-
-        Raises:
-            ConfigurationError: If one was not recorded.
-        """
+        """Look each up; one that was not recorded is refused."""
         for request in requests:
-            if (request.problem, request.response) not in self._recorded:
+            if request.key not in self._recorded:
                 raise ConfigurationError(
                     f"--responses {self._path}: response {request.response} to problem {request.problem} is not in it",
                     allowed="as many recorded responses to each problem as its verdict needs",
                     remedy="Record with --all-responses, of the same data set.",
                 )
-            self._waiting.append(self._recorded[request.problem, request.response])
+            self._waiting.append(self._recorded[request.key])
 
     def poll(self) -> list[Response]:
         """Return everything asked for since."""
-        ready = list(self._waiting)
-        self._waiting.clear()
-        return ready
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -62,21 +62,21 @@ def table(summary: Summary) -> Table:
     """Return the result as a table for the terminal."""
     responses = summary.responses_drawn + summary.responses_saved
     tokens = max(summary.tokens_drawn + summary.tokens_saved, 1)
-    rows = {
-        "kept": f"[bold]{summary.kept}[/]",
-        "too easy / too hard": f"{summary.too_easy} / {summary.too_hard}",
-        "responses drawn": f"{summary.responses_drawn} of {responses}",
-        "saved by deciding early": f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})",
-        "tokens drawn": f"{summary.tokens_drawn}",
-        "tokens saved (estimate)": f"{summary.tokens_saved} ({summary.tokens_saved / tokens:.0%})",
-    }
-    left_out = {
-        "duplicate rows, taken once": summary.duplicates,
-        "left out: answer cannot be parsed": summary.unreadable,
-        "left out: prompt too long": summary.overlong,
-    }
-    rows |= {f"[yellow]{reason}[/]": str(count) for reason, count in left_out.items() if count}
-    return terminal_table(["sanity set", ""], list(rows.items()), framed=True)
+    rows = [
+        ("kept", f"[bold]{summary.kept}[/]"),
+        ("too easy / too hard", f"{summary.too_easy} / {summary.too_hard}"),
+        ("responses drawn", f"{summary.responses_drawn} of {responses}"),
+        ("saved by deciding early", f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})"),
+        ("tokens drawn", f"{summary.tokens_drawn}"),
+        ("tokens saved (estimate)", f"{summary.tokens_saved} ({summary.tokens_saved / tokens:.0%})"),
+    ]
+    for reason, count in (
+        ("duplicate rows, taken once", summary.duplicates),
+        ("left out: answer cannot be parsed", summary.unreadable),
+        ("left out: prompt too long", summary.overlong),
+    ):
+        rows += [(f"[yellow]{reason}[/]", str(count))] if count else []
+    return terminal_table(["sanity set", ""], rows, framed=True)
 
 
 def histogram_text(histogram: list[int]) -> str:

@@ -41,11 +41,9 @@ class Schedule:
 
         Without `early_stopping`, all n responses to each problem are drawn, decided or not.
         """
-        self.window = window
-        self.early_stopping = early_stopping
+        self.window, self.early_stopping = window, early_stopping
         self.tallies = {problem: Tally() for problem in problems}
-        self.total = len(self.tallies)
-        self.in_flight: int | None = None
+        self.total, self.in_flight = len(self.tallies), None
         self._open = dict.fromkeys(self.tallies)  # in order
         self._undecided = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
 
@@ -71,11 +69,7 @@ class Schedule:
         return [problem for problem in self.tallies if self.verdict(problem) is Verdict.KEPT]
 
     def count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
-        """Count a response, whether it comes from an engine or from the journal.
-
-        Raises:
-            CheckpointStateError: If the problem is unknown, the index out of range, or the response counted before.
-        """
+        """Count a response, whether it comes from an engine or from the journal; one of no such index is refused."""
         tally = self.tallies.get(problem)
         if tally is None or not 0 <= response < self.window.responses or response in tally.correct:
             reason = "unknown problem" if tally is None else "counted before" if response in tally.correct else "index"

@@ -62,13 +62,6 @@ class _ResponseJob(Schedule):
 def build_sanity_set(job: SanitySet, console: Console) -> Summary:
     """Draw, decide, and write kept.parquet, summary.json and accuracy.png.
 
-    Args:
-        job: What is drawn and kept.
-        console: Where progress and result are shown.
-
-    Returns:
-        The result in numbers.
-
     Raises:
         ConfigurationError: If an option cannot work, before an engine starts; and, with the histogram, if no problem is
             kept.

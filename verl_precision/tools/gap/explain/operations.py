@@ -67,7 +67,7 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
 
     Args:
         model: A causal language model of transformers in FP32, with the weights that vLLM had.
-        record: As `integration.vllm_operations` writes it.
+        record: As `vllm_sampler.OperationRecorder` writes it.
     """
     if model.config.model_type not in FAMILIES or not any(".layers." in call["name"] for call in record["calls"]):
         return Operations((), None, 0.0, 0.0, 0.0)
