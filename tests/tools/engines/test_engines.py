@@ -10,7 +10,7 @@ from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.engine import Request
 from verl_precision.tools.engines.ray_engines import RayEngines, engines_that_fit, spread
-from verl_precision.tools.sanity_set.replayed import RecordedEngine
+from verl_precision.tools.sanity_set.session import RecordedEngine
 
 
 def test_every_response_has_a_seed_of_its_own():

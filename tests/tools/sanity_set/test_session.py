@@ -11,8 +11,7 @@ from rich.console import Console
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.sanity_set import session
-from verl_precision.tools.sanity_set.replayed import RecordedEngine
-from verl_precision.tools.sanity_set.session import build_sanity_set
+from verl_precision.tools.sanity_set.session import RecordedEngine, build_sanity_set
 from verl_precision.tools.sanity_set.settings import SanitySet
 
 EASY, HARD, FLIP = [True] * 40, [False] * 40, [index % 2 == 0 for index in range(40)]

@@ -7,17 +7,9 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Request:
-    """A response to draw, or with `response_token_ids` one to score."""
-
+class _OfResponse:
     problem: str  # identifier of the problem
     response: int  # index of the response, from 0
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int = 0  # most tokens to generate
-    seed: int = 0  # of this response alone
-    response_token_ids: tuple[int, ...] = ()
-    record_to: str = ""  # a file for what every operation of the forward gets and gives
-    routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
 
     @property
     def key(self) -> tuple[str, int]:
@@ -26,11 +18,21 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Response:
+class Request(_OfResponse):
+    """A response to draw, or with `response_token_ids` one to score."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int = 0  # most tokens to generate
+    seed: int = 0  # of this response alone
+    response_token_ids: tuple[int, ...] = ()
+    record_to: str = ""  # a file for what every operation of the forward gets and gives
+    routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
+
+
+@dataclass(frozen=True)
+class Response(_OfResponse):
     """What an engine answers; what was not asked for is None."""
 
-    problem: str
-    response: int
     length: int  # number of its tokens
     text: str | None = None
     correct: bool | None = None  # the recorded verdict, where a recorded response has one

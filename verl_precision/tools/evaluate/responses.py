@@ -39,11 +39,7 @@ Outcomes = dict[str, dict[Key, Drawn]]  # by dtype
 
 
 def read_outcomes(journal: Journal, evaluation: Evaluation, tasks: Mapping[str, Task]) -> Outcomes:
-    """Return what the journal has.
-
-    Raises:
-        CheckpointStateError: If a line is damaged, or is of no response of this job.
-    """
+    """Return what the journal has; a line of no response of this job is an error."""
     outcomes: Outcomes = defaultdict(dict)
     for _, record in journal.records(_FIELDS):
         dtype, problem, response = record["dtype"], record["problem"], record["response"]
@@ -85,7 +81,7 @@ class ResponseJob(FixedWork):
         record |= {"tokens": response.length, "finish_reason": response.finish_reason, "correct": correct}
         self._journal.append({**record, "text": response.text if self._evaluation.keep_text else None})
         cut = response.finish_reason == "length"
-        self._drawn[response.problem, response.response] = Drawn(response.length, cut, correct)
+        self._drawn[response.key] = Drawn(response.length, cut, correct)
 
     def _verdicts(self, response: Response) -> tuple[bool, ...]:
         """Judge the response as far as it goes in each context; the same text is judged once."""

@@ -45,7 +45,6 @@ def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
     }
     with frame.journal(settings, OUTPUTS) as journal:
         outcomes = read_outcomes(journal, evaluation, tasks)
-        journal.show_resumed(sum(map(len, outcomes.values())), console)
         decode = partial(load_tokenizer(evaluation.model).decode, skip_special_tokens=True)
         for dtype in evaluation.dtypes:
             work = ResponseJob(evaluation, dtype, tasks, outcomes, journal, reward, decode)

@@ -37,6 +37,9 @@ class Frame:
         """Open the journal; arguments and errors are those of `Journal`."""
         self._settings = {name: value for name, value in settings.items() if not name.startswith((_VERSION, _PROMPTS))}
         with closing(Journal(self.folder, settings, outputs)) as journal:
+            if journal.resumed > 0:
+                torn = "; a torn last line was cut off" if journal.torn else ""
+                self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
             yield journal
 
     @contextmanager
@@ -44,9 +47,7 @@ class Frame:
         """Open the journal of samples and scores; it belongs to these prompts, fingerprints and versions."""
         settings = {**recorded(job), **fingerprints, **recorded_versions(), _PROMPTS: prompt_ids}
         with self.journal(settings) as journal:
-            store = Store(journal, job, prompt_ids)
-            journal.show_resumed(store.count, self.console)
-            yield store
+            yield Store(journal, job, prompt_ids)
 
     def complete(self, name: str, works: Sequence[Work], build: partial, engines: int | None = None) -> None:
         """Finish works one after the other on one engine, which starts only if one of them is unfinished.
@@ -78,9 +79,7 @@ def recorded_versions() -> dict[str, str]:
     return {f"{_VERSION}{name}": version for name, version in installed_versions().items()}
 
 
-def start_engine(
-    build: partial, name: str, folder: Path, ray_address: str | None, engines: int | None = None
-) -> Engine:
+def start_engine(build: partial, name: str, folder: Path, ray_address: str | None, engines: int | None) -> Engine:
     """Start one engine on this machine, or with an address one on each GPU of that Ray cluster; see `complete`."""
     if ray_address is None:
         return EngineProcess(build, name, folder / "logs")

@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 
 JOURNAL = "journal.jsonl"
@@ -36,7 +34,7 @@ class Journal:
 
         Raises:
             ConfigurationError: If the folder is not this job's, or another process works in it.
-            CheckpointStateError: If the journal is no journal.
+            CheckpointStateError: If it is no journal.
         """
         self.path = folder / JOURNAL
         if not self.path.exists():
@@ -51,7 +49,8 @@ class Journal:
                 remedy = "Wait for it, or give another --output."
                 raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
             self._file.seek(0)
-            complete = sum(len(line) for line in self._file if line.endswith(b"\n"))
+            lines = [len(line) for line in self._file if line.endswith(b"\n")]
+            self.resumed, complete = len(lines) - 1, sum(lines)  # records that were there
             self.torn = self._file.seek(0, os.SEEK_END) > complete  # whether there was a torn last line
             self._file.truncate(complete)
             if complete:
@@ -74,21 +73,11 @@ class Journal:
         return json.loads(self._file.readline())
 
     def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield position and content of each record.
-
-        Raises:
-            CheckpointStateError: If a line is damaged, or has no such field of that type.
-        """
+        """Yield position and content of each record; one without such fields of these types is an error."""
         for number, position, record in islice(read_lines(self.path), 1, None):
             if wrong := wrong_field(record, fields):
                 raise CheckpointStateError(f"{self.path}, line {number}: {wrong}", remedy=_START_AGAIN)
             yield position, record
-
-    def show_resumed(self, count: int, console: Console) -> None:
-        """Say how many responses the journal had, if any."""
-        if count:
-            torn = "; a torn last line was cut off" if self.torn else ""
-            console.print(f"resuming: {count} responses are in the journal{torn}", highlight=False)
 
     def close(self) -> None:
         """Close the file and let others have it."""
@@ -114,11 +103,7 @@ class Journal:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield number, position and object of each line.
-
-    Raises:
-        CheckpointStateError: If a line is not a JSON object.
-    """
+    """Yield number, position and object of each line; raise `CheckpointStateError` if it is not a JSON object."""
     position = 0
     with path.open("rb") as content:
         for number, line in enumerate(content, start=1):

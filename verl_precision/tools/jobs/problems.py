@@ -63,9 +63,6 @@ class DataSet:
 def read_data_set(path: Path) -> DataSet:
     """Read a parquet or JSONL file with verl's columns: prompt, data_source, reward_model.ground_truth, extra_info.
 
-    Args:
-        path: A .parquet, .jsonl or .json file (one row a line).
-
     Raises:
         ConfigurationError: If something is wrong; it names file, row and field of the first such thing.
     """
@@ -90,12 +87,7 @@ def read_data_set(path: Path) -> DataSet:
 def read_rows(path: Path, option: str = "") -> list[Any]:
     """Return the rows of a .parquet, .jsonl or .json file (one row a line); rows of the latter may differ in fields.
 
-    Args:
-        path: The file.
-        option: Option that names the file, for messages.
-
-    Raises:
-        ConfigurationError: If there is no such file, or it cannot be read.
+    Errors call the file by its `option`.
     """
     name = f"{option} {path}".strip()
     allowed = ".parquet, or .jsonl with one JSON object a line"
@@ -116,11 +108,7 @@ def read_rows(path: Path, option: str = "") -> list[Any]:
 
 
 def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_tokens: int) -> list[tuple[int, ...]]:
-    """Return a job's prompts as tokens of `model`; `response_tokens` more must fit the context of `sampler`.
-
-    Raises:
-        ConfigurationError: If the prompts cannot be read, or do not fit the context with their responses.
-    """
+    """Return a job's prompts as tokens of `model`; `response_tokens` more must fit the context of `sampler`."""
     token_ids = tokenize(read_prompts(job.prompts, job.prompt_field, job.max_prompts), model)
     longest = max(map(len, token_ids))
     if sampler.context is not None and longest + response_tokens > sampler.context:
@@ -136,15 +124,9 @@ def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_token
 
 
 def read_prompts(path: str, field: str = "prompt", limit: int | None = None) -> list[Prompt]:
-    """Return the prompts, in the file's order.
+    """Return the first prompts of a .parquet, .jsonl or .json file (one object a line), or the `built-in` questions.
 
-    Args:
-        path: A .parquet, .jsonl or .json file (one object a line), or `built-in`: the questions of this package.
-        field: Column of the prompts: verl's chat (a list of {role, content}) or plain text.
-        limit: Number of prompts to use, from the first on; None for all.
-
-    Raises:
-        ConfigurationError: If there is no such file or field, or a prompt is empty.
+    The column of the prompts has verl's chats (lists of {role, content}) or plain text.
     """
     if path == BUILT_IN_PROMPTS:
         return [[{"role": "user", "content": text}] for text in _QUESTIONS.read_text().splitlines()[:limit]]

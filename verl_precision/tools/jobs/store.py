@@ -27,11 +27,7 @@ class Store:
     """The samples and scores of a job."""
 
     def __init__(self, journal: Journal, job: PromptedJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
-        """Read which samples and scores the journal has.
-
-        Raises:
-            CheckpointStateError: If the journal is damaged.
-        """
+        """Read which samples and scores the journal has."""
         self.job, self.journal, self.prompt_ids = job, journal, prompt_ids
         self.keys: list[Key] = [(str(p), r) for p in range(len(prompt_ids)) for r in range(job.responses)]
         # (rollout dtype, train dtype, or None for the samples) -> response -> position in the journal
@@ -40,20 +36,8 @@ class Store:
             series = record["rollout"], record.get("train")
             self.positions[series][record["problem"], record["response"]] = position
 
-    @property
-    def count(self) -> int:
-        """Number of samples and scores."""
-        return sum(map(len, self.positions.values()))
-
     def log_probs(self, rollout: str, train: str, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the log-probs of some responses, one after the other, in float64.
-
-        Returns:
-            Lengths [B], log π [N], log μ [N], with N = Σ lengths.
-
-        Raises:
-            CheckpointStateError: If a score has another length than its sample.
-        """
+        """Return lengths [B], log π [N] and log μ [N] of some responses, in float64, with N = Σ lengths."""
         mu, pi = (
             [np.array(self.journal.read(self.positions[series][key])["log_probs"], np.float32) for key in keys]
             for series in ((rollout, None), (rollout, train))
@@ -109,7 +93,6 @@ class Series(FixedWork):
             "token_ids": response.token_ids,
             "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
             "finish_reason": response.finish_reason,
+            "routed_experts": None if response.routed_experts is None else _encoded(response.routed_experts),
         }
-        if response.routed_experts is not None:
-            record["routed_experts"] = _encoded(response.routed_experts)
-        self._positions[response.problem, response.response] = self._store.journal.append(record)
+        self._positions[response.key] = self._store.journal.append(record)

@@ -1,5 +1,6 @@
 """A sanity set from end to end: problems and prompts, responses, files."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
@@ -14,11 +15,10 @@ from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import find_model, tokenize
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.jobs.frame import Frame
-from verl_precision.tools.jobs.journal import Journal
+from verl_precision.tools.jobs.journal import Journal, read_lines, wrong_field
 from verl_precision.tools.jobs.problems import Problem, read_data_set
 from verl_precision.tools.jobs.reward import Reward, load_reward, recorded_judgement
 from verl_precision.tools.jobs.work import complete
-from verl_precision.tools.sanity_set.replayed import RecordedEngine
 from verl_precision.tools.sanity_set.results import Summary, content, histogram_text, summarise, table, write_figure
 from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.settings import SanitySet
@@ -59,6 +59,45 @@ class _ResponseJob(Schedule):
         self.count(**counted)
 
 
+class RecordedEngine:
+    """Replays responses from a file: a journal of another job, or any file of such lines."""
+
+    engines = 1
+
+    def __init__(self, path: Path) -> None:
+        """Read a JSONL file; a line that lacks problem, response, tokens, and correct or text is refused."""
+        self._path = path
+        self._recorded: dict[tuple[str, int], Response] = {}
+        self._waiting: deque[Response] = deque()
+        for number, _, line in read_lines(path):
+            if "settings" in line:
+                continue
+            judged: dict[str, type] = {"correct": bool} if "correct" in line else {"text": str}
+            if wrong := wrong_field(line, {"problem": str, "response": int, "tokens": int, **judged}):
+                allowed = "problem, response, tokens, and correct or text, as this command records them"
+                raise ConfigurationError(f"--responses {path}, line {number}: {wrong}", allowed=allowed)
+            key = line["problem"], line["response"]
+            self._recorded[key] = Response(*key, line["tokens"], line.get("text"), line.get("correct"))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Look each up; one that was not recorded is refused."""
+        for request in requests:
+            if request.key not in self._recorded:
+                raise ConfigurationError(
+                    f"--responses {self._path}: response {request.response} to problem {request.problem} is not in it",
+                    allowed="as many recorded responses to each problem as its verdict needs",
+                    remedy="Record with --all-responses, of the same data set.",
+                )
+            self._waiting.append(self._recorded[request.key])
+
+    def poll(self) -> list[Response]:
+        """Return everything asked for since."""
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 def build_sanity_set(job: SanitySet, console: Console) -> Summary:
     """Draw, decide, and write kept.parquet, summary.json and accuracy.png.
 
@@ -75,7 +114,6 @@ def build_sanity_set(job: SanitySet, console: Console) -> Summary:
     settings |= {"data": data.digest, "responses_from": origin, "temperature": 1.0, "top_p": 1.0}
     with frame.journal(settings, OUTPUTS) as journal:
         schedule = _ResponseJob(job, journal, reward, problems, prompts)
-        journal.show_resumed(schedule.drawn, console)
         console.print(f"{len(prompts)} problems", highlight=False)
         if job.replayed is not None:
             complete([schedule], partial(RecordedEngine, job.replayed), job.in_flight, console)
