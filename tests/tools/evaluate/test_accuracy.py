@@ -6,8 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from verl_precision.tools.evaluate.accuracy import accuracies, differences, markdown, standard_error, summary
-from verl_precision.tools.evaluate.responses import Drawn, Task
+from verl_precision.tools.evaluate.accuracy import (
+    Drawn,
+    Task,
+    accuracies,
+    differences,
+    markdown,
+    standard_error,
+    summary,
+)
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.problems import Problem
 

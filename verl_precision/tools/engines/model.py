@@ -107,23 +107,15 @@ def _digest(config: Path, weights: list[Path]) -> str:
 
 
 def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
-    """Return prompts as tokens: a chat through the model's template, with the assistant's turn begun; text as it is.
-
-    Raises:
-        ConfigurationError: If there is no tokenizer, no chat template for a chat, or a prompt has no tokens.
-    """
+    """Return prompts as tokens: a chat through the model's template, with the assistant's turn begun; text as it is."""
     tokenizer = load_tokenizer(model.name)
     token_ids = []
     for number, prompt in enumerate(prompts):
         is_text = isinstance(prompt, str)
         if not is_text and tokenizer.chat_template is None:
-            raise ConfigurationError(
-                f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens",
-                setting="model",
-                value=model.name,
-                allowed="prompts of plain text",
-                remedy="Add chat_template to its tokenizer_config.json.",
-            )
+            problem = f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens"
+            allowed, remedy = "prompts of plain text", "Add chat_template to its tokenizer_config.json."
+            raise ConfigurationError(problem, setting="model", value=model.name, allowed=allowed, remedy=remedy)
         text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=is_text)["input_ids"]
         if not ids:

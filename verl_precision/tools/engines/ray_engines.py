@@ -14,11 +14,7 @@ class RayEngines:
     """
 
     def __init__(self, build: Callable[[], Any], address: str, engines: int | None) -> None:
-        """Start the engines and wait until all are ready; the address `local` starts a cluster.
-
-        Raises:
-            EnvironmentMismatchError: If no such cluster answers, or it cannot hold the engines.
-        """
+        """Start the engines and wait until all are ready; the address `local` starts a cluster."""
         import ray
 
         self._ray, self._started_here = ray, not ray.is_initialized()
@@ -103,11 +99,7 @@ def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[R
 
 
 def engines_that_fit(gpus: float, wanted: int | None) -> int:
-    """Return how many engines to start on so many GPUs; with None wanted, one on each.
-
-    Raises:
-        EnvironmentMismatchError: If that many, or a single one, do not fit.
-    """
+    """Return how many engines to start on so many GPUs; with None wanted, one on each, which must be there."""
     if gpus < max(1, wanted or 1):
         raise EnvironmentMismatchError(
             f"--engines {wanted or 'all'}: Ray's cluster has {gpus:g} GPU(s), and each engine takes one",

@@ -9,13 +9,32 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl_precision.tools.evaluate.responses import Outcomes, Task
 from verl_precision.tools.evaluate.settings import Evaluation
+from verl_precision.tools.jobs.problems import Problem
+from verl_precision.tools.jobs.work import Key
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
+
+
+class Drawn(NamedTuple):
+    """What is kept of a response in memory."""
+
+    tokens: int  # its length in the longest context
+    cut: bool  # whether it ended because that context was full
+    correct: tuple[bool, ...]  # for each context
+
+
+class Task(NamedTuple):
+    """A problem and its prompt in tokens."""
+
+    problem: Problem
+    prompt: tuple[int, ...]
+
+
+Outcomes = dict[str, dict[Key, Drawn]]  # by dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,18 +101,12 @@ def accuracies(
 
 def differences(found: Sequence[Accuracy]) -> list[Difference]:
     """Return the paired difference of each two dtypes, the later one minus the earlier one."""
-    return [
-        Difference(
-            later.data,
-            later.context,
-            later.dtype,
-            earlier.dtype,
-            average=float((later.shares_P - earlier.shares_P).mean()),
-            error=standard_error(later.shares_P - earlier.shares_P),
-        )
-        for earlier, later in combinations(found, 2)
-        if (earlier.data, earlier.context) == (later.data, later.context)
-    ]
+    changes = []
+    for earlier, later in combinations(found, 2):
+        if (earlier.data, earlier.context) == (later.data, later.context):
+            change_P, place = later.shares_P - earlier.shares_P, (later.data, later.context, later.dtype)
+            changes.append(Difference(*place, earlier.dtype, float(change_P.mean()), standard_error(change_P)))
+    return changes
 
 
 def markdown(
@@ -132,7 +145,8 @@ def markdown(
         lines += ["", "The same checkpoint in two dtypes, problem by problem, in points:", ""]
         lines += markdown_table(header, rows)
     for name, count in left_out.items():
-        lines += [f"\nLeft out of {name}, because the reward cannot read the answer: {count} problems."] * bool(count)
+        if count:
+            lines.append(f"\nLeft out of {name}, because the reward cannot read the answer: {count} problems.")
     return markdown_page("Accuracy", about, versions, lines)
 
 
@@ -141,28 +155,17 @@ def _percent(share: float, error: float = math.nan, sign: str = "") -> str:
 
 
 def summary(
-    found: Sequence[Accuracy],
-    changes: Sequence[Difference],
-    problems: Mapping[str, Sequence[str]],
-    left_out: Mapping[str, int],
+    found: Sequence[Accuracy], changes: Sequence[Difference], problems: dict[str, list[str]], left_out: dict[str, int]
 ) -> dict[str, Any]:
     """Return everything measured for JSON, the share of correct responses to each problem included."""
-    return {
-        "results": [
-            {
-                **{"data": each.data, "context": each.context, "dtype": each.dtype, "average": each.average},
-                **{"standard_error": finite(each.error), "pass": each.passed, "truncated": each.truncated},
-                "mean_tokens": each.mean_tokens,
-                "problems": dict(zip(problems[each.data], each.shares_P.tolist(), strict=True)),
-            }
-            for each in found
-        ],
-        "differences": [
-            {
-                **{"data": each.data, "context": each.context, "dtype": each.dtype, "reference": each.reference},
-                **{"average": each.average, "standard_error": finite(each.error)},
-            }
-            for each in changes
-        ],
-        "left_out": left_out,
-    }
+
+    def fields(each: Accuracy | Difference, *more: str) -> dict[str, Any]:
+        shown = {name: getattr(each, name) for name in ("data", "context", "dtype", "average", *more)}
+        return shown | {"standard_error": finite(each.error)}
+
+    results = [
+        fields(each, "truncated", "mean_tokens")
+        | {"pass": each.passed, "problems": dict(zip(problems[each.data], each.shares_P.tolist(), strict=True))}
+        for each in found
+    ]
+    return {"results": results, "differences": [fields(each, "reference") for each in changes], "left_out": left_out}

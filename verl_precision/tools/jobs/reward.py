@@ -33,11 +33,7 @@ class Reward:
     reads_empty: bool = False  # whether an empty ground truth can be compared with
 
     def is_correct(self, problem: Problem, text: str) -> bool:
-        """Judge one response.
-
-        Raises:
-            ConfigurationError: If the function fails, or returns no finite number.
-        """
+        """Judge one response; a function that fails, or returns no finite number, is refused."""
         try:
             about = {name: getattr(problem, name) for name in ("data_source", "ground_truth", "extra_info")}
             score = self.score(solution_str=text, **about)
@@ -58,9 +54,6 @@ class Reward:
         """Return the problems whose ground truth can be compared with; every response to the others would be wrong.
 
         It also calls the function once for each data source, so that one that cannot work fails before a model loads.
-
-        Raises:
-            ConfigurationError: If the function fails, or if no ground truth can be read.
         """
         for problem in {problem.data_source: problem for problem in problems}.values():
             self.is_correct(problem, "")
@@ -83,9 +76,6 @@ def load_reward(name: str, pass_score: float = 1.0) -> Reward:
     It is `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the recipes
     train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
     pkg://MODULE[:FUNCTION] as in verl's configs.
-
-    Raises:
-        ConfigurationError: If there is no such reward.
     """
     if name == "verl":
         from verl.utils.reward_score import default_compute_score

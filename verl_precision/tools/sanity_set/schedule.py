@@ -37,10 +37,7 @@ class Schedule:
     """
 
     def __init__(self, problems: Iterable[str], window: Window, early_stopping: bool = True) -> None:
-        """Start with nothing drawn; problems are worked on in their order.
-
-        Without `early_stopping`, all n responses to each problem are drawn, decided or not.
-        """
+        """Start with nothing drawn; without `early_stopping`, all n responses to each problem will be."""
         self.window, self.early_stopping = window, early_stopping
         self.tallies = {problem: Tally() for problem in problems}
         self.total, self.in_flight = len(self.tallies), None
