@@ -24,11 +24,10 @@ class RayEngines:
             try:
                 ray.init(address=address, log_to_driver=False)
             except (ConnectionError, ValueError) as error:
-                raise EnvironmentMismatchError(
-                    f"--ray-address {address}: no Ray cluster answers there ({error})",
-                    allowed="auto, local, or host:port of a running cluster",
-                    remedy="Start one with `ray start --head`, or leave --ray-address out.",
-                ) from error
+                problem = f"--ray-address {address}: no Ray cluster answers there ({error})"
+                allowed = "auto, local, or host:port of a running cluster"
+                remedy = "Start one with `ray start --head`, or leave --ray-address out."
+                raise EnvironmentMismatchError(problem, allowed=allowed, remedy=remedy) from error
         try:
             self.engines = engines_that_fit(ray.cluster_resources().get("GPU", 0), engines)
             actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)

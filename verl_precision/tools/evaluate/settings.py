@@ -36,12 +36,9 @@ class Evaluation(JudgedJob):
 
     def __post_init__(self) -> None:
         """Refuse what is given twice, and several responses that would be the same one."""
-        given: tuple[tuple[str, Sequence[object]], ...] = (
-            ("--data", [path.stem for path in self.data]),
-            ("--context", self.contexts),
-            ("--dtype", self.dtypes),
-        )
-        for flag, values in given:
+        stems = tuple(path.stem for path in self.data)
+        given: dict[str, Sequence[object]] = {"--data": stems, "--context": self.contexts, "--dtype": self.dtypes}
+        for flag, values in given.items():
             twice = [value for value, count in Counter(values).items() if count > 1]
             if twice or not values:
                 problem = f"{flag}: {f'{twice[0]} is given twice' if twice else 'none is given'}"

@@ -173,12 +173,9 @@ def _read_table(path: Path) -> pyarrow.Table:
 def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
     prompt, source, rewarded = (values[name] for name in REQUIRED)
     truth = rewarded.get("ground_truth") if isinstance(rewarded, dict) else None
-    for field, right in (
-        ("prompt", is_chat(prompt)),
-        ("data_source", source and isinstance(source, str)),
-        ("reward_model", truth is not None),
-    ):
-        if not right:
+    right = (is_chat(prompt), source and isinstance(source, str), truth is not None)
+    for field, fits in zip(REQUIRED, right, strict=True):
+        if not fits:
             problem = f"{path}, row {row}: {field} is {values[field]!r}"
             raise ConfigurationError(problem, allowed=REQUIRED[field], remedy="Correct the data set.")
     # Columns that parquet fills with null for other rows' keys do not make a problem another one.

@@ -81,10 +81,9 @@ class Schedule:
         self._update(problem)
 
     def next_keys(self, limit: int) -> list[Key]:
-        """Hand out up to `limit` responses to draw.
+        """Hand out up to `limit` responses to draw: first those that it takes at least to decide each open problem.
 
-        First what is needed at least to decide each open problem. If that does not reach the limit, further responses
-        to the problems still open, one each in turn: some of them may turn out not to be needed.
+        If that is not enough, one more each in turn for the problems still open: some may turn out not to be needed.
         """
         chosen: list[Key] = []
         while self._undecided and len(chosen) < limit:

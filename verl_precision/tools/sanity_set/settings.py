@@ -52,9 +52,8 @@ class SanitySet(JudgedJob):
     def __post_init__(self) -> None:
         """Refuse options that contradict each other, and a window that cannot keep anything."""
         if self.engines is not None and self.ray_address is None:
-            raise ConfigurationError(
-                f"--engines {self.engines} needs --ray-address: without Ray there is one engine. Give both or none."
-            )
+            problem = f"--engines {self.engines} needs --ray-address: without Ray there is one engine"
+            raise ConfigurationError(problem, remedy="Give both or none.")
         if self.replayed is not None and self.ray_address is not None:
             raise ConfigurationError("--responses replays a file and needs no --ray-address. Give one of them.")
         self.window  # noqa: B018 - it refuses
