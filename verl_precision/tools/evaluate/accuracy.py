@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_precision.tools.evaluate.settings import Evaluation
+from verl_precision.tools.jobs.frame import Key
 from verl_precision.tools.jobs.problems import Problem
-from verl_precision.tools.jobs.work import Key
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 

@@ -20,11 +20,10 @@ from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.evaluate import accuracy
 from verl_precision.tools.evaluate.accuracy import Accuracy, Drawn, Outcomes, Task
 from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.jobs.frame import Frame, recorded_versions
+from verl_precision.tools.jobs.frame import FixedWork, Frame, recorded_versions
 from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.jobs.reward import Reward, load_reward, recorded_judgement
-from verl_precision.tools.jobs.work import FixedWork
 
 OUTPUTS = ("table.md", "summary.json")
 _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish_reason": str, "correct": list}

@@ -1,28 +1,83 @@
-"""The frame of every job that draws or scores: its folder, its journal, its engines, and what it leaves."""
+"""Every job that draws or scores: its folder, its journal, its engines, the loop over its work, and what it leaves."""
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from verl_precision.base.files import write_file
-from verl_precision.base.settings import recorded
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.engines.engine import Engine
+from verl_precision.tools.engines.engine import Engine, Request, Response
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.jobs.journal import Journal
-from verl_precision.tools.jobs.settings import Job, PromptedJob
-from verl_precision.tools.jobs.store import Store
-from verl_precision.tools.jobs.work import Work, complete
+from verl_precision.tools.jobs.settings import Job
 from verl_precision.tools.show.tables import write_json
 
 _VERSION = "version of "
-_PROMPTS = "prompt_token_ids"
+PROMPTS = "prompt_token_ids"
+_SECONDS_BETWEEN_UPDATES = 0.5
+Key = tuple[str, int]  # (problem, index of the response)
+
+
+class Work(Protocol):
+    """What a job has to do, and how much of it is done."""
+
+    total: int
+
+    @property
+    def in_flight(self) -> int | None:
+        """Responses in flight for each engine; None for the job's number."""
+
+    @property
+    def done(self) -> int:
+        """How much is done; the work is finished when this is `total`."""
+
+    def next_requests(self, limit: int) -> Sequence[Request]:
+        """Return up to so many requests, each once."""
+
+    def record(self, response: Response) -> None:
+        """Write a response to the journal, then count it."""
+
+    def progress(self) -> str:
+        """Say in words what `done` counts."""
+
+
+class FixedWork(Work):
+    """`Work` whose responses are known from the start: each that is missing is asked for once, in their order."""
+
+    in_flight: int | None = None
+
+    def __init__(self, words: str, keys: Sequence[Key], finished: Collection[Key]) -> None:
+        """Begin with what is finished, to which `record` adds; `words` say what `done` counts."""
+        self._words, self.total = words, len(keys)
+        self.missing = [key for key in keys if key not in finished]
+        self._finished = finished
+        self._unasked = iter(self.missing)
+
+    @property
+    def done(self) -> int:
+        """Number of responses that are finished."""
+        return len(self._finished)
+
+    def next_requests(self, limit: int) -> list[Request]:
+        """Return up to so many requests, each once."""
+        return [self._request(*key) for key in islice(self._unasked, limit)]
+
+    @abstractmethod
+    def _request(self, problem: str, response: int) -> Request: ...
+
+    def progress(self) -> str:
+        """Say in words what `done` counts."""
+        return self._words
 
 
 class Frame:
@@ -35,19 +90,12 @@ class Frame:
     @contextmanager
     def journal(self, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> Iterator[Journal]:
         """Open the journal; arguments and errors are those of `Journal`."""
-        self._settings = {name: value for name, value in settings.items() if not name.startswith((_VERSION, _PROMPTS))}
+        self._settings = {name: value for name, value in settings.items() if not name.startswith((_VERSION, PROMPTS))}
         with closing(Journal(self.folder, settings, outputs)) as journal:
             if journal.resumed > 0:
                 torn = "; a torn last line was cut off" if journal.torn else ""
                 self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
             yield journal
-
-    @contextmanager
-    def store(self, job: PromptedJob, prompt_ids: Sequence[tuple[int, ...]], **fingerprints: Any) -> Iterator[Store]:
-        """Open the journal of samples and scores; it belongs to these prompts, fingerprints and versions."""
-        settings = {**recorded(job), **fingerprints, **recorded_versions(), _PROMPTS: prompt_ids}
-        with self.journal(settings) as journal:
-            yield Store(journal, job, prompt_ids)
 
     def complete(self, name: str, works: Sequence[Work], build: partial, engines: int | None = None) -> None:
         """Finish works one after the other on one engine, which starts only if one of them is unfinished.
@@ -72,6 +120,44 @@ class Frame:
     def show_written(self, names: Sequence[str]) -> None:
         """Say which files are in the folder."""
         self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
+
+
+def complete(works: Sequence[Work], start: Callable[[], Engine], in_flight: int, console: Console) -> None:
+    """Finish works one after the other on one engine, which starts only if one of them is unfinished."""
+    unfinished = [work for work in works if work.done < work.total]
+    if unfinished:
+        with closing(start()) as engine:
+            for work in unfinished:
+                work_through(engine, work, work.in_flight or in_flight, console)
+
+
+def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
+    """Ask an engine until the work is finished; what is still in flight then is left unfinished.
+
+    `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line for each tenth
+    elsewhere.
+    """
+    asked, tenth, due = 0, -1, 0.0
+    left = TimeRemainingColumn(elapsed_when_finished=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), left)
+    with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=work.total)
+        while True:
+            if time.monotonic() >= due or work.done == work.total:  # the words of a large job take a while to make
+                bar.update(task, completed=work.done, description=work.progress())
+                due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
+            if not console.is_terminal and work.done * 10 // work.total > tenth:
+                tenth = work.done * 10 // work.total
+                console.print(f"{work.done}/{work.total} {work.progress()}", highlight=False)
+            if work.done == work.total:
+                return
+            wanted = work.next_requests(in_flight * engine.engines - asked)
+            if wanted:
+                engine.submit(wanted)
+            responses = engine.poll()
+            for response in responses:
+                work.record(response)
+            asked += len(wanted) - len(responses)
 
 
 def recorded_versions() -> dict[str, str]:

@@ -8,17 +8,19 @@ line has `routed_experts`, too: {shape, data}, int16 in base64.
 
 from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.seeds import response_seed
+from verl_precision.base.settings import recorded
 from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.jobs.frame import PROMPTS, FixedWork, Frame, Key, recorded_versions
 from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.settings import PromptedJob
-from verl_precision.tools.jobs.work import FixedWork, Key
 
 _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
@@ -57,6 +59,15 @@ class Store:
         """Return which experts computed a response, int16 [tokens - 1, layers, top_k]; None if not recorded."""
         found = self.journal.read(self.positions[rollout, train][key]).get("routed_experts")
         return None if found is None else np.frombuffer(b64decode(found["data"]), "<i2").reshape(found["shape"])
+
+
+@contextmanager
+def open_store(
+    frame: Frame, job: PromptedJob, prompt_ids: Sequence[tuple[int, ...]], **fingerprints: Any
+) -> Iterator[Store]:
+    """Open the journal of samples and scores; it belongs to these prompts, fingerprints and versions."""
+    with frame.journal({**recorded(job), **fingerprints, **recorded_versions(), PROMPTS: prompt_ids}) as journal:
+        yield Store(journal, job, prompt_ids)
 
 
 def _encoded(experts: np.ndarray) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from verl_precision.base.errors import CheckpointStateError
-from verl_precision.tools.jobs.work import Key
+from verl_precision.tools.jobs.frame import Key
 from verl_precision.tools.sanity_set.window import Verdict, Window
 
 

@@ -14,11 +14,10 @@ from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import find_model, tokenize
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.jobs.frame import Frame
+from verl_precision.tools.jobs.frame import Frame, complete
 from verl_precision.tools.jobs.journal import Journal, read_lines, wrong_field
 from verl_precision.tools.jobs.problems import Problem, read_data_set
 from verl_precision.tools.jobs.reward import Reward, load_reward, recorded_judgement
-from verl_precision.tools.jobs.work import complete
 from verl_precision.tools.sanity_set.results import Summary, content, histogram_text, summarise, table, write_figure
 from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.settings import SanitySet

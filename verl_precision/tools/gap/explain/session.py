@@ -19,10 +19,9 @@ from verl_precision.tools.gap.explain.routing import Replay, read_routing, serie
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant, reference, replayed, variants
 from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
-from verl_precision.tools.jobs.frame import Frame
+from verl_precision.tools.jobs.frame import Frame, Work
 from verl_precision.tools.jobs.problems import prompt_tokens
-from verl_precision.tools.jobs.store import Series, Store
-from verl_precision.tools.jobs.work import Work
+from verl_precision.tools.jobs.store import Series, Store, open_store
 
 Maker = Callable[..., Any]
 
@@ -57,7 +56,7 @@ def explain(job: Explanation, console: Console, vllm: Maker = VllmEngine, traine
         "rollout_model_fingerprint": models["rollout"].fingerprint,
         "adapter_fingerprint": None if job.adapter is None else adapter_fingerprint(job.adapter),
     }
-    with frame.store(job, prompt_ids, **fingerprints) as store:
+    with open_store(frame, job, prompt_ids, **fingerprints) as store:
 
         def fill(name: str, works: Sequence[Work], build: Callable[[], partial]) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made

@@ -15,7 +15,7 @@ from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.gap.pairs.table import markdown, summary
 from verl_precision.tools.jobs.frame import Frame
 from verl_precision.tools.jobs.problems import prompt_tokens
-from verl_precision.tools.jobs.store import Series
+from verl_precision.tools.jobs.store import Series, open_store
 
 
 def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
@@ -36,7 +36,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
     prompt_ids = prompt_tokens(job, model, model, job.max_response_tokens)
     length = max(map(len, prompt_ids)) + job.max_response_tokens
-    with frame.store(job, prompt_ids, model_fingerprint=model.fingerprint) as store:
+    with open_store(frame, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
         for rollout in job.rollout_dtypes:
             sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True)
             frame.complete(f"sample-{rollout}", [Series(store, rollout)], sampler)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_precision.tools.engines.engine import Request, Response
-from verl_precision.tools.jobs.work import FixedWork, complete, work_through
+from verl_precision.tools.jobs.frame import FixedWork, complete, work_through
 
 
 class Slow:
