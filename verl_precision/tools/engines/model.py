@@ -40,12 +40,9 @@ class Model:
         kind = str(self.config.get("model_type"))
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
             others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
-            raise ConfigurationError(
-                f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others}), "
-                "whose activations overflow it",
-                allowed="bf16, fp32",
-                remedy=f"Choose another {option}.",
-            )
+            problem = f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others})"
+            remedy = f"Choose another {option}."
+            raise ConfigurationError(f"{problem}, whose activations overflow it", allowed="bf16, fp32", remedy=remedy)
 
 
 def model_location(model: str) -> str:
@@ -61,10 +58,7 @@ def model_location(model: str) -> str:
 def find_model(model: str) -> Model:
     """Require that a folder in Hugging Face format, a hub name, or a model `tiny:<architecture>` is there.
 
-    A tiny model is built on first use. Of a hub name, only config.json is fetched.
-
-    Raises:
-        ConfigurationError: If there is no such folder, and no such name on the hub or, offline, in its cache.
+    A tiny model is built on first use. Of a hub name, only config.json is fetched; offline, the hub's cache is read.
     """
     folder = Path(model_location(model))
     if folder.is_dir():

@@ -32,9 +32,7 @@ _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish
 def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
     """Do what is missing in the job's folder, and write the results, one for each context, data set and dtype.
 
-    Raises:
-        ConfigurationError: If something cannot work; it is raised before a model loads.
-        RunFailedError: If an engine fails; what was drawn is kept.
+    Settings that cannot work are refused before a model loads. If an engine fails, what was drawn is kept.
     """
     frame = Frame(evaluation, console)
     data = {path.stem: read_data_set(path) for path in evaluation.data}

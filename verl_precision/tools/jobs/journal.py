@@ -24,13 +24,10 @@ class Journal:
     """The file, open for this process alone."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> None:
-        """Open the journal of a job to continue it, or begin one.
+        """Open the journal of a job to continue it, or begin one; the job's folder is made.
 
-        Args:
-            folder: Folder of the job; it is made.
-            settings: Everything that decides which responses are drawn and how they are judged; JSON values.
-            outputs: Files that the job will write. A folder that has one of them, or with None any file, and no
-                journal, belongs to somebody else.
+        `settings` are everything that decides which responses are drawn and how they are judged, as JSON values. A
+        folder without a journal that has one of the `outputs`, or with None any file, belongs to somebody else.
 
         Raises:
             ConfigurationError: If the folder is not this job's, or another process works in it.

@@ -63,8 +63,7 @@ class DataSet:
 def read_data_set(path: Path) -> DataSet:
     """Read a parquet or JSONL file with verl's columns: prompt, data_source, reward_model.ground_truth, extra_info.
 
-    Raises:
-        ConfigurationError: If something is wrong; it names file, row and field of the first such thing.
+    The first thing that is wrong is refused with its file, row and field.
     """
     table = _read_table(path)
     if table.num_rows == 0:

@@ -98,12 +98,9 @@ class RecordedEngine:
 
 
 def build_sanity_set(job: SanitySet, console: Console) -> Summary:
-    """Draw, decide, and write kept.parquet, summary.json and accuracy.png.
+    """Draw, decide, and write kept.parquet, summary.json and accuracy.png; refuse a window that keeps no problem.
 
-    Raises:
-        ConfigurationError: If an option cannot work, before an engine starts; and, with the histogram, if no problem is
-            kept.
-        RunFailedError: If an engine fails; what was drawn is kept.
+    Options that cannot work are refused before an engine starts. If an engine fails, what was drawn is kept.
     """
     frame, data = Frame(job, console), read_data_set(job.data)
     reward = load_reward(job.reward, job.pass_score)
