@@ -33,10 +33,8 @@ def compare_runs(
 
     Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint.
 
-    Raises:
-        RunFailedError: If a run fails. No other starts then, those under way go on to their end, and finished runs stay
-            in `folder`.
-        KeyboardInterrupt: On Ctrl-C, after every process of every run has ended.
+    If a run fails, no other starts, those under way go on to their end, and finished runs stay in the folder.
+    Ctrl-C is raised after every process of every run has ended.
     """
     results = Results(config, runs, overrides, folder, pass_bar)
     todo = [run for run in runs if run.name not in results.measured()]
