@@ -31,31 +31,6 @@ from verl_precision.base.errors import ConfigurationError
 SMALLEST_VARIANCE = 1e-12
 
 
-def added() -> Any:
-    """Declare a tensor that adds up."""
-    return field(metadata={"merge": operator.add})
-
-
-def smallest() -> Any:
-    """Declare a tensor of which the smallest value survives."""
-    return field(metadata={"merge": torch.minimum})
-
-
-def largest() -> Any:
-    """Declare a tensor of which the largest value survives."""
-    return field(metadata={"merge": torch.maximum})
-
-
-def joined() -> Any:
-    """Declare a 1-D tensor of which all values are kept."""
-    return field(metadata={"merge": lambda mine, theirs: torch.cat([mine, theirs])})
-
-
-def same() -> Any:
-    """Declare a setting, which must be equal in all that is merged."""
-    return field(metadata={"merge": _equal})
-
-
 def _equal(mine: Any, theirs: Any) -> Any:
     if mine != theirs:
         raise ConfigurationError(
@@ -64,6 +39,17 @@ def _equal(mine: Any, theirs: Any) -> Any:
             remedy="Give all micro-batches and ranks the same.",
         )
     return mine
+
+
+def _merged_by(rule: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+    return functools.partial(field, metadata={"merge": rule})
+
+
+added = _merged_by(operator.add)  # a tensor that adds up
+smallest = _merged_by(torch.minimum)  # a tensor of which the smallest value survives
+largest = _merged_by(torch.maximum)  # or the largest
+joined = _merged_by(lambda mine, theirs: torch.cat([mine, theirs]))  # a 1-D tensor of which all values are kept
+same = _merged_by(_equal)  # a setting, which must be equal in all that is merged
 
 
 @functools.cache

@@ -79,14 +79,14 @@ def mean(values: Tensor, valid: Tensor) -> Statistic:
     return Mean(torch.where(valid, values, 0).sum(dtype=torch.float64), valid.sum().double())
 
 
-def weight_statistics(weights: Tensor, valid: Tensor, name: str = "is_weight") -> dict[str, Statistic]:
+def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
     """Describe importance weights: mean (1 is healthy), max, and the effective sample size as a fraction."""
     kept = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED)
     total, squares, number = kept.sum(), kept.square().sum(), valid.sum().double()
     return {
-        f"actor/{name}_mean": Mean(total, number),
-        f"actor/{name}_max": extremes(weights, valid, "")["_max"],
-        f"actor/{name}_ess_fraction": EffectiveSampleSize(total, squares, number),
+        "actor/is_weight_mean": Mean(total, number),
+        "actor/is_weight_max": extremes(weights, valid, "")["_max"],
+        "actor/is_weight_ess_fraction": EffectiveSampleSize(total, squares, number),
     }
 
 

@@ -39,10 +39,7 @@ FORMER_NAMES = {
     WEIGHT_ESS: "is_weight_ess",
     ACTIVE_ALARMS: "alarm/active",
 }
-FORMER_ALARMS = {
-    "low_effective_sample_size": "few_effective_responses",
-    "repeated_overflow": "skipped_step_storm",
-}
+FORMER_ALARMS = {"low_effective_sample_size": "few_effective_responses", "repeated_overflow": "skipped_step_storm"}
 ValueT = TypeVar("ValueT")
 
 

@@ -15,14 +15,9 @@ EXPLAIN = (
     "find the cause: verl-precision explain --run FOLDER, then --recipe with the run's overrides (docs/explain.md)"
 )
 LOWER_RATE = "lower the learning rate"
-TRAIN_BF16 = (
-    "train this model with precision=bf16 if its activations exceed FP16's 65504 "
-    "(verl-precision check --model PATH --activations)"
-)
-SAMPLE_BF16 = (
-    "sample this model with actor_rollout_ref.rollout.dtype=bfloat16 if its activations exceed FP16's 65504 "
-    "(verl-precision check --model PATH --activations)"
-)
+_BEYOND_FP16 = "if its activations exceed FP16's 65504 (verl-precision check --model PATH --activations)"
+TRAIN_BF16 = f"train this model with precision=bf16 {_BEYOND_FP16}"
+SAMPLE_BF16 = f"sample this model with actor_rollout_ref.rollout.dtype=bfloat16 {_BEYOND_FP16}"
 VERIFY_SYNCS = "run with the package's rollout, which verifies each sync (any precision preset), and read its message"
 GO_BACK_TO_FINITE = "look for NaN in the weights of the last checkpoint, and go back to one without"
 GO_BACK = (
