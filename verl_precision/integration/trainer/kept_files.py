@@ -9,6 +9,7 @@ after the reward fell. A file `KEEP` in a checkpoint's folder spares it.
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from typing import Any
 
 from verl_precision.base.files import write_file
 from verl_precision.integration.ledger import set_within, wrap_once
+
+logger = logging.getLogger("verl_precision")
 
 MARK = "KEEP"
 _STEP = re.compile(r"global_step_(\d+)$")
@@ -117,6 +120,7 @@ def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
     if mark.exists():
         return None
     write_file(mark, f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n")
+    logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
     return checkpoint
 
 

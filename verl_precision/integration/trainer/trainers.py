@@ -5,7 +5,6 @@ forward. In bypass mode there are none before the update: the worker measures in
 does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
 """
 
-import logging
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +18,6 @@ from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings
-
-logger = logging.getLogger("verl_precision")
 
 PREFIX = "vp_"
 # verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
@@ -123,11 +120,7 @@ def _measuring(base: type, mode: str) -> type:
             stop = self._monitor.judge(global_steps, metrics)
             if self._monitor.first_alarm_step is not None:
                 folder = Path(self.config.trainer.default_local_dir)
-                kept = kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
-                if kept is not None:
-                    logger.warning(
-                        "%s stays on the disk: it is the last checkpoint before the first sign of trouble", kept
-                    )
+                kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
             if self._saved_step == global_steps:
                 self._monitor.save(_checkpoint_folder(self))
             self._monitor.show_histograms(self.logger, global_steps)
