@@ -1,5 +1,6 @@
-"""Seeds that depend on nothing but problem and response, and how requests are spread over engines on Ray."""
+"""Seeds of problem and response alone, how requests are spread over engines on Ray, and vLLM's own methods."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -61,3 +62,13 @@ def test_requests_come_back_once_from_two_engines_on_logical_gpus(tmp_path, writ
         assert ray.is_initialized()  # somebody else's: left running
     finally:
         ray.shutdown()
+
+
+def test_engine_takes_requests_and_gives_back_responses_as_they_end():
+    """The engine itself runs in tests/e2e."""
+    from vllm.inputs.engine import tokens_input
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert list(inspect.signature(LLMEngine.add_request).parameters)[1:4] == ["request_id", "prompt", "params"]
+    assert list(inspect.signature(LLMEngine.step).parameters) == ["self"]
+    assert tokens_input([1, 2]) == {"type": "token", "prompt_token_ids": [1, 2]}

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import pytest
 from pyarrow import parquet
 from rich.console import Console
+from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.cli import app
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.sanity_set import session
 from verl_precision.tools.sanity_set.session import RecordedEngine, build_sanity_set
@@ -122,3 +124,20 @@ def test_recorded_text_is_judged_by_the_reward_and_kept_if_asked(tmp_path, row, 
     assert [(line["text"], line["correct"]) for line in journal] == [
         *zip(texts, [False, False, True, False], strict=True)
     ]
+
+
+def test_replays_says_what_it_saved_and_resumes_with_shares_written_otherwise(tmp_path, row, write_rows, record):
+    data = write_rows(tmp_path / "data.jsonl", [row(number) for number in range(3)])
+    recorded = record(tmp_path / "recorded.jsonl", data, [FLIP] * 3)
+
+    def invoke(*changes: str):
+        arguments = [str(data), "--model", "m", "--output", str(tmp_path / "out"), "--responses", str(recorded)]
+        result = CliRunner().invoke(app, ["sanity-set", *arguments, *changes])
+        return result.exit_code, " ".join(result.output.split())
+
+    code, text = invoke("--in-flight", "1", "--low", "20%", "--high", "4/5")
+    assert code == 0, text
+    assert "3/3 problems decided, 3 kept, 48 responses" in text
+    assert "72 (60%)" in text  # 24 of 40 each
+    code, text = invoke("--low", "0.2", "--high", "0.8")
+    assert code == 0 and "resuming: 48 responses are in the journal" in text
