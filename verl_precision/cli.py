@@ -410,7 +410,7 @@ def explain(
     if recipe is not None:
         with silence_third_party():
             from verl_precision.check.recipe_config import compose_recipe
-            from verl_precision.tools.gap.explain.from_config import explained_by
+            from verl_precision.tools.gap.explain.from_run import explained_by
 
             of_recipe = explained_by(compose_recipe(recipe, overrides or []))
         given = {"output": Path("outputs") / "explain" / recipe.stem, **of_recipe, **given}

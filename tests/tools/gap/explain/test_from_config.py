@@ -11,7 +11,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.tools.gap.explain import session
-from verl_precision.tools.gap.explain.from_config import explained_by, replays_sampling
+from verl_precision.tools.gap.explain.from_run import explained_by, replays_sampling
 from verl_precision.tools.gap.explain.settings import Explanation
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart" / "quickstart.yaml"

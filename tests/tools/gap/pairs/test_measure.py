@@ -9,8 +9,8 @@ import pytest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.gap.pairs.figures import write_figures
-from verl_precision.tools.gap.pairs.measure import measure
-from verl_precision.tools.gap.pairs.table import cells, markdown, ranked, summary
+from verl_precision.tools.gap.pairs.measure import measure, ranked
+from verl_precision.tools.gap.pairs.session import cells, markdown, summary
 from verl_precision.tools.jobs.store import Series
 
 # Standard deviation of a token's gap: the ranking that the figures and the table must show.

@@ -38,34 +38,22 @@ def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
 
     A step's part of |g| is δ_i sign(g), and of k3(g) = e^g - 1 - g it is δ_i k3(g)/g. Both sum to the whole token by
     token, and so do their means. Where steps are small and independent, k3(g)/g ≈ g/2 makes the part E[δ_i g]/2, to
-    which only δ_i² contributes: parts are shares of the variance.
-
-    Args:
-        log_probs: ℓ_0 to ℓ_K, float64 [N] each, log-probs of the same tokens, nats. Tokens with a value that is not
-            finite are left out, and counted.
+    which only δ_i² contributes: parts are shares of the variance. The log-probs ℓ_0 to ℓ_K, float64 [N] each, are in
+    nats; tokens with a value that is not finite are left out, and counted.
     """
     log_probs_KN = np.stack(log_probs)
     finite_N = np.isfinite(log_probs_KN).all(axis=0)
     log_probs_KN = log_probs_KN[:, finite_N]
-    tokens = log_probs_KN.shape[1]
     steps_KN = np.diff(log_probs_KN, axis=0)
     gap_N = log_probs_KN[-1] - log_probs_KN[0]
     small_N = np.abs(gap_N) < _SMALL
-    whole_N = _k3(gap_N)
-    slope_N = np.where(small_N, gap_N / 2, whole_N / np.where(small_N, 1, gap_N))
-    mean = 1 / max(tokens, 1)
-    parts = tuple(
-        Part(float(nats), float(k3), float(size), float(without))
-        for nats, k3, size, without in zip(
-            steps_KN @ np.sign(gap_N) * mean,
-            steps_KN @ slope_N * mean,
-            np.abs(steps_KN).sum(axis=1) * mean,
-            _k3(gap_N - steps_KN).sum(axis=1) * mean,
-            strict=True,
-        )
-    )
-    return Attribution(parts, float(np.abs(gap_N).sum() * mean), float((gap_N * slope_N).sum() * mean), tokens,
-                     int((~finite_N).sum()))  # fmt: skip
+    slope_N = np.where(small_N, gap_N / 2, _k3(gap_N) / np.where(small_N, 1, gap_N))
+    nats_K, k3_K = steps_KN @ np.sign(gap_N), steps_KN @ slope_N
+    sizes_K, without_K = np.abs(steps_KN).sum(axis=1), _k3(gap_N - steps_KN).sum(axis=1)
+    mean = 1 / max(gap_N.size, 1)
+    parts = tuple(Part(*part) for part in (np.stack([nats_K, k3_K, sizes_K, without_K], axis=1) * mean).tolist())
+    nats, k3 = (float(sums_N.sum() * mean) for sums_N in (np.abs(gap_N), gap_N * slope_N))
+    return Attribution(parts, nats, k3, gap_N.size, int((~finite_N).sum()))
 
 
 def _k3(gap: np.ndarray) -> np.ndarray:

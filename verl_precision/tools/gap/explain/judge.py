@@ -52,32 +52,14 @@ class Result:
     findings: list[Finding]  # of each step, faults first
     attribution: Attribution  # the gap and its parts, in the order of the path
     bf16_cost: float  # mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts
-    # Variant of vLLM -> what its operations do, on one sequence; empty where vLLM ran compiled.
-    operations: dict[str, Operations]
-
-
-# Steps that are no rounding: what they do to the choice of experts is their own.
-_NO_ROUNDING = frozenset(cause for cause, known in CAUSES.items() if not known.rounding_of)
+    operations: dict[str, Operations]  # variant of vLLM -> what its operations do, on one sequence; empty if compiled
 
 
 def judge(
-    job: Explanation,
-    chain: list[Variant],
-    log_probs: Mapping[str, np.ndarray],
-    routing: Routing | None,
-    operations: dict[str, Operations],
-    evidence: Mapping[str, str],
-) -> Result:
-    """Share the gap among the steps, and judge each.
-
-    Args:
-        job: What is explained.
-        chain: The variants from rollout to trainer.
-        log_probs: Of each variant, and of the reference, nats.
-        routing: What other choices of experts do; None without experts.
-        operations: Variant of vLLM -> what its operations do.
-        evidence: Cause -> what else was seen, in words.
-    """
+    job: Explanation, chain: list[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing | None,
+    operations: dict[str, Operations], evidence: Mapping[str, str],
+) -> Result:  # fmt: skip
+    """Share the gap among the steps, and judge each; `log_probs` has those of the reference too."""
     before, after = (one.name for one in reference(job, chain))
     cost = log_probs[after] - log_probs[before]
     if routing is not None:
@@ -92,27 +74,19 @@ def judge(
         found = findings(job, steps, attribution, bf16_cost, evidence)
         return Result(steps, found, attribution, bf16_cost, operations)
 
-    first = judged(_NO_ROUNDING)
+    # Steps that are no rounding, and then all that are faults: what they do to the choice of experts is their own.
+    no_rounding = {cause for cause, known in CAUSES.items() if not known.rounding_of}
+    first = judged(no_rounding)
     faults = {each.variant.cause for each in first.findings if each.fault}
-    return judged(_NO_ROUNDING | faults) if routing is not None else first
+    return judged(no_rounding | faults) if routing is not None else first
 
 
 def findings(
-    job: Explanation,
-    chain: Sequence[Variant],
-    attribution: Attribution,
-    bf16_cost: float,
-    evidence: Mapping[str, str],
+    job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float, evidence: Mapping[str, str]
 ) -> list[Finding]:
     """Judge each step; faults come first, the largest part of the k3 before.
 
-    Args:
-        job: What is explained.
-        chain: The variants from rollout to trainer.
-        attribution: Its parts.
-        bf16_cost: Mean |δ| that BF16 makes in the trainer's engine, nats. A dtype with n more bits is expected to make
-            2⁻ⁿ of it.
-        evidence: Cause -> what else was seen, in words.
+    A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost.
     """
     dtypes = {"rollout": job.rollout_dtype, "trainer": job.train_dtype, "neither": "fp32"}
     found = []

@@ -1,49 +1,43 @@
-"""An operation's own error: vLLM's output less that of transformers' counterpart, on equal inputs."""
+"""An operation's own error: vLLM's output less that of transformers' counterpart, on equal inputs.
+
+`injected` adds such errors to transformers' forward, each where it arises.
+"""
 
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# The last part of the name of vLLM's module -> the kind of operation, in the order of a layer.
+# The last part of the name of vLLM's module, in the order of a layer -> the kind of operation, and the modules of
+# transformers that together compute the same: of several, vLLM's output has all, one after the other.
 _KINDS = {
-    "embed_tokens": "embeddings",
-    "residual": "residual",  # the sum before a norm, which vLLM's norm computes
-    "input_layernorm": "input norm",
-    "qkv_proj": "qkv",
-    "q_norm": "qk norm",
-    "k_norm": "qk norm",
-    "rotary_emb": "rotary",
-    "attn": "attention",
-    "o_proj": "output projection",
-    "post_attention_layernorm": "post-attention norm",
-    "gate_up_proj": "gate and up",
-    "act_fn": "activation",
-    "down_proj": "down",
-    "gate": "router",
-    "experts": "experts",
-    "norm": "final norm",
-    "logits_processor": "head",
+    "embed_tokens": ("embeddings", "model.embed_tokens"),
+    "residual": ("residual",),  # the sum before a norm, which vLLM's norm computes
+    "input_layernorm": ("input norm", "{block}.input_layernorm"),
+    "qkv_proj": ("qkv", "{block}.self_attn.q_proj", "{block}.self_attn.k_proj", "{block}.self_attn.v_proj"),
+    "q_norm": ("qk norm", "{block}.self_attn.q_norm"),
+    "k_norm": ("qk norm", "{block}.self_attn.k_norm"),
+    "rotary_emb": ("rotary",),
+    "attn": ("attention",),
+    "o_proj": ("output projection", "{block}.self_attn.o_proj"),
+    "post_attention_layernorm": ("post-attention norm", "{block}.post_attention_layernorm"),
+    "gate_up_proj": ("gate and up", "{block}.mlp.gate_proj", "{block}.mlp.up_proj"),
+    "act_fn": ("activation",),
+    "down_proj": ("down", "{block}.mlp.down_proj"),
+    "gate": ("router",),
+    "experts": ("experts",),
+    "norm": ("final norm", "model.norm"),
+    "logits_processor": ("head", "lm_head"),
 }
-KINDS = tuple(dict.fromkeys(_KINDS.values()))
-# The modules of transformers that together compute the same: of several, vLLM's output has all, one after the other.
-_MODULES = {
-    "embeddings": ("model.embed_tokens",),
-    "input norm": ("{block}.input_layernorm",),
-    "qkv": ("{block}.self_attn.q_proj", "{block}.self_attn.k_proj", "{block}.self_attn.v_proj"),
-    "qk norm": ("{block}.self_attn.{name}",),
-    "output projection": ("{block}.self_attn.o_proj",),
-    "post-attention norm": ("{block}.post_attention_layernorm",),
-    "gate and up": ("{block}.mlp.gate_proj", "{block}.mlp.up_proj"),
-    "down": ("{block}.mlp.down_proj",),
-    "final norm": ("model.norm",),
-    "head": ("lm_head",),
-}
+KINDS = tuple(dict.fromkeys(kind for kind, *_ in _KINDS.values()))
 
 
 @dataclass(frozen=True)
@@ -53,60 +47,53 @@ class OperationError:
     kind: str
     layer: int | None
     name: str  # of vLLM's module
+    modules: list[nn.Module]  # transformers' counterparts; none for a kind that is no module there
     value: tuple[Tensor, ...]
     relative: float
 
 
 def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[OperationError]:
     """Compute every recorded operation again from its inputs; leave out what has no counterpart."""
-    layer, rotations = None, 0
+    rotations = 0
     routers: dict[int | None, Tensor] = {}  # layer -> error of the router's scores
-    length = len(calls[0]["outputs"][0])
-    head = whole_head(calls)
+    length, head = len(calls[0]["outputs"][0]), whole_head(calls)
+    known = dict(model.named_modules())
     for call in calls:
         name, inputs, outputs = call["name"], call["inputs"], call["outputs"]
-        kind = _KINDS[name.rpartition(".")[2]]
-        if (found := re.search(r"layers\.(\d+)\.", name)) and kind != "rotary":
-            layer = int(found[1])
-        elif kind == "rotary":  # one module for all layers
+        kind, *paths = _KINDS[name.rpartition(".")[2]]
+        found = re.search(r"layers\.(\d+)\.", name)
+        layer = int(found[1]) if found else None
+        if kind == "rotary":  # one module for all layers
             layer, rotations = rotations, rotations + 1
-        else:
-            layer = None
         if kind == "head" and call is not head:
             continue
         if kind in ("input norm", "post-attention norm", "final norm") and len(inputs) == 2:
-            yield _error("residual", layer, name, (outputs[1],), (inputs[0] + inputs[1],))
+            yield OperationError("residual", layer, name, [], *_difference((outputs[1],), (inputs[0] + inputs[1],)))
             inputs = (outputs[1],)
+        places = [path.format(block=f"model.layers.{layer}") for path in paths]
+        modules = [known[place] for place in places] if known.keys() >= set(places) else []
         with torch.no_grad():
-            expected = _again(model, kind, layer, name, inputs, length, routers.get(layer))
+            expected = _again(model, kind, layer, modules, inputs, length, routers.get(layer))
         if expected is not None:
-            error = _error(kind, layer, name, outputs[: len(expected)], expected)
+            error = OperationError(kind, layer, name, modules, *_difference(outputs[: len(expected)], expected))
             if kind == "router":
                 routers[layer] = error.value[0]
             yield error
 
 
-def modules_of(model: Any, kind: str, layer: int | None, name: str) -> list[nn.Module]:
-    """Return transformers' counterparts of a module of vLLM; none for a kind that is no module there."""
-    leaf = name.rpartition(".")[2]
-    paths = [path.format(block=f"model.layers.{layer}", name=leaf) for path in _MODULES.get(kind, ())]
-    known = dict(model.named_modules())
-    return [known[path] for path in paths] if known.keys() >= set(paths) else []
-
-
-def _error(
-    kind: str, layer: int | None, name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
-) -> OperationError:
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], float]:
+    """Return found less expected, and how large that is relative to the expected."""
     value = tuple(a.reshape(b.shape) - b for a, b in zip(found, expected, strict=True))
     size, of_error = (sum(float(t.square().sum()) for t in tensors) ** 0.5 for tensors in (expected, value))
-    return OperationError(kind, layer, name, value, of_error / max(size, 1e-30))
+    return value, of_error / max(size, 1e-30)
 
 
 def _again(
-    model: Any, kind: str, layer: int | None, name: str, inputs: tuple[Tensor, ...], length: int, router: Tensor | None
-) -> tuple[Tensor, ...] | None:
+    model: Any, kind: str, layer: int | None, modules: Sequence[nn.Module], inputs: Sequence[Tensor], length: int,
+    router: Tensor | None,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Return what transformers computes from an operation's inputs; None if there is no counterpart."""
-    if modules := modules_of(model, kind, layer, name):
+    if modules:
         return (torch.cat([module(inputs[0]) for module in modules], dim=-1),)
     block: Any = model.model.layers[layer] if layer is not None else None
     attention: Any = getattr(block, "self_attn", None)
@@ -119,7 +106,7 @@ def _again(
         case "rotary":
             positions, query, key = inputs
             cos, sin = model.model.rotary_emb(query[None], positions[None])
-            rotated = modeling(model).apply_rotary_pos_emb(by_head(query), by_head(key), cos, sin)
+            rotated = _modeling(model).apply_rotary_pos_emb(by_head(query), by_head(key), cos, sin)
             return tuple(t[0].transpose(0, 1).flatten(1) for t in rotated)
         case "attention":
             query, key, value = map(by_head, inputs)
@@ -133,26 +120,105 @@ def _again(
         case "router" if hasattr(mlp, "gate"):
             return (nn.functional.linear(inputs[0], mlp.gate.weight),)
         case "experts" if router is not None:  # of the experts that vLLM's scores choose
-            with AddedToScores(router, mlp.gate.weight):
+            with _AddedToScores({id(mlp.gate.weight): router}):
                 output = mlp(inputs[0][None])
             return ((output[0] if isinstance(output, tuple) else output)[0],)
     return None
 
 
-class AddedToScores(TorchFunctionMode):
-    """Inside, a router's scores have an error: those that its weight gives."""
+@contextmanager
+def injected(model: Any, errors: Sequence[OperationError]) -> Iterator[None]:
+    """Inside, add errors to the same places of transformers' forward."""
+    layers = model.model.layers
+    rotations: dict[int | None, tuple[Tensor, ...]] = {}
+    scores: dict[int, Tensor] = {}
+    with ExitStack() as stack:
 
-    def __init__(self, value: Tensor, weight: Tensor) -> None:
+        def after(module: nn.Module, value: Tensor) -> None:
+            stack.callback(module.register_forward_hook(partial(_add_to_output, value=value)).remove)
+
+        def before(module: nn.Module, value: Tensor) -> None:
+            stack.callback(module.register_forward_pre_hook(partial(_add_to_input, value=value)).remove)
+
+        for error in errors:
+            value: Tensor = error.value[0]
+            if error.modules:
+                sizes = [getattr(module, "out_features", value.shape[-1]) for module in error.modules]
+                for module, part in zip(error.modules, value.split(sizes, -1), strict=True):
+                    after(module, part)
+                continue
+            block: Any = layers[error.layer] if error.layer is not None else None
+            match error.kind:
+                # The sum before a norm: equal to an error of what was added last.
+                case "residual" if error.name.endswith("post_attention_layernorm"):
+                    after(block.self_attn.o_proj, value)
+                case "residual":
+                    after(layers[-1 if error.layer is None else error.layer - 1].mlp, value)
+                case "rotary":
+                    rotations[error.layer] = error.value
+                case "attention":
+                    before(block.self_attn.o_proj, value)
+                case "activation":
+                    before(block.mlp.down_proj, value)
+                case "router":
+                    scores[id(block.mlp.gate.weight)] = value
+                case "experts":
+                    after(block.mlp, value)
+        if rotations:
+            source = _modeling(model)
+            original = source.apply_rotary_pos_emb
+            stack.callback(setattr, source, "apply_rotary_pos_emb", original)
+            source.apply_rotary_pos_emb = _rotated(original, rotations)
+        if scores:
+            stack.enter_context(_AddedToScores(scores))
+        yield
+
+
+def _add_to_output(module: nn.Module, args: tuple, output: Any, value: Tensor) -> Any:
+    return (_sum(output[0], value), *output[1:]) if isinstance(output, tuple) else _sum(output, value)
+
+
+def _add_to_input(module: nn.Module, args: tuple, value: Tensor) -> Any:
+    return (_sum(args[0], value), *args[1:])
+
+
+def _sum(tensor: Tensor, value: Tensor) -> Tensor:
+    """Add an error of the first places, [T, ...], to [1, T', ...] or [T', ...]."""
+    tensor = tensor.clone()
+    rows = tensor[0] if tensor.dim() > value.dim() else tensor
+    rows[: len(value)] += value.reshape(len(value), *rows.shape[1:])
+    return tensor
+
+
+def _rotated(function: Callable[..., Any], errors: dict[int | None, tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """Add an error to transformers' rotary function in each layer; the layers call it one after the other."""
+    layers = count()
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        rotated, error = function(*args, **kwargs), errors.get(next(layers))
+        if error is None:
+            return rotated
+        both = zip(rotated, error, strict=True)
+        return tuple(t + e.view(len(e), -1, t.shape[-1]).transpose(0, 1)[None] for t, e in both)
+
+    return rotate
+
+
+class _AddedToScores(TorchFunctionMode):
+    """Inside, the scores that routers' weights give have errors, which are known by the `id` of the weight."""
+
+    def __init__(self, errors: dict[int, Tensor]) -> None:
         super().__init__()
-        self.value, self.weight = value, weight
+        self.errors = errors
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Do what was asked, and add the error to the scores."""
         found = func(*args, **(kwargs or {}))
-        return found + self.value if func is nn.functional.linear and args[1] is self.weight else found
+        scores = func is nn.functional.linear and id(args[1]) in self.errors
+        return found + self.errors[id(args[1])] if scores else found
 
 
-def modeling(model: Any) -> Any:
+def _modeling(model: Any) -> Any:
     """Return the module of transformers that defines a model."""
     return importlib.import_module(type(model.model).__module__)
 

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,15 @@ def verdict(job: Explanation, result: Result) -> str:
 
 def rows(result: Result) -> list[tuple[str, ...]]:
     """Return a row for each step, faults first: `_COLUMNS`."""
+    share = result.attribution.share
     return [
         (
-            each.variant.cause,
-            each.variant.words,
-            f"{each.part.size:.1e}",
-            f"{each.expected:.1e}",
-            f"{each.part.nats:.1e}",
-            f"{result.attribution.share(each.part):.1%}",
-            f"{each.part.without:.1e}",
-            "FAULT" if each.fault else "",
+            each.variant.cause, each.variant.words,
+            f"{each.part.size:.1e}", f"{each.expected:.1e}", f"{each.part.nats:.1e}",
+            f"{share(each.part):.1%}", f"{each.part.without:.1e}", "FAULT" if each.fault else "",
         )
         for each in result.findings
-    ]
+    ]  # fmt: skip
 
 
 def advice(result: Result) -> list[Finding]:
@@ -58,8 +55,8 @@ def advice(result: Result) -> list[Finding]:
 def operations_text(variant: str, found: Operations) -> str:
     """Return what the operations of a variant do, in a sentence."""
     if not found.operations:
-        families = ", ".join(FAMILIES)
-        return f"Operations at {variant}: not compared. It takes a model of type {families}, and a vLLM not compiled."
+        types = ", ".join(FAMILIES)
+        return f"Operations at {variant}: not compared. It takes a model of type {types}, and a vLLM not compiled."
     first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
     most = ", ".join(f"{one.kind} {one.share:.0%}" for one in found.operations[:4] if one.share > 0)
     if found.first is None and found.nats < FLOOR:  # shares of nothing
@@ -69,70 +66,49 @@ def operations_text(variant: str, found: Operations) -> str:
 
 def show(job: Explanation, result: Result, console: Console) -> None:
     """Print verdict, table and remedies."""
-    console.print(verdict(job, result), soft_wrap=True, highlight=False)
+    say = partial(console.print, soft_wrap=True, highlight=False)
+    say(verdict(job, result))
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), words=2, red=faults))
     for variant, found in result.operations.items():
-        console.print(operations_text(variant, found), soft_wrap=True, highlight=False)
+        say(operations_text(variant, found))
     for each in advice(result):
         seen = f" Seen: {each.evidence}." if each.evidence else ""
-        what = f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}"
-        console.print(what, soft_wrap=True, highlight=False)
-    if result.attribution.left_out:
-        left_out = f"{result.attribution.left_out} tokens have no finite log-prob in some variant, and are left out."
-        console.print(left_out, style="red", soft_wrap=True)
+        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
+    if left_out := result.attribution.left_out:
+        say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.", style="red")
 
 
 def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:
     """Write `FILES`."""
+    whole = result.attribution
     content = {
         "verdict": verdict(job, result),
-        "nats": result.attribution.nats,
-        "k3": result.attribution.k3,
-        "tokens": result.attribution.tokens,
-        "tokens_left_out": result.attribution.left_out,
+        "nats": whole.nats, "k3": whole.k3, "tokens": whole.tokens, "tokens_left_out": whole.left_out,
         "bf16_cost": result.bf16_cost,
-        "steps": [_as_dict(each, result) for each in result.findings],
+        "steps": [
+            {
+                "cause": each.variant.cause, "what": each.cause.title, "changed": each.variant.words,
+                "fault": each.fault, "size_nats": each.part.size, "expected_nats": each.expected,
+                "nats": each.part.nats, "k3": each.part.k3, "k3_without": each.part.without,
+                "share": whole.share(each.part), "evidence": each.evidence, "remedy": each.cause.remedy,
+                "effect": each.cause.effect,
+            }
+            for each in result.findings
+        ],
         "operations": {name: asdict(found) for name, found in result.operations.items()},
         "path": [one.name for one in result.chain],
         **envelope,
         "command": shlex.join(envelope["command"]),
-    }
+    }  # fmt: skip
     write_json(folder / "explanation.json", content)
+    compared = {name: found for name, found in result.operations.items() if found.operations}
+    operations = [(name, found, operations_text(name, found), _by_layer(found)) for name, found in compared.items()]
     page = render(
-        "gap/explain/page.html",
-        "explain",
-        content=content,
-        model=job.model,
-        columns=_COLUMNS,
-        rows=rows(result),
-        advice=advice(result),
-        operations=[
-            (name, found, operations_text(name, found), _by_layer(found))
-            for name, found in result.operations.items()
-            if found.operations
-        ],
-        waterfall=_waterfall(result),
-    )
+        "gap/explain/page.html", "explain", content=content, model=job.model, columns=_COLUMNS, rows=rows(result),
+        advice=advice(result), operations=operations, waterfall=_waterfall(result),
+    )  # fmt: skip
     write_file(folder / "explanation.html", page, replace=True)
-
-
-def _as_dict(finding: Finding, result: Result) -> dict[str, Any]:
-    return {
-        "cause": finding.variant.cause,
-        "what": finding.cause.title,
-        "changed": finding.variant.words,
-        "fault": finding.fault,
-        "size_nats": finding.part.size,
-        "expected_nats": finding.expected,
-        "nats": finding.part.nats,
-        "k3": finding.part.k3,
-        "k3_without": finding.part.without,
-        "share": result.attribution.share(finding.part),
-        "evidence": finding.evidence,
-        "remedy": finding.cause.remedy,
-        "effect": finding.cause.effect,
-    }
 
 
 def _waterfall(result: Result) -> str:

@@ -1,10 +1,7 @@
-"""What it does that engines choose other experts: in a mixture of experts a cause of its own.
+"""The effect of other choices of experts: in a mixture of experts a cause of its own (docs/explain.md has the formula).
 
-Where two experts are nearly tied, the smallest rounding chooses another one, and other weights compute the token. So a
-step of the path is two things: rounding, and other choices. Let H(R) be the log-probs that the trainer's engine gives
-in FP32 when it computes with choices R. A step that changes the choices from R to R' has H(R') - H(R) of them, and the
-rest of it is rounding. What the steps have of them is one step more, `routing`. A step that is a fault keeps its own:
-there the other choices are what the fault does.
+H(R) are the log-probs that the trainer's engine gives in FP32 when it computes with choices R. A step that changes the
+choices from R to R' has H(R') - H(R) of them, which the step `routing` gets; only a step that is a fault keeps its own.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -55,18 +52,15 @@ class Routing:
 
 
 def read_routing(store: Store, chain: Sequence[Variant], others: Sequence[Variant], engine: Variant) -> Routing:
-    """Return what was scored.
+    """Return what was scored of the path and of others; the store has the series of `Replay`."""
 
-    Args:
-        store: Complete, with the series of `Replay`.
-        chain: The variants from rollout to trainer.
-        others: Variants that are not among them.
-        engine: The trainer's engine in FP32.
-    """
-    found = {
-        one.name: np.concatenate([_replayed(store, one, engine, key) for key in store.keys])
-        for one in (*chain, *others)
-    }
+    def replayed(variant: Variant, key: Key) -> np.ndarray:
+        scored = store.positions[ROLLOUT, f"{REPLAYED} {variant.name}"]
+        position = scored[key] if key in scored else store.positions[ROLLOUT, engine.name][key]
+        return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
+
+    variants = (*chain, *others)
+    found = {one.name: np.concatenate([replayed(one, key) for key in store.keys]) for one in variants}
     equal = reduce(Mean.merge, (_equal(store, chain[0], chain[-1], key) for key in store.keys))
     return Routing(found, 1 - equal.value())
 
@@ -76,12 +70,7 @@ def with_routing(
 ) -> tuple[list[Variant], list[np.ndarray]]:
     """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
 
-    Args:
-        chain: The variants from rollout to trainer.
-        log_probs: Of each variant.
-        routing: What the choices of each do.
-        kept: Causes whose steps keep what they do to the choices: other weights choose other experts, and that is not
-            rounding.
+    Steps of the causes `kept` keep it: other weights choose other experts, and that is not rounding.
     """
     moved = np.zeros_like(log_probs[chain[0].name])
     found = [log_probs[chain[0].name]]
@@ -91,13 +80,6 @@ def with_routing(
         found.append(log_probs[after.name] - moved)
     step = replace(chain[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
     return [*chain, step], [*found, log_probs[chain[-1].name]]
-
-
-def _replayed(store: Store, variant: Variant, engine: Variant, key: Key) -> np.ndarray:
-    """Return H of a variant's choices for one response."""
-    scored = store.positions[ROLLOUT, f"{REPLAYED} {variant.name}"]
-    position = scored[key] if key in scored else store.positions[ROLLOUT, engine.name][key]
-    return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
 
 
 def _equal(store: Store, one: Variant, other: Variant, key: Key) -> Mean:
@@ -113,6 +95,4 @@ def _experts(store: Store, variant: Variant, key: Key) -> Any:
         raise RuntimeError(f"variant {variant.name} did not say which experts it chose")
     drawn = store.journal.read(store.positions[ROLLOUT, None][key])["token_ids"]
     length = len(store.prompt_ids[int(key[0])]) + len(drawn) - 1
-    fitted = np.zeros((length, *found.shape[1:]), found.dtype)
-    fitted[: len(found)] = found[:length]
-    return fitted
+    return np.pad(found[:length], ((0, max(0, length - len(found))), (0, 0), (0, 0)))

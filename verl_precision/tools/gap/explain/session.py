@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -23,21 +22,13 @@ from verl_precision.tools.jobs.frame import Frame, Work
 from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series, Store, open_store
 
-Maker = Callable[..., Any]
 
-
-def explain(job: Explanation, console: Console, vllm: Maker = VllmEngine, trainer: Maker = TrainerEngine) -> Result:
+def explain(
+    job: Explanation, console: Console, vllm: Callable = VllmEngine, trainer: Callable = TrainerEngine
+) -> Result:
     """Compute what is missing in the job's folder, judge it, and write the page.
 
-    Args:
-        job: What is explained.
-        console: Where progress and result are shown.
-        vllm: Makes the rollout's engine; takes what `VllmEngine` does.
-        trainer: Makes the trainer's engine; takes what `TrainerEngine` does.
-
-    Raises:
-        ConfigurationError: If something cannot work; it is raised before a model loads.
-        RunFailedError: If an engine fails; what was done is kept.
+    `vllm` and `trainer` make the engines; they take what `VllmEngine` and `TrainerEngine` do.
     """
     frame, folder = Frame(job, console), job.folder
     models = {"trainer": find_model(job.model)}
@@ -65,7 +56,10 @@ def explain(job: Explanation, console: Console, vllm: Maker = VllmEngine, traine
         def engine_of(variant: Variant) -> partial:
             return _engine(job, variant, models, length, vllm, trainer)
 
-        for stops in _by_process(wanted):
+        by_process: dict[Variant, list[Variant]] = {}
+        for one in wanted:
+            by_process.setdefault(one.process, []).append(one)
+        for stops in by_process.values():
             series = [_series(store, one) for one in stops]
             records = [recording(store, folder, one.name) for one in stops if one.name in recorded_at]
             fill(stops[0].name, [*series, *records], partial(engine_of, stops[0]))
@@ -93,14 +87,6 @@ def explain(job: Explanation, console: Console, vllm: Maker = VllmEngine, traine
     return result
 
 
-def _by_process(chain: Sequence[Variant]) -> list[list[Variant]]:
-    """Group variants that one process computes, in the order in which their first one stands."""
-    groups: dict[Variant, list[Variant]] = {}
-    for one in chain:
-        groups.setdefault(one.process, []).append(one)
-    return list(groups.values())
-
-
 def _series(store: Store, variant: Variant) -> Series:
     done = "drawn" if variant.draws else "scored"
     series = Series(store, *series_of(variant), what=f"responses {done}: {variant.words}")
@@ -109,41 +95,25 @@ def _series(store: Store, variant: Variant) -> Series:
 
 
 def _engine(
-    job: Explanation,
-    variant: Variant,
-    models: dict[str, Model],
-    length: int,
-    vllm: Maker,
-    trainer: Maker,
+    job: Explanation, variant: Variant, models: dict[str, Model], length: int, vllm: Callable, trainer: Callable
 ) -> partial:
     model = _weights(job, variant, models)
     if variant.engine == "vllm":
         mode = "processed_logprobs" if variant.processed else "raw_logprobs"
-        settings: dict[str, Any] = {
-            "top_p": job.top_p,
-            "top_k": job.top_k,
-            # vLLM divides what it draws alone; so that scores are divided too, the logits are.
-            "temperature": 1.0 if variant.tempered else job.temperature,
-            "divide_logits_by": job.temperature if variant.tempered else 1.0,
-            "enforce_eager": not variant.compiled,
-            "enable_prefix_caching": variant.cached,
-            "enable_chunked_prefill": variant.cached,
-            "enable_return_routed_experts": bool(variant.routing),
-        }
-        return partial(vllm, model, variant.dtype, length, log_probs=True, logprobs_mode=mode, **settings)
+        # vLLM divides what it draws alone; so that scores are divided too, the logits are.
+        temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
+        return partial(
+            vllm, model, variant.dtype, length, log_probs=True, logprobs_mode=mode, top_p=job.top_p, top_k=job.top_k,
+            temperature=temperature, divide_logits_by=divisor, enforce_eager=not variant.compiled,
+            enable_prefix_caching=variant.cached, enable_chunked_prefill=variant.cached,
+            enable_return_routed_experts=bool(variant.routing),
+        )  # fmt: skip
     return partial(
-        trainer,
-        model,
-        variant.dtype,
-        variant.attention,
-        job.micro_batch_tokens,
-        packed=variant.packed,
-        fp32_log_probs=variant.fp32_log_probs,
-        temperature=job.temperature,
-        adapter=job.adapter if variant.adapter else None,
-        fp32_output_head=variant.fp32_output_head,
+        trainer, model, variant.dtype, variant.attention, job.micro_batch_tokens, packed=variant.packed,
+        fp32_log_probs=variant.fp32_log_probs, temperature=job.temperature,
+        adapter=job.adapter if variant.adapter else None, fp32_output_head=variant.fp32_output_head,
         router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
-    )
+    )  # fmt: skip
 
 
 def _weights(job: Explanation, variant: Variant, models: dict[str, Model]) -> str:

@@ -40,21 +40,10 @@ class Explanation(PromptedJob):
         if self.adapter is not None and self.rollout_model is not None:
             problem = f"--adapter {self.adapter} with --rollout-model: the rollout has the trainer's weights, merged"
             raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")
-        if self.train_dtype != "fp32":
-            return
-        if self.attention == "flash_attention_2":
+        fp32 = self.train_dtype == "fp32"
+        if fp32 and self.attention == "flash_attention_2":
             problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"
             raise ConfigurationError(problem, allowed="sdpa", remedy="Use --attention sdpa.")
-        if not self.fp32_log_probs:
+        if fp32 and not self.fp32_log_probs:
             problem = "--16-bit-log-probs with --train-dtype fp32: a trainer in fp32 has no 16-bit logits"
             raise ConfigurationError(problem, allowed="--fp32-log-probs", remedy="Leave it out.")
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the rollout's log-probs are of fewer tokens than the vocabulary has."""
-        return not self.raw_log_probs and (self.top_p < 1 or self.top_k > 0)
-
-    @property
-    def untempered(self) -> bool:
-        """Whether the rollout's log-probs are of another temperature than it draws at."""
-        return self.raw_log_probs and self.temperature != 1

@@ -1,30 +1,8 @@
 """The path from the rollout's log-probs to the trainer's: each variant changes one thing of the one before.
 
-    vLLM, as it samples            μ
-     │ temperature                 divided by the temperature
-     │ sampling                    without top-p and top-k
-     │ cache                       without prefix cache and chunked prefill
-     │ decode                      the same tokens as a prompt
-     │ batch                       each sequence alone
-     │ cuda_graphs                 not compiled
-     │ rollout_precision           in FP32, with the weights that 16 bits hold
-     │ engine                      in verl's FSDP engine, FP32
-     │ weights                     with the trainer's weights
-     │ merged_lora                 with base and adapter apart, not rounded
-     │ weight_rounding             rounded as the trainer rounds them
-     │ trainer_precision           in the trainer's dtype
-     │ attention                   with the trainer's attention
-     │ output_head                 with the trainer's output head
-     │ log_probs                   with the trainer's log-probs
-     ▼ layout                      all sequences together, as it packs them
-    the trainer                    π
-
 So whatever separates two neighbours is measured, and the parts of a token's gap add up to it. What a job does not have
 is left out. Between `rollout_precision` and `trainer_precision` all is FP32: there two right engines differ by FP32's
 rounding alone, which is five orders of magnitude below BF16's, and anything else is a fault that no precision hides.
-
-In a mixture of experts every step may also choose other experts. What that does is taken out of the steps, and stands
-for itself (`tools/gap/explain/routing.py`).
 """
 
 from collections.abc import Sequence
@@ -35,7 +13,6 @@ from verl_precision.base.dtypes import Dtype
 from verl_precision.tools.gap.explain.settings import Explanation
 
 ROLLOUT = "rollout"
-REFERENCE = "reference"  # off the path: the trainer's engine in BF16
 REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the experts that another variant chose
 
 
@@ -61,8 +38,7 @@ class Variant:
     packed: bool = False  # of the trainer: whether sequences are packed without padding
     fp32_output_head: bool = False  # of the trainer
     fp32_log_probs: bool = True  # of the trainer
-    # Of a mixture of experts: whether the chosen experts are recorded, or replayed.
-    routing: Literal["", "recorded", "replayed"] = ""
+    routing: Literal["", "recorded", "replayed"] = ""  # of a mixture of experts: what is done with its choices
 
     @property
     def process(self) -> "Variant":
@@ -71,37 +47,24 @@ class Variant:
 
 
 def variants(job: Explanation, routed: bool = False) -> list[Variant]:
-    """Return the variants, the rollout first and the trainer last.
-
-    Args:
-        job: What is explained.
-        routed: Whether the model is a mixture of experts, whose choices are recorded.
-    """
+    """Return the variants, the rollout first and the trainer last; choices of experts are recorded if `routed`."""
     rollout, train = job.rollout_dtype, job.train_dtype
+    untempered = job.raw_log_probs and job.temperature != 1  # log-probs are of another temperature than it draws at
+    truncated = not job.raw_log_probs and (job.top_p < 1 or job.top_k > 0)  # they are of fewer tokens than all
     chain = [
         Variant(
-            name=ROLLOUT,
-            cause="",
-            words=f"vLLM as it samples, {rollout}",
-            engine="vllm",
-            model="rollout",
-            rounded_to=None,
-            dtype=rollout,
-            draws=True,
-            tempered=not job.untempered,
-            processed=not job.raw_log_probs,
-            cached=job.prefix_caching,
-            compiled=job.cuda_graphs,
-            routing="recorded" if routed else "",
+            ROLLOUT, "", f"vLLM as it samples, {rollout}", "vllm", "rollout", None, rollout, draws=True,
+            tempered=not untempered, processed=not job.raw_log_probs, cached=job.prefix_caching,
+            compiled=job.cuda_graphs, routing="recorded" if routed else "",
         )
-    ]
+    ]  # fmt: skip
 
     def then(cause: str, words: str, name: str = "", wanted: bool = True, **changes: Any) -> None:
         if wanted:
             chain.append(replace(chain[-1], name=name or cause, cause=cause, words=words, **changes))
 
-    then("temperature", "divided by the temperature", "tempered", job.untempered, tempered=True)
-    then("sampling", "without top-p and top-k", "untruncated", job.truncated, processed=False)
+    then("temperature", "divided by the temperature", "tempered", untempered, tempered=True)
+    then("sampling", "without top-p and top-k", "untruncated", truncated, processed=False)
     then("cache", "without prefix cache and chunked prefill", "uncached", job.prefix_caching, cached=False)
     then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
     then("batch", "each sequence alone", "prefill_alone", alone=True)
@@ -110,11 +73,10 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     then("rollout_precision", fp32, "rollout_fp32", rollout != "fp32", dtype="fp32", rounded_to=rollout)
     then("engine", "verl's FSDP engine in fp32, the same weights", "engine_fp32", engine="trainer")
     then("weights", "with the trainer's weights", wanted=job.rollout_model is not None, model="trainer")
-    apart = "base and adapter apart, not rounded"
-    then("merged_lora", apart, wanted=job.adapter is not None, adapter=True, rounded_to=None)
-    rounding = ("weights not rounded", None) if train == "fp32" else (f"weights rounded to {train}", train)
-    other = train != rollout and job.adapter is None
-    then("weight_rounding", rounding[0], wanted=other, rounded_to=rounding[1])
+    lora, apart = job.adapter is not None, "base and adapter apart, not rounded"
+    then("merged_lora", apart, wanted=lora, adapter=True, rounded_to=None)
+    words, rounded_to = ("weights not rounded", None) if train == "fp32" else (f"weights rounded to {train}", train)
+    then("weight_rounding", words, wanted=train != rollout and not lora, rounded_to=rounded_to)
     in_dtype: dict[str, Any] = {"rounded_to": None, "model": "trainer", "dtype": train}  # the engine rounds the weights
     then("trainer_precision", f"in {train}", "trainer_alone", train != "fp32", **in_dtype)
     then("attention", f"attention {job.attention}", wanted=job.attention != "sdpa", attention=job.attention)
@@ -131,7 +93,7 @@ def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Vari
         after = next(one for one in chain if one.cause == "trainer_precision")
         return chain[chain.index(after) - 1], after
     before = next(one for one in chain if one.cause == "engine")
-    return before, replace(before, name=REFERENCE, cause="", words="the trainer's engine in bf16", dtype="bf16")
+    return before, replace(before, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
 
 
 def replayed(chain: Sequence[Variant]) -> Variant:

@@ -6,6 +6,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
@@ -16,18 +21,10 @@ _NAMED = 3  # tensors that a sentence names
 
 
 def rounded_copy(model: str, dtype: str, target: Path) -> str:
-    """Return where weights are that are rounded to a dtype: the model itself if it has such, else a copy.
+    """Return where weights are that are rounded to bf16 or fp16: the model itself if it has such, else a copy.
 
-    Args:
-        model: A model as in `find_model`.
-        dtype: bf16 or fp16.
-        target: Folder of the copy; one that exists is used again.
-
-    Raises:
-        ConfigurationError: If the model has no safetensors.
+    The copy is made in the folder `target`; one that exists is used again.
     """
-    from safetensors.torch import load_file, save_file
-
     if target.exists():
         return str(target)
     files = _files(model)
@@ -36,8 +33,7 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
         return str(source)
     with new_folder(target) as folder:
         for file in files:
-            tensors = load_file(file)
-            rounded = {name: t.to(to) if t.is_floating_point() else t for name, t in tensors.items()}
+            rounded = {name: t.to(to) if t.is_floating_point() else t for name, t in load_file(file).items()}
             save_file(rounded, folder / file.name, {"format": "pt"})
         for other in source.iterdir():
             if other.is_file() and other.suffix not in (".safetensors", ".bin"):
@@ -46,26 +42,19 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
 
 
 def adapter_fingerprint(adapter: str) -> str:
-    """Return a digest of a LoRA adapter's weights.
-
-    Raises:
-        ConfigurationError: If it is no folder of peft's `save_pretrained`.
-    """
+    """Return a digest of the weights of a LoRA adapter, as peft's `save_pretrained` writes it."""
     weights = Path(adapter) / "adapter_model.safetensors"
     if not (weights.is_file() and weights.with_name("adapter_config.json").is_file()):
         raise ConfigurationError(
-            "there is no adapter in it",
-            setting="--adapter",
-            value=adapter,
+            "there is no adapter in it", setting="--adapter", value=adapter,
             allowed="a folder with adapter_config.json and adapter_model.safetensors",
             remedy="Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter.",
-        )
+        )  # fmt: skip
     return sha256(weights.read_bytes()).hexdigest()[:16]
 
 
 def merged_copy(model: str, adapter: str, target: Path) -> str:
     """Return where a model lies into which an adapter is merged in FP32; one that exists is used again."""
-    import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +69,6 @@ def merged_copy(model: str, adapter: str, target: Path) -> str:
 
 def different_weights(one: str, other: str) -> str:
     """Say which tensors of two checkpoints differ, in words: all after a training step, a few after a wrong sync."""
-    from safetensors import safe_open
 
     def places(model: str) -> dict[str, Any]:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in _files(model)]
@@ -96,8 +84,6 @@ def different_weights(one: str, other: str) -> str:
 
 
 def _files(model: str) -> list[Path]:
-    from huggingface_hub import snapshot_download
-
     location = Path(model_location(model))
     source = location if location.is_dir() else Path(snapshot_download(model))
     files = sorted(source.glob(_WEIGHTS))
@@ -111,7 +97,5 @@ def _files(model: str) -> list[Path]:
 
 
 def _dtypes(file: Path) -> set[str]:
-    from safetensors import safe_open
-
     with safe_open(file, "pt") as saved:
         return {saved.get_slice(name).get_dtype() for name in saved.keys()}

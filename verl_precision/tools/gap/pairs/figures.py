@@ -9,8 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from verl_precision.tools.gap.pairs.measure import Pair
-from verl_precision.tools.gap.pairs.table import ranked
+from verl_precision.tools.gap.pairs.measure import Pair, ranked
 from verl_precision.tools.show.figures import COLOURS, new_figure, style, write_png
 
 _TOKENS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
@@ -20,13 +19,7 @@ _BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none",
 
 
 def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
-    """Write the four figures as PNG, and return their names.
-
-    Args:
-        folder: Folder of the figures; figures of the same names are replaced.
-        pairs: Every rollout dtype with every train dtype, rollout by rollout.
-        title: Title of each figure.
-    """
+    """Write the four figures as PNG, and return their names; `pairs` has every pair of dtypes, rollout by rollout."""
     x_label, probs = "rollout's probability", np.concatenate([pair.probs.ravel() for pair in pairs])
     shown = probs[np.isfinite(probs) & (probs > 0)]
     scale = "log" if shown.size and shown.max() > 10 * shown.min() else "linear"
@@ -60,15 +53,11 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
 
 
 def _dtypes(pairs: list[Pair]) -> tuple[list[str], list[str]]:
-    """Return the rollout dtypes and the train dtypes."""
     return list(dict.fromkeys(pair.rollout for pair in pairs)), list(dict.fromkeys(pair.train for pair in pairs))
 
 
 def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes, Pair, str], str]) -> Figure:
-    """Draw one panel for each pair, with a row for each rollout dtype, all on the same axes.
-
-    `draw(axis, pair, colour)` returns a note for the panel's corner.
-    """
+    """Draw a panel for each pair, one row a rollout dtype; `draw(axis, pair, colour)` returns the corner's note."""
     rollouts, trains = _dtypes(pairs)
     figure = new_figure(3.1 * len(trains) + 0.6, 2.7 * len(rollouts) + 0.7)
     axes = figure.subplots(len(rollouts), len(trains), sharex=True, sharey=True, squeeze=False)

@@ -39,16 +39,11 @@ class Pair:
 
 
 def measure(store: Store, rollout: str, train: str) -> Pair:
-    """Return the statistics of a pair whose samples and scores are complete.
-
-    Raises:
-        ConfigurationError: If no response has a token.
-        CheckpointStateError: If scores do not belong to their samples.
-    """
+    """Return the statistics of a pair whose samples and scores are complete."""
     statistics, generator = MismatchStatistics(), np.random.default_rng(0)
     chunks = [store.keys[start : start + _CHUNK] for start in range(0, len(store.keys), _CHUNK)]
     share = -(-TOKENS_SHOWN // len(chunks))
-    lengths, ratios, k3_sums, tokens = [], [], [], []
+    lengths, sums, tokens = [], [], []
     for keys in chunks:
         lengths_B, pi_N, mu_N = store.log_probs(rollout, train, keys)
         offsets = np.concatenate([[0], np.cumsum(lengths_B)])
@@ -58,29 +53,23 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
         starts = offsets[:-1][lengths_B > 0]
         lengths.append(lengths_B[lengths_B > 0])
         if starts.size:
-            ratios.append(np.add.reduceat(gap_N, starts))
-            k3_sums.append(np.add.reduceat(np.expm1(gap_N) - gap_N, starts))
+            sums.append(np.add.reduceat([gap_N, np.expm1(gap_N) - gap_N], starts, axis=1))
         chosen = generator.choice(len(pi_N), min(share, len(pi_N)), replace=False)
         tokens.append(np.stack([pi_N[chosen], mu_N[chosen]]))
     log_probs, lengths_B = np.concatenate(tokens, axis=1), np.concatenate(lengths)
     empty = len(store.keys) - len(lengths_B)
     if not len(lengths_B):
-        raise ConfigurationError(
-            f"all {empty} responses sampled in {rollout} are empty: the model ends at once",
-            allowed="prompts that it answers",
-            remedy="Check --prompts and the model's chat template.",
-        )
-    return Pair(
-        rollout=rollout,
-        train=train,
-        metrics=statistics.metrics(),
-        k3_error=_ratio_error(np.concatenate(k3_sums), lengths_B),
-        empty_responses=empty,
-        probs=np.exp(log_probs),
-        gaps=log_probs[0] - log_probs[1],
-        lengths=lengths_B,
-        sequence_log_ratios=np.concatenate(ratios),
-    )
+        problem = f"all {empty} responses sampled in {rollout} are empty: the model ends at once"
+        remedy = "Check --prompts and the model's chat template."
+        raise ConfigurationError(problem, allowed="prompts that it answers", remedy=remedy)
+    log_ratios_B, k3_sums_B = np.concatenate(sums, axis=1)
+    probs, gaps, error = np.exp(log_probs), log_probs[0] - log_probs[1], _ratio_error(k3_sums_B, lengths_B)
+    return Pair(rollout, train, statistics.metrics(), error, empty, probs, gaps, lengths_B, log_ratios_B)
+
+
+def ranked(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs by their k3, smallest first; those without a finite token last."""
+    return sorted(pairs, key=lambda pair: (math.isnan(pair.k3), pair.k3))
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:

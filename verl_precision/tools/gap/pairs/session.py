@@ -1,7 +1,9 @@
-"""A job from end to end: what is missing is sampled and scored, then table and figures are written."""
+"""A job from end to end: sampling, scoring, then figures and a table, in which rank 1 has the smallest mismatch."""
 
+import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -10,28 +12,25 @@ from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.pairs.figures import write_figures
-from verl_precision.tools.gap.pairs.measure import Pair, measure
+from verl_precision.tools.gap.pairs.measure import Pair, measure, ranked
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.gap.pairs.table import markdown, summary
 from verl_precision.tools.jobs.frame import Frame
 from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series, open_store
+from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
+
+_COLUMNS = (
+    ("mean abs gap", "log_prob_gap_abs_mean", ".2e"),
+    ("p99 abs gap", "log_prob_gap_abs_p99", ".2e"),
+    ("Pearson", "probs_pearson", ".6f"),
+    ("seq. log ratio, std", "sequence_log_ratio_std", ".2e"),
+    ("tokens", "tokens", ".0f"),
+)
+_COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "positive_log_probs", ".0f"))
 
 
 def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
-    """Do what is missing in the job's folder, and write the results.
-
-    Args:
-        job: What is measured.
-        console: Where progress and table are shown.
-
-    Returns:
-        One entry for each pair of dtypes.
-
-    Raises:
-        ConfigurationError: If something cannot work; it is raised before a model loads.
-        RunFailedError: If an engine fails; what was done is kept.
-    """
+    """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
     frame, model = Frame(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
     prompt_ids = prompt_tokens(job, model, model, job.max_response_tokens)
@@ -49,3 +48,44 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     figures = write_figures(job.folder, pairs, title=Path(job.model).name)
     frame.show_written(["table.md", "summary.json", *figures])
     return pairs
+
+
+def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows, ranked; log-probs that are not finite, or positive, have a column if there are any."""
+    columns = [*_COLUMNS, *(column for column in _COLUMNS_IF_ANY if any(pair.metric(column[1]) > 0 for pair in pairs))]
+    rows = []
+    for rank, pair in enumerate(ranked(pairs), 1):
+        k3 = _text(pair.k3, ".2e") + ("" if math.isnan(pair.k3_error) else f" ± {pair.k3_error:.0e}")
+        rows.append(
+            [str(rank), pair.rollout, pair.train, k3, *(_text(pair.metric(key), form) for _, key, form in columns)]
+        )
+    return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns)], rows
+
+
+def _text(value: float, form: str) -> str:
+    return "undefined" if math.isnan(value) else format(value, form)
+
+
+def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:
+    """Return the table with what is needed to make it again; `prompts` is their number."""
+    about = (
+        f"{settings.model}; {prompts} prompts ({settings.prompts}), {settings.responses} responses each of up to "
+        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}."
+    )
+    lines = [*markdown_table(*cells(pairs)), "", "Per token, in nats; ± is the standard error over responses."]
+    return markdown_page("Training-inference mismatch, offline", about, versions, lines)
+
+
+def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
+    """Return everything measured for JSON, with the pairs ranked; `prompts` is their number."""
+    return {
+        "pairs": [
+            {
+                "rollout": pair.rollout, "train": pair.train, "empty_responses": pair.empty_responses,
+                "k3_kl_standard_error": finite(pair.k3_error),
+                **{key: finite(value) for key, value in pair.metrics.items()},
+            }
+            for pair in ranked(pairs)
+        ],
+        "prompt_count": prompts,
+    }  # fmt: skip
