@@ -122,10 +122,7 @@ def without_plugin(tmp_path_factory) -> tuple[dict, str]:
 
 @pytest.mark.parametrize(
     ("before", "environment"),
-    [
-        ("import verl_precision.plugin", {}),
-        ("import verl", {"VERL_USE_EXTERNAL_MODULES": "verl_precision.plugin"}),
-    ],
+    [("import verl_precision.plugin", {}), ("import verl", {"VERL_USE_EXTERNAL_MODULES": "verl_precision.plugin"})],
     ids=["plugin first", "external module and entry point"],
 )
 def test_any_way_to_load_it_registers_and_says_so_once(tmp_path, before, environment):

@@ -1,6 +1,5 @@
 """The GPUs' environment: its lock agrees with setup.py, verl and our ranges; the image is made of it and checked."""
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -21,22 +20,6 @@ PINS = dict(line.split("==") for line in LINES)
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.0"}
 INSTALL = (ROOT / "docs" / "install.md").read_text()
 IMAGE = "verl-precision:gpu"
-
-
-def _extras() -> list[str]:
-    """Return what setup.py's extras of the lock ask for, from the file itself: the installed copy may be older."""
-    from distutils.core import run_setup
-
-    here = os.getcwd()
-    os.chdir(ROOT)
-    try:
-        setup = run_setup("setup.py", stop_after="init")
-    finally:
-        os.chdir(here)
-    return [
-        *setup.install_requires,
-        *(text for extra in ("gpu", "math", "dev") for text in setup.extras_require[extra]),
-    ]
 
 
 def _unmet(requirement: Requirement, seen: set[str]) -> Iterator[str]:
@@ -67,10 +50,15 @@ def test_lines_are_pins_and_nothing_else():
     assert len(PINS) == len(LINES) > 200
 
 
-def test_setup_and_verl_agree_with_the_lock():
+def test_setup_and_verl_agree_with_the_lock(monkeypatch):
+    from distutils.core import run_setup
+
+    monkeypatch.chdir(ROOT)
+    setup = run_setup("setup.py", stop_after="init")  # the file itself: the installed copy may be older
+    asked = [*setup.install_requires, *(text for each in ("gpu", "math", "dev") for text in setup.extras_require[each])]
     assert metadata.version("verl") == PINS["verl"], "else the pins of verl's extras cannot be read here"
     seen: set[str] = set()
-    assert [problem for text in _extras() for problem in _unmet(Requirement(text), seen)] == []
+    assert [problem for text in asked for problem in _unmet(Requirement(text), seen)] == []
     assert len(seen) > 100
 
 
@@ -91,32 +79,27 @@ def test_there_is_one_cuda():
     assert {name: PINS[f"nvidia-cuda-{name}"].rpartition(".")[0] for name in parts} == dict.fromkeys(parts, cuda)
 
 
-def _instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions, each with its text on one line."""
-    text = (ROOT / "docker" / "Dockerfile").read_text()
-    whole = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.M))
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in whole.splitlines() if line)]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+# Instructions, each with its text on one line.
+WHOLE = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M))
+INSTRUCTIONS = [(word, rest) for word, _, rest in (line.partition(" ") for line in WHOLE.splitlines() if line)]
 
 
 def _of(word: str) -> list[str]:
-    return [text for instruction, text in _instructions() if instruction == word]
+    return [text for instruction, text in INSTRUCTIONS if instruction == word]
 
 
 def test_image_is_made_from_the_lock_on_its_cuda():
-    assert {word for word, _ in _instructions()} == {"FROM", "SHELL", "RUN", "ARG", "ENV", "COPY", "WORKDIR"}
+    assert {word for word, _ in INSTRUCTIONS} == {"FROM", "SHELL", "RUN", "ARG", "ENV", "COPY", "WORKDIR"}
     (base,) = _of("FROM")
     assert re.fullmatch(r"nvidia/cuda:[\w.-]+", base) and base.partition(":")[2].startswith(PINS["cuda-toolkit"])
     assert "requirements/gpu.lock /tmp/gpu.lock" in _of("COPY")
     for sources in (text.split()[:-1] for text in _of("COPY")):
         assert all((ROOT / source).exists() for source in sources)
     assert [text for text in _of("RUN") if "/tmp/gpu.lock" in text and "uv pip install" in text]
-    assert (
-        'FLASH_ATTN_CUDA_ARCHS="80;90"' in _of("ARG") and INSTALL.count('FLASH_ATTN_CUDA_ARCHS="80;90" MAX_JOBS=') == 2
-    )
-
-
-def test_image_checks_itself_last():
-    assert _instructions()[-1] == ("RUN", "verl-precision check")
+    architectures = 'FLASH_ATTN_CUDA_ARCHS="80;90"'
+    assert architectures in _of("ARG") and INSTALL.count(f"{architectures} MAX_JOBS=") == 2
+    assert INSTRUCTIONS[-1] == ("RUN", "verl-precision check"), "it checks itself last"
 
 
 @pytest.mark.parametrize("script", _of("RUN"), ids=lambda text: text.split()[0])
@@ -127,8 +110,8 @@ def test_shell_of_the_image_parses(script):
 
 def test_image_leaves_nothing_out_that_is_tracked():
     ignored = {line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith(("#", "**/"))}
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert not ignored & {name.partition("/")[0] for name in listed.splitlines()}
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    assert not ignored & {name.partition("/")[0] for name in listed}
 
 
 def test_everybody_calls_the_image_by_one_name():
@@ -138,4 +121,4 @@ def test_everybody_calls_the_image_by_one_name():
         (container,) = group["template"]["spec"]["containers"]
         assert container["image"] == IMAGE and [container["workingDir"]] == _of("WORKDIR")
     build = f"docker build -f docker/Dockerfile -t {IMAGE} ."
-    assert build in INSTALL and build in (ROOT / "docker" / "Dockerfile").read_text()
+    assert build in INSTALL and build in DOCKERFILE

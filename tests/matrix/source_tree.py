@@ -27,44 +27,32 @@ class SourceTree:
         return self._modules[module]
 
     def find(self, module: str, name: str) -> ast.AST | None:
-        """Return what defines `module.name`, through re-exports; the last definition wins, as when it is executed.
+        """Return what defines `module.name`, through re-exports; `Class.method` is looked for in base classes too."""
+        return self._find(module, name)[0]
 
-        Args:
-            module: Dotted name of the module.
-            name: Dotted name in the module; `Class.method` looks in base classes too.
-        """
+    def _find(self, module: str, name: str) -> tuple[ast.AST | None, str]:
         first, _, rest = name.partition(".")
-        found, home = self._top_level(module, first)
-        return found if not rest or found is None else self._member(found, home, rest)
-
-    def _top_level(self, module: str, name: str) -> tuple[ast.AST | None, str]:
-        tree = self.module(module)
-        found: tuple[ast.AST | None, str] = (None, module)
+        tree, found = self.module(module), None
         for node in [] if tree is None else executed(tree.body):
-            if name in bound_names(node):
+            if first in bound_names(node) and not isinstance(node, ast.Import):
+                found = node, module  # the last definition wins, as when the module is executed
                 if isinstance(node, ast.ImportFrom):
-                    original = next(a.name for a in node.names if name == (a.asname or a.name))
-                    found = self._top_level(self.absolute(module, node), original)
-                elif not isinstance(node, ast.Import):
-                    found = (node, module)
-        if found[0] is None and (submodule := self.module(f"{module}.{name}")) is not None:
-            found = (submodule, f"{module}.{name}")
-        return found
+                    original = next(a.name for a in node.names if first == (a.asname or a.name))
+                    found = self._find(self.absolute(module, node), original)
+        owner, home = found or (None, module)
+        if owner is None and (owner := self.module(f"{module}.{first}")) is not None:
+            home = f"{module}.{first}"
+        return (self._member(owner, home, rest) if rest else owner), home
 
-    def _member(self, owner: ast.AST, home: str, name: str) -> ast.AST | None:
+    def _member(self, owner: ast.AST | None, home: str, name: str) -> ast.AST | None:
         if not isinstance(owner, ast.ClassDef):
             return None
         for node in executed(owner.body):
-            if name in bound_names(node):
+            in_constructor = isinstance(node, FUNCTIONS) and node.name == "__init__" and f"self.{name}" in stored(node)
+            if name in bound_names(node) or in_constructor:
                 return node
-            if isinstance(node, FUNCTIONS) and node.name == "__init__" and name in attributes_set(node):
-                return node
-        for base in owner.bases:
-            if isinstance(base, ast.Name):
-                parent, parent_home = self._top_level(home, base.id)
-                if parent is not None and (found := self._member(parent, parent_home, name)) is not None:
-                    return found
-        return None
+        parents = (self._find(home, base.id) for base in owner.bases if isinstance(base, ast.Name))
+        return next((found for parent in parents if (found := self._member(*parent, name)) is not None), None)
 
     def absolute(self, module: str, node: ast.ImportFrom) -> str:
         """Return the absolute name of the module that a `from ... import` in `module` reads."""
@@ -77,11 +65,9 @@ class SourceTree:
 
 
 def executed(body: list[ast.stmt], required: bool = False) -> Iterator[ast.stmt]:
-    """Yield the statements that importing a module executes, or may: those in `if`, `try` and `with` too.
+    """Yield the statements that executing a body executes, or may: those in `if`, `try` and `with` too.
 
-    Args:
-        body: Body of a module or class.
-        required: Leave out what stands in a `try` that has a handler, and may fail.
+    `required` leaves out what stands in a `try` that has a handler, and may fail.
     """
     for node in body:
         yield node
@@ -102,14 +88,10 @@ def bound_names(node: ast.stmt) -> set[str]:
     return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
-def attributes_set(function: ast.AST) -> set[str]:
-    """Return the names x of which a method stores `self.x`."""
-    attributes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
-    return {
-        node.attr
-        for node in attributes
-        if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
+def stored(function: ast.AST) -> set[str]:
+    """Return the attributes that a function stores, as `self.x`."""
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+    return {ast.unparse(node) for node in nodes if isinstance(node.ctx, ast.Store)}
 
 
 def parameters(node: ast.AST) -> tuple[str, ...]:

@@ -86,9 +86,7 @@ def test_the_imports_are_found():
 def test_what_is_imported_exists(wanted, who):
     module, name = wanted
     assert VLLM.module(module) is not None, f"{who} imports {module}, which this vLLM does not have"
-    assert not name or VLLM.find(module, name) is not None, (
-        f"{who} imports {name} from {module}, which does not have it"
-    )
+    assert not name or VLLM.find(module, name) is not None, f"{who} imports {name} from {module}, which has no such"
 
 
 IN_VLLM = [entry for entry in LEDGER if entry.module.startswith("vllm.")]
@@ -103,31 +101,26 @@ def test_ledger_symbol_has_the_tested_signature(entry):
 
 
 LAYERS = "vllm.model_executor.layers"
+EMBEDDING, RELOAD = f"{LAYERS}.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload.layerwise"
 # Called or overridden by verify.py, load_recorder.py and vllm_reload.py, on objects that no import names.
 CALLED = [
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")),
-    (f"{LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
-    (
-        f"{LAYERS}.vocab_parallel_embedding",
-        "UnquantizedEmbeddingMethod.process_weights_after_loading",
-        ("self", "layer"),
-    ),
-    (f"{LAYERS}.vocab_parallel_embedding", "ParallelLMHead.tie_weights", ("self", "embed_tokens")),
-    (f"{LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding.weight_loader", ("self", "param", "loaded_weight")),
+    (EMBEDDING, "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
+    (EMBEDDING, "UnquantizedEmbeddingMethod.process_weights_after_loading", ("self", "layer")),
+    (EMBEDDING, "ParallelLMHead.tie_weights", ("self", "embed_tokens")),
+    (EMBEDDING, "VocabParallelEmbedding.weight_loader", ("self", "param", "loaded_weight")),
     (f"{LAYERS}.linear", "ReplicatedLinear.weight_loader", ("self", "param", "loaded_weight")),
     (f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
     (f"{LAYERS}.utils", "cpu_unquantized_gemm", ("layer", "x", "weight", "bias")),
     ("vllm.model_executor.model_loader.weight_utils", "default_weight_loader", ("param", "loaded_weight")),
-    ("vllm.model_executor.model_loader.reload.layerwise", "get_layerwise_info", ("layer",)),
-    ("vllm.model_executor.model_loader.reload.layerwise", "_get_original_loader", ("tensor",)),
-    ("vllm.model_executor.model_loader.reload.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
+    (RELOAD, "get_layerwise_info", ("layer",)),
+    (RELOAD, "_get_original_loader", ("tensor",)),
+    (RELOAD, "finalize_layerwise_processing", ("model", "model_config")),
 ]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "expected"), CALLED, ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("module", "name", "expected"), CALLED)
 def test_what_is_called_takes_what_we_give(module, name, expected):
     found = VLLM.find(module, name)
     assert found is not None, f"{module}.{name} does not exist"
@@ -166,14 +159,8 @@ def test_experts_are_packed_while_their_kernel_is_built():
 
 
 def test_classes_that_we_name_exist():
-    named = {
-        node.value
-        for path in (ROOT / "verl_precision").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and re.fullmatch(r"Unquantized\w+Method", node.value)
-    }
+    ours = "".join(path.read_text() for path in (ROOT / "verl_precision").rglob("*.py"))
+    named = set(re.findall(r"[\"'](Unquantized\w+Method)[\"']", ours))
     layers = "".join(path.read_text() for path in (VLLM.root / "vllm/model_executor/layers").rglob("*.py"))
     gone = sorted(name for name in named if not re.search(rf"^class {name}\b", layers, re.M))
     assert named and not gone, f"vLLM has no such class: {', '.join(gone)}"
@@ -182,13 +169,11 @@ def test_classes_that_we_name_exist():
 def test_a_name_that_is_gone_is_missed(tmp_path):
     (tmp_path / "host").mkdir()
     (tmp_path / "host/__init__.py").write_text("from .inner import a\nif 1:\n    from .inner import c as b\n")
-    (tmp_path / "host/inner.py").write_text(
-        "def a(x, *, y): ...\nclass Base:\n    def m(self, z): ...\nclass c(Base): ...\n"
-    )
+    inner = "def a(x, *, y): ...\nclass Base:\n    def m(self, z): ...\nclass c(Base): ...\n"
+    (tmp_path / "host/inner.py").write_text(inner)
     tree = SourceTree(tmp_path)
     assert parameters(tree.find("host", "a")) == ("x", "y")
     assert parameters(tree.find("host", "b.m")) == ("self", "z")
-    assert (
-        tree.find("host", "gone") is None and tree.find("host", "b.gone") is None and tree.find("host.no", "a") is None
-    )
+    for module, name in (("host", "gone"), ("host", "b.gone"), ("host.no", "a")):
+        assert tree.find(module, name) is None
     assert bound_names(ast.parse("p, q = 1, 2").body[0]) == {"p", "q"}
