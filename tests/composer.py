@@ -22,6 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 
 ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
+# Their task is a tiny model's: nothing of it belongs on a GPU.
+CPU_ONLY = ("quickstart", "sanity_arithmetic", "phantom_clipping", "collapse")
+PAPER = [path for path in RECIPES if path.stem not in CPU_ONLY]
 
 
 @functools.cache
@@ -77,6 +81,18 @@ def actor_config(config: DictConfig, **global_batch_info: int):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     actor.global_batch_info.update(loss_scale_factor=actor.loss_scale_factor, **global_batch_info)
     return actor
+
+
+def differing(one: DictConfig, other: DictConfig, resolve: bool = True) -> set[str]:
+    """Return the path of every value in which two configs differ; unresolved, an interpolation is its own text."""
+    before, after = (_leaves(OmegaConf.to_container(config, resolve=resolve)) for config in (one, other))
+    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+
+
+def _leaves(config, path: str = "") -> dict:
+    if not isinstance(config, dict):
+        return {path: config}
+    return {key: leaf for name, node in config.items() for key, leaf in _leaves(node, f"{path}.{name}").items()}
 
 
 @functools.cache

@@ -15,22 +15,13 @@ ROOMS = (
     *("plugin", "cli"),
 )
 # Rooms and modules that import verl or vLLM.
-RIM = ("integration", "check.preflight", "check.probe", "check.recipe_config", "check.verl_refusals")
-RIM += (
-    "tools.engines.fsdp_scorer",
-    "tools.engines.vllm_sampler",
-    "tools.jobs.reward",
-    "tools.selftest.selftest_engine",
+RIM = (
+    *("integration", "check.preflight", "check.probe", "check.recipe_config", "check.verl_refusals"),
+    *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.reward", "tools.selftest.selftest_engine"),
 )
 # Modules that need torch and NumPy at most: hosts and their companions may be missing.
-PURE = (
-    "losses",
-    "mismatch.alarm",
-    "mismatch.phantom",
-    "mismatch.statistics",
-    "weight_sync.manifest",
-    "weight_sync.verify",
-)
+PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")
+PURE += ("weight_sync.manifest", "weight_sync.verify")
 HOSTS = ("verl", "vllm", "ray", "transformers", "hydra", "omegaconf", "tensordict", "wrapt", "typer", "rich", "psutil")
 
 
@@ -118,8 +109,7 @@ def test_only_the_rim_imports_a_host():
 
 @pytest.mark.parametrize("module", PURE)
 def test_pure_module_imports_without_any_host(run_python, module):
-    done = run_python(
-        f"""
+    done = run_python(f"""
 import importlib, sys
 
 class Absent:
@@ -129,8 +119,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 importlib.import_module("verl_precision.{module}")
-"""
-    )
+""")
     assert done.returncode == 0, done.stderr
 
 

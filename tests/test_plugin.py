@@ -199,20 +199,15 @@ def test_untested_verl_is_refused_loudly_with_the_range(monkeypatch, caplog, loa
 
 
 def test_platform_name_of_another_package_is_refused_not_overwritten(monkeypatch, caplog, load_again):
-    class Stranger(PlatformCUDA):
-        pass
-
-    monkeypatch.setitem(PlatformRegistry._platforms, "cpu", Stranger)
+    monkeypatch.setitem(PlatformRegistry._platforms, "cpu", type("Stranger", (PlatformCUDA,), {}))
     with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
         load_again()
     assert "verl runs WITHOUT it" in caplog.text
 
 
 def test_engine_key_of_another_package_is_refused(monkeypatch):
-    class Stranger(transformer_impl.FSDPEngineWithLMHead):
-        pass
-
-    monkeypatch.setitem(EngineRegistry._engines["language_model"]["fsdp2"], CPU, Stranger)
+    stranger = type("Stranger", (transformer_impl.FSDPEngineWithLMHead,), {})
+    monkeypatch.setitem(EngineRegistry._engines["language_model"]["fsdp2"], CPU, stranger)
     with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
         register_cpu_engines(transformer_impl)
 

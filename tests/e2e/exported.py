@@ -33,9 +33,8 @@ trainer, saved = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float3
 trainer.load_state_dict({name: saved.tensor(name) for name in saved.sources})
 exported = AutoModelForCausalLM.from_pretrained(export, dtype="auto")
 engine = LLM(str(export), max_model_len=128, **_CPU_SETTINGS)
-(output,) = engine.generate(
-    [{"prompt_token_ids": ids.tolist()}], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
-)
+sampling = SamplingParams(max_tokens=1, prompt_logprobs=0)
+(output,) = engine.generate([{"prompt_token_ids": ids.tolist()}], sampling, use_tqdm=False)
 served = [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)]
 dtypes = [str(trainer.dtype), str(exported.dtype), str(engine.llm_engine.model_config.dtype)]
 log_probs = {"trainer": scored(trainer), "transformers": scored(exported), "vllm": served}

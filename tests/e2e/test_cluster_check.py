@@ -18,23 +18,14 @@ SECONDS = 600
 
 @pytest.fixture
 def environment(tmp_path):
-    ray = Path(sys.executable).with_name("ray")
-    return {
-        **os.environ,
-        "RAY": str(ray),
-        "PYTHON": sys.executable,
-        "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl"),
-        "PORT": "26479",
-    }
+    programs = {"RAY": str(Path(sys.executable).with_name("ray")), "PYTHON": sys.executable}
+    return {**os.environ, **programs, "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl"), "PORT": "26479"}
 
 
 def second_node(script: subprocess.Popen) -> list[psutil.Process]:
     """Return every process of the node that has joined the head."""
-    (node,) = [
-        child
-        for child in psutil.Process(script.pid).children()
-        if any(word.startswith("--address=") for word in child.cmdline())
-    ]
+    children = psutil.Process(script.pid).children()
+    (node,) = [child for child in children if any(word.startswith("--address=") for word in child.cmdline())]
     return [node, *node.children(recursive=True)]
 
 

@@ -15,15 +15,8 @@ DTYPES = ("fp16", "bf16")
 @pytest.fixture(scope="module")
 def analysis(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offline") / "analysis"
-    job = MismatchJob(
-        model=MODEL,
-        rollout_dtypes=DTYPES,
-        train_dtypes=DTYPES,
-        responses=2,
-        max_response_tokens=96,
-        in_flight=16,
-        output=folder,
-    )
+    sizes = {"responses": 2, "max_response_tokens": 96, "in_flight": 16}
+    job = MismatchJob(model=MODEL, rollout_dtypes=DTYPES, train_dtypes=DTYPES, output=folder, **sizes)
 
     def run() -> dict[tuple[str, str], float]:
         pairs = measure_mismatch(job, Console(file=io.StringIO()))

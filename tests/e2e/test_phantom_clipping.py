@@ -13,12 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 
 STALL = Path("recipes/phantom_clipping/phantom_clipping.yaml")
-RATIO_ON_ROLLOUT = (
-    "tiny_architecture=qwen3_rough",
-    "estimator=grpo",
-    "algorithm.rollout_correction.bypass_mode=True",
-    "trainer.total_training_steps=2",
-)
+RATIO_ON_ROLLOUT = ("tiny_architecture=qwen3_rough", "estimator=grpo", "trainer.total_training_steps=2")
+RATIO_ON_ROLLOUT += ("algorithm.rollout_correction.bypass_mode=True",)
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
 MISMATCHED = (*RATIO_ON_ROLLOUT, "precision=fp32_train_bf16_rollout", f"{SHADOW}.every_n_steps=1")
 

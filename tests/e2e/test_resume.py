@@ -1,10 +1,12 @@
 """kill -9 in mid-run, then the same command again: one series of metrics, loss scale and growth counter go on exactly.
+With `repeatable=bitwise` the weights are those of a run that was not killed, bit for bit. Ctrl-C ends everything.
 
 Slurm (a stand-in on this machine) and `compare` are killed once. `KILLS=10` has the plain command killed ten times, at
 random moments of start and training (half an hour on two cores).
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -18,7 +20,6 @@ import psutil
 import pytest
 import slurm
 import torch
-from same_run import differing
 from typer.testing import CliRunner
 
 from verl_precision.base.errors import RunFailedError
@@ -31,15 +32,22 @@ RECIPE = Path("recipes/quickstart/quickstart.yaml")
 SCALE = "actor_rollout_ref.actor.fsdp_config.loss_scale"
 STEPS = 4  # the growth counter has gone on where the scale grows at the last one
 SETTINGS = [
-    "trainer.save_freq=1",
-    "trainer.max_actor_ckpt_to_keep=2",
-    f"trainer.total_training_steps={STEPS}",
-    f"{SCALE}.initial=1024",
-    f"{SCALE}.growth_interval=4",
+    *("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2", f"trainer.total_training_steps={STEPS}"),
+    *(f"{SCALE}.initial=1024", f"{SCALE}.growth_interval=4"),
 ]
 REPEATABLE = ("+repeatable=bitwise", "actor_rollout_ref.rollout.n=4")
+COMPARE = [sys.executable, "-m", "verl_precision.cli", "compare", str(RECIPE), "-p", "fp16"]
 JOB = str(100_000 + os.getpid())
 SECONDS = 600
+# What a clock and the memory decide, and what counts from the start of a process, which a resumed run has two of.
+CHANCE = ("timing", "weight_sync/seconds", "precision/bf16_crossings", "weight_sync/canary_bound")
+
+
+def differing(one: list[dict[str, float]], other: list[dict[str, float]]) -> list[set[str]]:
+    """Return the metrics of each step that differ in any bit, though the two runs are one run done twice."""
+    steps = zip(one, other, strict=True)
+    different = [{key for key in a.keys() | b.keys() if a.get(key) != b.get(key)} for a, b in steps]
+    return [{key for key in keys if "perf/" not in key and not key.startswith(CHANCE)} for keys in different]
 
 
 def assert_one_series(file, steps=STEPS):
@@ -124,16 +132,59 @@ def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing
     assert {path: path.stat().st_mtime_ns for path in left} == left
 
 
+def killed_at(said: str, command: list[str]) -> None:
+    """Run a command, and kill it when it says so; the processes that it has started live on."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            if said in line:
+                process.kill()
+
+
+@pytest.mark.matrix
+@pytest.mark.xdist_group("killed_run")
+def test_a_run_on_one_rank_that_was_killed_equals_one_that_was_not(tmp_path):
+    """`make test-e2e` shows the same of two ranks with two replicas: Slurm's job, above."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    steps = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
+    settings = [*steps, *REPEATABLE]
+    subprocess.run([*COMPARE, *settings, "--output", straight], check=True, capture_output=True)
+    command = [*COMPARE, *settings, "--output", killed]
+    killed_at("step 1/", command)
+    again = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "goes on in" in again.stdout
+
+    one, other = (read_metrics(next(folder.glob("quickstart/*/fp16/metrics.jsonl"))) for folder in (straight, killed))
+    assert [row["step"] for row in other] == [1, 2]
+    assert len({row["weight_sync/weights_digest"] for row in one}) == 2, "the weights change"
+    assert differing(one, other) == [set(), set()]
+
+
+@pytest.mark.xdist_group("interrupt")
+def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c):
+    process = subprocess.Popen(
+        [*COMPARE, "--output", tmp_path],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+        preexec_fn=hear_ctrl_c,
+    )
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "FSDP2 worker" in line:  # Ray, TransferQueue and a worker are up
+            break
+    assert len(own_processes()) > 3, seen
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, seen + rest
+    assert "every process of the run has ended" in rest and str(tmp_path) in rest.replace("\n", "")
+    assert own_processes() == []
+
+
 def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_processes):
     """Its run lives on without it, until the same command ends that and goes on from the last checkpoint."""
-    command = [sys.executable, "-m", "verl_precision.cli", "compare", str(RECIPE), "-p", "fp16", *SETTINGS]
-    command += ["--output", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step 2/" in line:
-            process.kill()
-    process.wait()
+    command = [*COMPARE, *SETTINGS, "--output", str(tmp_path)]
+    killed_at("step 2/", command)
     driver = next(process for process in own_processes() if "verl.trainer.main_ppo" in process.cmdline())
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "goes on in" in again.stdout and not psutil.pid_exists(driver.pid)
@@ -167,22 +218,19 @@ def test_the_plain_command_goes_on_after_every_kill(tmp_path, own_processes):
     steps = 2 * kills
     command = [*SETTINGS, f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={checkpoints}"]
     for index in range(kills):
-        killed, first_step = [], []
-        in_start, after_step = chosen.uniform(5, 40), chosen.uniform(0, 10)
+        moment, first_step, killed = chosen.uniform(0, 10) if index % 2 else chosen.uniform(5, 40), [], []
 
-        def kill_at_the_moment(
-            progress, index=index, killed=killed, first_step=first_step, moment=(in_start, after_step)
-        ):
+        def kill_at(progress, after_a_step=index % 2, moment=moment, first_step=first_step, killed=killed):
             if progress.step and not first_step:
                 first_step.append(progress.seconds)
-            late = first_step and progress.seconds >= first_step[0] + moment[1]
-            if not killed and (late if index % 2 else progress.seconds >= moment[0]):
+            since = first_step[0] if first_step else math.inf
+            if not killed and progress.seconds >= moment + (since if after_a_step else 0):
                 killed.extend(own_processes())
                 for process in killed:
                     process.send_signal(signal.SIGKILL)
 
         with pytest.raises(RunFailedError):
-            run_verl(RECIPE, command, folder, kill_at_the_moment, goes_on=True)
+            run_verl(RECIPE, command, folder, kill_at, goes_on=True)
         saved = sorted(int(path.name.split("_")[-1]) for path in checkpoints.glob("global_step_*"))
         print(f"killed {len(killed)} processes; checkpoints of the steps {saved}")
     run_verl(RECIPE, command, folder, lambda progress: None, goes_on=True)

@@ -14,8 +14,6 @@ import pytest
 
 from verl_precision.tools.jobs.problems import read_data_set
 
-pytestmark = pytest.mark.e2e
-
 SECONDS = 600  # for one command, at most
 
 

@@ -31,43 +31,50 @@ def test_tied_model_trains_and_the_rollout_follows(tmp_path):
         assert row["weight_sync/seconds"] > 0
 
 
+@pytest.fixture
+def stopped_with(run_quickstart, tmp_path, monkeypatch):
+    """Run the quickstart with a module that every process of it imports; return the message that stops it."""
+
+    def run(module: str, *overrides: str) -> str:
+        (tmp_path / "planted.py").write_text(module)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "planted")
+        with pytest.raises(RunFailedError) as caught:
+            run_quickstart(*overrides)
+        return str(caught.value)
+
+    return run
+
+
 @pytest.mark.matrix
-def test_broken_sync_stops_the_run_and_names_the_layer(run_quickstart, tmp_path, monkeypatch):
+def test_broken_sync_stops_the_run_and_names_the_layer(stopped_with):
     """Take the repair of tied heads away in every process: upstream's stale head, which nothing else notices.
 
     A guard that stops its run: test_planted_faults.py. The stale head: tests/weight_sync/test_worker.py.
     """
-    (tmp_path / "break_tied_heads.py").write_text(
-        "from verl_precision.integration.cpu import vllm_reload\n"
-        "vllm_reload.shared_parameter_layers = lambda model: iter(())\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "break_tied_heads")
-    with pytest.raises(RunFailedError) as caught:
-        run_quickstart(*TIED, "trainer.total_training_steps=2")
-    message = str(caught.value)
+    module = "from verl_precision.integration.cpu import vllm_reload\n"
+    module += "vllm_reload.shared_parameter_layers = lambda model: iter(())\n"
+    message = stopped_with(module, *TIED, "trainer.total_training_steps=2")
     assert "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights" in message
     assert "Usual causes" in message
 
 
-def test_served_log_probs_that_are_not_the_trainers_stop_the_run(run_quickstart, tmp_path, monkeypatch):
+CHANGE_AFTER_THE_GUARD = """
+import wrapt
+def change(module):
+    execute = module.Worker.execute_model
+    def change_and_execute(self, *args, **kwargs):
+        if self._sync_index == 2 and not hasattr(self, 'changed'):  # syncs 0 and 1 are done
+            self.changed = True
+            self.model_runner.model.model.norm.weight.data.mul_(50)
+        return execute(self, *args, **kwargs)
+    module.Worker.execute_model = change_and_execute
+wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')
+"""
+
+
+def test_served_log_probs_that_are_not_the_trainers_stop_the_run(stopped_with):
     """Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell."""
-    (tmp_path / "change_after_the_guard.py").write_text(
-        "import wrapt\n"
-        "def change(module):\n"
-        "    execute = module.Worker.execute_model\n"
-        "    def change_and_execute(self, *args, **kwargs):\n"
-        "        if self._sync_index == 2 and not hasattr(self, 'changed'):  # syncs 0 and 1 are done\n"
-        "            self.changed = True\n"
-        "            self.model_runner.model.model.norm.weight.data.mul_(50)\n"
-        "        return execute(self, *args, **kwargs)\n"
-        "    module.Worker.execute_model = change_and_execute\n"
-        "wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "change_after_the_guard")
-    with pytest.raises(RunFailedError) as caught:
-        run_quickstart("precision=bf16", "trainer.total_training_steps=3")
-    message = str(caught.value)
+    message = stopped_with(CHANGE_AFTER_THE_GUARD, "precision=bf16", "trainer.total_training_steps=3")
     assert "Canary of weight sync 1: replica 0: its served log-probs differ from the trainer's by" in message
     assert "Weight sync 1 did not take" not in message

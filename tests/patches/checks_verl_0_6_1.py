@@ -132,12 +132,9 @@ def test_default_dtypes_resolve_to_bfloat16(name):
 
 
 def test_reference_and_rollout_follow_the_actor_until_told_otherwise():
-    config = compose_ppo("actor_rollout_ref.actor.fsdp_config.dtype=float16").actor_rollout_ref
-    assert (config.ref.fsdp_config.dtype, config.rollout.dtype) == ("float16", "float16")
-    config = compose_ppo(
-        "actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.rollout.dtype=bfloat16"
-    ).actor_rollout_ref
-    assert (config.ref.fsdp_config.dtype, config.rollout.dtype) == ("float16", "bfloat16")
+    for told, rollout in (((), "float16"), (("actor_rollout_ref.rollout.dtype=bfloat16",), "bfloat16")):
+        config = compose_ppo("actor_rollout_ref.actor.fsdp_config.dtype=float16", *told).actor_rollout_ref
+        assert (config.ref.fsdp_config.dtype, config.rollout.dtype) == ("float16", rollout)
 
 
 # 0004
@@ -230,8 +227,8 @@ def weight(estimator, log_ratio):
     return math.exp(log_ratio) if log_ratio <= math.log(C) else 0.0
 
 
-def policy_gradient(estimator, trainer, rollout, advantages, mask):
-    config = actor_config(policy_loss=PolicyLossConfig(loss_mode=estimator, rollout_is_threshold=C))
+def policy_gradient(estimator, trainer, rollout, advantages, mask, threshold=C):
+    config = actor_config(policy_loss=PolicyLossConfig(loss_mode=estimator, rollout_is_threshold=threshold))
     trainer = trainer.clone().requires_grad_()
     loss, metrics = get_policy_loss_fn(estimator)(
         old_log_prob=rollout,
@@ -266,21 +263,16 @@ def test_gradient_is_the_equation(estimator):
 
 def test_the_guard_is_beyond_every_ratio_of_use_and_finite():
     for log_ratio, wanted in ((65.0, math.exp(65.0)), (500.0, torch.finfo(torch.float32).max / 1e10)):
-        rollout = torch.full((1, 1), -1.0 - log_ratio)
-        gradient, _ = policy_gradient(
-            "pg_seq_is", torch.full((1, 1), -1.0), rollout, torch.ones(1, 1), torch.ones(1, 1)
-        )
+        one = torch.ones(1, 1)
+        gradient, _ = policy_gradient("pg_seq_is", -one, -one - log_ratio, one, one)
         assert -gradient.item() == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0, float("nan")])
 def test_truncation_without_its_threshold_is_refused_by_name(threshold):
-    config = actor_config(policy_loss=PolicyLossConfig(loss_mode="pg_seq_mis", rollout_is_threshold=threshold))
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match="policy_loss.rollout_is_threshold"):
-        get_policy_loss_fn("pg_seq_mis")(
-            old_log_prob=one, log_prob=one, advantages=one, response_mask=one, loss_agg_mode="token-mean", config=config
-        )
+        policy_gradient("pg_seq_mis", one, one, one, one, threshold)
 
 
 def test_the_actor_weighs_on_policy_too():

@@ -1,5 +1,6 @@
 """The series against the released packages: they apply, they come off, they do what they say, and nothing else."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -47,21 +48,16 @@ def test_applies_and_reverts_byte_for_byte(unpack, version):
     assert everything(tree) == before
 
 
-def _copy_of_touched_files(tree, version, folder):
-    for path in open_tree(tree, available()).files:
-        if (tree / path).exists():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(tree / path, folder / path)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_git_am_and_patch_take_it_too(pristine, version, tmp_path):
     series = available()[version]
     wanted = {path: hashes[State.APPLIED] for path, hashes in series.files.items()}
     identity = ["-c", "user.name=n", "-c", "user.email=e@x.invalid", "-c", "commit.gpgsign=false"]
     by_git, by_patch = tmp_path / "git", tmp_path / "patch"
-    for folder in (by_git, by_patch):
-        _copy_of_touched_files(pristine(version), version, folder)
+    for folder, path in itertools.product((by_git, by_patch), open_tree(pristine(version), available()).files):
+        if (pristine(version) / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(pristine(version) / path, folder / path)
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "release"]):
         subprocess.run(["git", *identity, *command], cwd=by_git, check=True)
     mails = [str(patch.path) for patch in series.patches]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from composer import compose_estimator, compose_verl
+from composer import compose_estimator, compose_verl, differing
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -75,19 +75,10 @@ def test_verl_builds_the_typed_config_through_its_own_actor(strategy):
     assert engine.strategy == strategy
 
 
-def flat(config, path: str = "") -> dict:
-    """Return every leaf of a config by its path."""
-    if not isinstance(config, dict):
-        return {path: config}
-    return {key: leaf for name, node in config.items() for key, leaf in flat(node, f"{path}.{name}").items()}
-
-
 @pytest.mark.parametrize("precision", preset_names("precision"))
 def test_nothing_else_changes(precision):
     """A precision preset touches the engines' dtypes, loss scale and log-probs, the weight-sync guard, and metrics."""
-    configs = compose_verl(VLLM), compose_verl(f"+precision={precision}", VLLM)
-    before, after = (flat(OmegaConf.to_container(config, resolve=False)) for config in configs)
-    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    changed = differing(compose_verl(VLLM), compose_verl(f"+precision={precision}", VLLM), resolve=False)
     allowed = (
         *("dtype", "worker_extension_cls", "mixed_precision", "._target_", "fp32_log_probs", "log_prob_chunk_tokens"),
         *("fp32_output_head", "send_weight_manifest", "stochastic_rounding_to", "loss_scale.", "shadow."),

@@ -154,23 +154,17 @@ def test_slurm_does_not_queue_a_job_for_ever(run_job):
     assert code == 75 and "was queued again MAX_REQUEUES=0 times" in log
 
 
-@pytest.fixture
-def watched(tmp_path):
+def watched(*command: str) -> subprocess.Popen:
     """Start a command on a Ray cluster that nobody has started."""
-
-    def watched(*command: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, LAUNCH / "watched_run.py", "127.0.0.1:1", *command], text=True, stdout=subprocess.PIPE
-        )
-
-    return watched
+    words = [sys.executable, LAUNCH / "watched_run.py", "127.0.0.1:1", *command]
+    return subprocess.Popen(words, text=True, stdout=subprocess.PIPE)
 
 
-def test_a_watched_command_that_ends_well_ends_at_once(watched):
+def test_a_watched_command_that_ends_well_ends_at_once():
     assert watched("true").wait(20) == 0
 
 
-def test_a_watched_command_is_asked_to_end(watched):
+def test_a_watched_command_is_asked_to_end():
     process = watched("sh", "-c", "echo started; exec sleep 60")
     assert process.stdout.readline() == "started\n"
     process.terminate()

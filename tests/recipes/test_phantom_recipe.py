@@ -1,11 +1,12 @@
-"""The phantom-clipping stall: its model on the BF16 grid, its prompts, and what its arms change."""
+"""The phantom-clipping stall: its model on the BF16 grid, its prompts, what its arms change, its reader."""
 
 import pytest
 import torch
-from composer import ROOT, compose_recipe
+from composer import ROOT, compose_recipe, differing
 from omegaconf import OmegaConf
 
 from verl_precision.tools.jobs.problems import read_data_set
+from verl_precision.tools.runs.read import read_runs
 
 RECIPE = ROOT / "recipes/phantom_clipping/phantom_clipping.yaml"
 ARMS = OmegaConf.to_container(OmegaConf.load(RECIPE).arms)
@@ -47,21 +48,6 @@ def test_the_tokenizer_has_a_token_a_letter(make_task):
     assert tokenizer.decode([1, 2, 0], skip_special_tokens=True) == "ab"
 
 
-def changed(plain, arm) -> set[str]:
-    """Return the settings that differ between two composed configs."""
-
-    def leaves(node, prefix=""):
-        for key in node:
-            value = OmegaConf.select(node, key)
-            if OmegaConf.is_dict(value):
-                yield from leaves(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    first, second = dict(leaves(plain)), dict(leaves(arm))
-    return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
-
-
 def test_all_arms_take_the_ratio_against_the_rollout_with_one_update_a_batch():
     for overrides in ARMS.values():
         config = compose_recipe(RECIPE, *overrides)
@@ -75,7 +61,7 @@ def test_all_arms_take_the_ratio_against_the_rollout_with_one_update_a_batch():
 
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_changes_what_it_says_and_nothing_else(name):
-    keys = changed(compose_recipe(RECIPE, *ARMS["clipped"]), compose_recipe(RECIPE, *ARMS[name]))
+    keys = differing(compose_recipe(RECIPE, *ARMS["clipped"]), compose_recipe(RECIPE, *ARMS[name]))
     found = {key.rpartition(".")[2] for key in keys if ".loss_scale" not in key}  # FP16 alone has one
     model = {"initial_weights", "path", "served_model_name"}
     named = {
@@ -94,3 +80,34 @@ def test_the_run_script_names_arms_that_are_there():
     script = (ROOT / "recipes/phantom_clipping/run_length_qwen3_cpu.sh").read_text()
     (line,) = [line for line in script.splitlines() if line.startswith("ARMS=")]
     assert set(line.partition(":-")[2].partition("}")[0].split()) <= set(ARMS)
+
+
+@pytest.fixture
+def reader(load_script):
+    return load_script("recipes/phantom_clipping/read_stall.py")
+
+
+@pytest.fixture
+def runs(write_run, tmp_path):
+    """Write a stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
+
+    def write(arm: str, seed: int, rewards: list[float], clipped: float) -> None:
+        # the last as 0.1 wrote it
+        same = {"phantom/final_token_clip_fraction": clipped, "phantom/fraction": clipped}
+        write_run(arm, seed, [{"critic/score/mean": reward, **same} for reward in rewards])
+
+    for seed in (0, 1):
+        write("clipped", seed, [-8.0] * 30 + [-7.6] * 30, clipped=0.8)
+        write("shadow", seed, [-8.0] * 20 + [-3.0] * 40, clipped=0.0)
+    write("fp32", 0, [-8.0] * 10 + [-1.0] * 50, clipped=0.0)
+    return read_runs([tmp_path])
+
+
+def test_the_stall_is_read_where_the_cured_runs_have_half(reader, runs):
+    text = reader.tables(runs)
+    # mean of nine: -8 + 5 k/9 passes -4 with k = 8 of its nine steps behind step 20
+    assert "At step 28 the median of 2 cured runs" in text
+    assert "| `clipped` | 0%, 0% |" in text and "| `fp32` | 88% |" in text and "| `shadow` | 56%, 56% |" in text
+    assert "| `clipped` | 0 | -8.00 | -7.60 | none | 80% |" in text
+    rows = {line.split("|")[1].strip(" `"): line for line in text.splitlines() if "| 0 |" in line}
+    assert "phantom_clipping 5" in rows["clipped"] and rows["fp32"].endswith("| none |")
