@@ -1,10 +1,16 @@
-"""Made-up engines for the jobs that draw and score."""
+"""Made-up engines for the jobs that draw and score, and what such a job has on disk before it has drawn anything."""
+
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from made_up import MadeUp
 
 from verl_precision.tools.gap.explain import session as explain_session
+from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs import frame
+from verl_precision.tools.jobs.journal import Journal
+from verl_precision.tools.jobs.store import Store
 
 
 @pytest.fixture
@@ -14,3 +20,21 @@ def made_up(monkeypatch) -> MadeUp:
     monkeypatch.setattr(frame, "start_engine", made.start)
     monkeypatch.setattr(explain_session, "rounded_copy", lambda model, dtype, target: model)
     return made
+
+
+@pytest.fixture
+def reward_file(tmp_path) -> Path:
+    """A reward function: the text after the last equals sign is the answer."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str.split('=')[-1] == ground_truth)\n"
+    )
+    return path
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The store of two prompts with three responses each, all of them missing."""
+    with closing(Journal(tmp_path / "job", {})) as journal:
+        yield Store(journal, MismatchJob(responses=3, max_response_tokens=40), [(5, 6), (7,)])

@@ -1,4 +1,4 @@
-"""Seeds of problem and response alone, how requests are spread over engines on Ray, and vLLM's own methods."""
+"""A model that cannot do the job is refused by name; seeds; requests spread over engines on Ray; vLLM's interface."""
 
 import inspect
 from functools import partial
@@ -7,11 +7,76 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, RunFailedError
 from verl_precision.base.seeds import response_seed
+from verl_precision.base.tiny_model import IM_START
+from verl_precision.tools.engines import model as model_module
 from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.tools.engines.ray_engines import RayEngines, engines_that_fit, spread
 from verl_precision.tools.sanity_set.session import RecordedEngine
+
+CHAT = [{"role": "user", "content": "2+2="}]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("no/such/folder", "no such folder, and not a hub name"),
+        ("organisation/modle", "not in the hub's cache on this machine"),
+        ("tiny:gpt9", "Allowed: qwen3"),
+        ("empty", "the folder has no config.json"),
+        ("weightless", "the folder has no weights"),
+    ],
+)
+def test_a_model_that_is_not_there(tmp_path, monkeypatch, model, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for folder in ("empty", "weightless"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "weightless" / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=words):
+        find_model(model)
+
+
+def test_weights_and_config_have_a_fingerprint(tmp_path):
+    def fingerprint(config: str, weights: bytes) -> str:
+        (tmp_path / "config.json").write_text(config)
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        return find_model(str(tmp_path)).fingerprint
+
+    found = [fingerprint(*given) for given in (("{}", b"a"), ("{}", b"b"), ('{"a": 1}', b"a"), ("{}", b"a"))]
+    assert len(set(found)) == 3 and found[0] == found[3]
+
+
+def test_fp16_where_vllm_refuses_it():
+    model = Model("m", "", {"model_type": "gemma3"})
+    with pytest.raises(ConfigurationError, match="--dtype fp16 with model m: vLLM refuses FP16 for model type 'gem"):
+        model.require_dtypes("--dtype", ["bf16", "fp16"])
+    model.require_dtypes("--dtype", ["bf16", "fp32"])
+
+
+def test_chats_go_through_the_template_and_text_does_not(monkeypatch):
+    model = find_model("tiny:qwen3")
+    assert model.config["model_type"] == "qwen3"
+    tokenizer = load_tokenizer(model.name)
+    chat, text = tokenize([CHAT, "2+2="], model)
+    assert tokenizer.decode(text) == "2+2=" and len(text) == 4
+    assert tokenizer.decode(chat).endswith(f"{IM_START}assistant\n")
+    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert chat == tuple(ids), "jobs of the former version continue: their prompts were made this way"
+    with pytest.raises(ConfigurationError, match=r"prompt 1 \(''\) has no tokens"):
+        tokenize([CHAT, ""], model)
+    tokenizer.chat_template = None
+    monkeypatch.setattr(model_module, "load_tokenizer", lambda name: tokenizer)
+    with pytest.raises(ConfigurationError, match="has no chat template"):
+        tokenize(["a", CHAT], model)
+
+
+def test_a_model_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigurationError, match="its tokenizer cannot be loaded"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_every_response_has_a_seed_of_its_own():

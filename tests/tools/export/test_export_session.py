@@ -37,10 +37,6 @@ def checkpoint(tmp_path):
     return write
 
 
-def silent(what, done, total):
-    pass
-
-
 @pytest.mark.parametrize(
     ("settings", "dtype", "words"),
     [
@@ -58,12 +54,12 @@ def silent(what, done, total):
 )
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_path, settings, dtype, words):
     with pytest.raises(ConfigurationError, match=words):
-        export_checkpoint(checkpoint(**settings), dtype, tmp_path / "out" / "model", silent)
+        export_checkpoint(checkpoint(**settings), dtype, tmp_path / "out" / "model", print)
     assert not list(tmp_path.glob("out/*"))
 
 
 def test_what_fp16_cannot_hold_is_exported_in_bf16(checkpoint, tmp_path):
-    export_checkpoint(checkpoint(OVERFLOW), "bf16", tmp_path / "out", silent)
+    export_checkpoint(checkpoint(OVERFLOW), "bf16", tmp_path / "out", print)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -73,7 +69,7 @@ def test_a_failure_while_writing_leaves_nothing(checkpoint, tmp_path, monkeypatc
 
     monkeypatch.setattr(session, "save_file", full)
     with pytest.raises(OSError, match="no space"):
-        export_checkpoint(checkpoint(), "fp16", tmp_path / "out" / "model", silent)
+        export_checkpoint(checkpoint(), "fp16", tmp_path / "out" / "model", print)
     assert not list((tmp_path / "out").iterdir())
 
 

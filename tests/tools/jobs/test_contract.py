@@ -14,9 +14,6 @@ from verl_precision.cli import app
 from verl_precision.tools.gap.pairs import session as mismatch_session
 from verl_precision.tools.jobs import frame
 
-REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str.split("=")[-1] == ground_truth)
-"""
 JUDGED = ["--reward", "reward.py", "--in-flight", "1"]
 # verb -> its options, its answers, how often it dies, its results
 VERBS = {
@@ -24,27 +21,22 @@ VERBS = {
     "explain": (["--max-prompts", "3"], two_tokens, (2, 11), ("explanation.html", "explanation.json")),
     "evaluate": (
         ["tiny:qwen3", "--data", "data.jsonl", "--context", "200", "--dtype", "bf16", "--dtype", "fp16", "-n", "5"],
-        six_characters,
-        (4, 13),
-        ("table.md", "summary.json"),
+        *(six_characters, (4, 13), ("table.md", "summary.json")),
     ),
     "sanity-set": (
         ["data.jsonl", "--model", "tiny:qwen3", "-n", "10"],
-        six_characters,
-        (2, 6),
-        ("accuracy.png", "summary.json", "kept.parquet"),
+        *(six_characters, (2, 6), ("accuracy.png", "summary.json", "kept.parquet")),
     ),
 }
 
 
 @pytest.fixture(params=VERBS)
-def verb(request, made_up, tmp_path, monkeypatch, row, write_rows):
+def verb(request, made_up, reward_file, tmp_path, monkeypatch, row, write_rows):
     """Type one of the verbs in an empty folder; return how, and the files that it leaves."""
     options, made_up.answer, lives, results = VERBS[request.param]
     monkeypatch.chdir(tmp_path)
-    # Drawing takes seconds; tests/tools/gap/pairs/test_measure.py looks at the figures.
+    # Drawing takes seconds; tests/tools/gap/pairs/test_pairs.py looks at the figures.
     monkeypatch.setattr(mismatch_session, "write_figures", lambda folder, pairs, title: [])
-    (tmp_path / "reward.py").write_text(REWARD)
     write_rows(tmp_path / "data.jsonl", [row(n, reward_model={"ground_truth": str(n)}) for n in range(2)])
     judged = JUDGED if made_up.answer is six_characters else []
 
@@ -87,7 +79,7 @@ def test_a_job_interrupted_twice_and_cut_ends_as_if_it_were_not(verb, made_up, t
     assert {name: (folder / name).read_bytes() for name in results} == before
 
 
-def test_results_say_how_they_were_made(verb):
+def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(verb, monkeypatch):
     run, folder, _, results = verb
     assert run()[0] == 0
     (name,) = (name for name in results if name.endswith(".json"))
@@ -95,11 +87,6 @@ def test_results_say_how_they_were_made(verb):
     assert content["versions"] == installed_versions() and content["settings"]["seed"] == 0
     assert content["settings"]["model"] == "tiny:qwen3" and not {"output", "in_flight"} & content["settings"].keys()
     assert content["command"] in (sys.argv, shlex.join(sys.argv))
-
-
-def test_a_folder_of_another_job_is_refused(verb, monkeypatch):
-    run, folder, _, results = verb
-    assert run()[0] == 0
     journal = folder / "journal.jsonl"
     before = journal.read_bytes()
     code, shown = run("--seed", "1")
@@ -123,10 +110,7 @@ REPLAY = "sanity-set DATA --model recorded --responses"
     ("command", "words"),
     [
         ("mismatch --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
-        (
-            "mismatch --train-dtype fp16 --train-dtype fp16",
-            "--train-dtype fp16 fp16: this cannot work. Allowed: at",
-        ),
+        ("mismatch --train-dtype fp16 --train-dtype fp16", "--train-dtype fp16 fp16: this cannot work. Allowed: at"),
         ("mismatch --seed -1", "--seed -1"),
         ("mismatch --responses 0", "--responses 0: this cannot work. Allowed: greater than or equal to 1"),
         ("mismatch --attention eager", "--attention eager: this cannot work. Allowed: 'sdpa' or 'flash_attention_2'"),

@@ -32,38 +32,9 @@ class Slow:
         self.closed = True
 
 
-class Counting:
-    def __init__(self, count):
-        self.total, self.back = count, []
-        self.keys = [(str(index % 7), index) for index in range(count)]
-        self._left = list(self.keys)
-
-    @property
-    def done(self):
-        return len(self.back)
-
-    def progress(self):
-        return "came back"
-
-    def next_requests(self, limit):
-        given, self._left = self._left[:limit], self._left[limit:]
-        return [Request(*key, ()) for key in given]
-
-    def record(self, response):
-        self.back.append((response.problem, response.response))
-
-
-@given(count=st.integers(1, 60), batch=st.integers(1, 9), in_flight=st.integers(1, 20))
-def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
-    engine, work = Slow(batch), Counting(count)
-    work_through(engine, work, in_flight, Console(quiet=True))
-    assert sorted(work.back) == sorted(work.keys)
-    assert engine.most == min(2 * in_flight, count)
-
-
 class Known(FixedWork):
     def __init__(self, keys, finished):
-        self.back = finished
+        self.keys, self.back = keys, finished
         super().__init__("came back", keys, finished)
 
     def _request(self, problem, response):
@@ -71,6 +42,18 @@ class Known(FixedWork):
 
     def record(self, response):
         self.back.append((response.problem, response.response))
+
+
+def counting(count):
+    return Known([(str(index % 7), index) for index in range(count)], [])
+
+
+@given(count=st.integers(1, 60), batch=st.integers(1, 9), in_flight=st.integers(1, 20))
+def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
+    engine, work = Slow(batch), counting(count)
+    work_through(engine, work, in_flight, Console(quiet=True))
+    assert sorted(work.back) == sorted(work.keys)
+    assert engine.most == min(2 * in_flight, count)
 
 
 def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
@@ -93,6 +76,6 @@ def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
 def test_progress_is_lines_for_a_file_and_a_bar_for_a_terminal(terminal, shown):
     seen = io.StringIO()
     console = Console(file=seen, width=80, force_terminal=terminal, color_system=None)
-    work_through(Slow(5), Counting(20), 20, console)
+    work_through(Slow(5), counting(20), 20, console)
     for words in shown:
         assert f"{words} came back" in seen.getvalue()

@@ -1,16 +1,14 @@
-"""Data sets and prompts: read alike from both formats, written without a change, refused by row and field."""
+"""Data sets and prompts: read alike from both formats, refused by row and field before a model loads."""
 
 import json
 import re
 
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import Table, parquet
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.jobs.problems import read_data_set, read_prompts
-
-CHAT = [{"role": "user", "content": "2+2="}]
 
 
 def test_parquet_and_jsonl_are_the_same_problems(tmp_path, row, write_rows):
@@ -63,28 +61,12 @@ def test_a_column_that_is_missing_is_named(tmp_path, row, write_rows, column):
         read_data_set(write_rows(tmp_path / "a.jsonl", rows))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.csv", "a,b", "unknown format '.csv'"),
-        ("a.jsonl", '{"a": 1}\n{', "line 2: cannot be read as JSON"),
-        ("a.jsonl", '{"a": "ü"}', "line 1: cannot be read as JSON"),  # in another encoding
-        ("a.jsonl", "[1]\n[2]", "cannot be read"),
-        ("a.parquet", "PAR", "cannot be read"),
-        ("a.jsonl", "\n", "no rows"),
-        ("typo.parquet", None, "no such file"),
-    ],
-)
-def test_a_file_that_cannot_be_read_says_why(tmp_path, name, content, words):
-    if content is not None:
-        (tmp_path / name).write_bytes(content.encode("latin-1"))
-    with pytest.raises(ConfigurationError, match=words):
-        read_data_set(tmp_path / name)
+CHAT = [{"role": "user", "content": "2+2="}]
 
 
 def test_verls_parquet_and_jsonl_read_the_same(tmp_path):
     rows = [{"prompt": CHAT, "ability": "math"}, {"prompt": [*CHAT, *CHAT], "ability": "math"}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "p.parquet")
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     for name in ("p.parquet", "p.jsonl"):
         assert read_prompts(str(tmp_path / name)) == [CHAT, [*CHAT, *CHAT]]
@@ -99,18 +81,26 @@ def test_prompts_that_come_with_the_package_and_with_the_quickstart(root):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("read", "name", "content", "words"),
     [
-        ('{"prompt": "a"}\n{"question": "b"}', "row 1 has no field 'prompt' (it has: question)"),
-        ('{"prompt": ""}', "field 'prompt' of row 0 is ''"),
-        ('{"prompt": []}', "field 'prompt' of row 0 is '[]'"),
-        ('{"prompt": [{"role": "user"}]}', "Allowed: text that is not empty, or a list"),
-        ('{"prompt": 3}', "is '3'"),
-        ('["a"]', "row 0 has no field 'prompt' (it has: list)"),
-        ("\n", "the file has no rows"),
+        (read_data_set, "a.csv", "a,b", "unknown format '.csv'"),
+        (read_data_set, "a.jsonl", '{"a": 1}\n{', "line 2: cannot be read as JSON"),
+        (read_data_set, "a.jsonl", '{"a": "ü"}', "line 1: cannot be read as JSON"),  # in another encoding
+        (read_data_set, "a.jsonl", "[1]\n[2]", "cannot be read"),
+        (read_data_set, "a.parquet", "PAR", "cannot be read"),
+        (read_data_set, "a.jsonl", "\n", "no rows"),
+        (read_data_set, "typo.parquet", None, "no such file"),
+        (read_prompts, "p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "row 1 has no field 'prompt' (it has: text)"),
+        (read_prompts, "p.jsonl", '{"prompt": ""}', "field 'prompt' of row 0 is ''"),
+        (read_prompts, "p.jsonl", '{"prompt": []}', "field 'prompt' of row 0 is '[]'"),
+        (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "Allowed: text that is not empty, or a list"),
+        (read_prompts, "p.jsonl", '{"prompt": 3}', "is '3'"),
+        (read_prompts, "p.jsonl", '["a"]', "row 0 has no field 'prompt' (it has: list)"),
+        (read_prompts, "p.jsonl", "\n", "the file has no rows"),
     ],
 )
-def test_a_file_that_is_not_prompts(tmp_path, content, words):
-    (tmp_path / "p.jsonl").write_text(content)
+def test_a_file_that_cannot_be_read_says_why(tmp_path, read, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=re.escape(words)):
-        read_prompts(str(tmp_path / "p.jsonl"))
+        read(tmp_path / name if read is read_data_set else str(tmp_path / name))

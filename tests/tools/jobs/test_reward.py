@@ -16,10 +16,10 @@ def problem(source: str = "math", truth: str = "2") -> Problem:
 def function(tmp_path):
     """Write a reward function; return its name for `load_reward`."""
 
-    def write(body: str, name: str = "compute_score") -> str:
+    def write(body: str) -> str:
         path = tmp_path / "judge.py"
-        path.write_text(f"def {name}(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
-        return f"{path}:{name}"
+        path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+        return f"{path}:compute_score"
 
     return write
 
@@ -51,10 +51,7 @@ def test_a_function_of_verls_signature(function, body, pass_score, correct):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        *(
-            (f"return {score}", "Allowed: a finite number")
-            for score in ("None", "float('nan')", "'yes'", "{'points': 1}")
-        ),
+        *((f"return {no}", "Allowed: a finite number") for no in ("None", "float('nan')", "'yes'", "{'points': 1}")),
         ("return 1 / 0", "ZeroDivisionError.*on row 0"),
     ],
 )
@@ -84,22 +81,20 @@ def test_another_function_is_another_setting(function):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("judge.py", "cannot be loaded .AttributeError: .*compute_score"),
+        ("broken.py", "cannot be loaded .SyntaxError"),
         ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
         ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
         ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
         ("pkg://verl_precision.integration.rewards.answer_tag:OPEN", "OPEN is no function"),
     ],
 )
-def test_rewards_that_do_not_exist(name, words):
+def test_rewards_that_do_not_exist(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text("def other(): pass")
+    (tmp_path / "broken.py").write_text("def compute_score(): return (")
     with pytest.raises(ConfigurationError, match=words):
         load_reward(name)
-
-
-def test_a_file_without_the_function_or_with_a_fault(function):
-    with pytest.raises(ConfigurationError, match="cannot be loaded .AttributeError: .*compute_score"):
-        load_reward(function("return 1.0", name="other").replace(":other", ""))
-    with pytest.raises(ConfigurationError, match="cannot be loaded .SyntaxError"):
-        load_reward(function("return ("))
 
 
 def test_math_verify_is_the_reward_of_the_recipes():

@@ -74,16 +74,3 @@ def series(patches, monkeypatch):
     """The series, and the only one that the command knows."""
     monkeypatch.setattr(change, "available", lambda: available(patches))
     return load_series(patches / "verl-1.2.3")
-
-
-@pytest.fixture
-def snapshot():
-    """Everything about a folder that a patch could change: names, bytes, modes."""
-
-    def take(root: Path) -> dict:
-        return {
-            str(path.relative_to(root)): (path.stat().st_mode, path.read_bytes() if path.is_file() else None)
-            for path in sorted(root.rglob("*"))
-        }
-
-    return take

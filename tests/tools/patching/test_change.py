@@ -19,6 +19,12 @@ from verl_precision.tools.patching.tree import files_to_change, open_tree
 APPLIED, PRISTINE = State.APPLIED, State.PRISTINE
 
 
+def snapshot(root):
+    """Return everything about a folder that a patch could change: names, modes, bytes."""
+    found = sorted(root.rglob("*"))
+    return {str(p.relative_to(root)): (p.stat().st_mode, p.read_bytes() if p.is_file() else None) for p in found}
+
+
 @pytest.fixture
 def tree(release, series):
     return open_tree(release, {series.version: series})
@@ -38,7 +44,7 @@ def copied(tree, tmp_path):
 
 
 @pytest.fixture
-def unchanged(snapshot):
+def unchanged():
     """Tell whether a folder is what it was at the first call."""
     before = {}
 
@@ -48,7 +54,7 @@ def unchanged(snapshot):
     return same
 
 
-def test_there_and_back_byte_for_byte(release, series, snapshot):
+def test_there_and_back_byte_for_byte(release, series):
     pristine = snapshot(release)
     assert check_tree(release) == "verl 1.2.3 is pristine: the series of 2 patches applies cleanly to 4 files"
     assert snapshot(release) == pristine
@@ -88,7 +94,7 @@ def test_a_result_that_was_not_recorded_is_refused(tree, copied):
         copied(replace(tree, series=replace(tree.series, files=forged)))
 
 
-def test_a_file_edited_while_copies_are_made_is_left_alone(release, series, snapshot, monkeypatch):
+def test_a_file_edited_while_copies_are_made_is_left_alone(release, series, monkeypatch):
     def slow(*arguments):
         make_copies(*arguments)
         (release / CONFIG).write_text("mine\n")
@@ -211,7 +217,7 @@ def die_at_call(number, goal, release):
 
 @pytest.mark.parametrize("goal", list(State))
 def test_killed_at_any_point_every_file_is_whole_and_the_next_call_finishes_or_takes_back(
-    series, snapshot, copy_of_release, goal
+    series, copy_of_release, goal
 ):
     (other,) = set(State) - {goal}
     states = {PRISTINE: snapshot(copy_of_release("pristine"))}

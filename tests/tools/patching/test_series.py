@@ -1,15 +1,17 @@
-"""Reading a series, and those that the package brings."""
+"""A series as it is read, and those that the package brings; which trees it fits, and which are refused, by name."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
-from small_series import CONFIG, CORE, LONG, NEW, TEST
+from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
 from verl_precision.base.errors import PatchError
 from verl_precision.tools.patching.series import State, available, load_series, patches_folder
+from verl_precision.tools.patching.tree import files_to_change, open_tree, require_permission
 
 
 def test_order_titles_and_files(series):
@@ -52,3 +54,71 @@ def test_a_built_package_finds_its_patches(root, tmp_path):
     folder = tmp_path / "built" / "verl_precision" / "patches" / "verl-0.6.1"
     assert f"verl 0.6.1: 8 patches, 19 files, {folder}" in done.stdout
     assert "  0001 [algo] fix: seq-mean-token-sum-norm takes the mean over responses" in done.stdout
+
+
+@pytest.fixture
+def opened(series):
+    """Open a tree, knowing the small series alone."""
+    return lambda path: open_tree(path, {series.version: series})
+
+
+@pytest.mark.parametrize(
+    ("inside", "hint"), [("verl", "Did you mean"), ("tests", "Did you mean"), ("verl/version", "")]
+)
+def test_unknown_tree_is_refused(release, opened, inside, hint):
+    with pytest.raises(PatchError, match=f"unknown tree, .*{hint}"):
+        opened(release / inside)
+
+
+def test_release_without_series_is_refused_with_those_there_are(release, opened, series):
+    assert opened(release).series is series
+    (release / "verl/version/version").write_text("1.2.4\n")
+    with pytest.raises(PatchError, match=r"verl 1\.2\.4 has no series here; nothing was touched\. Allowed: 1\.2\.3"):
+        opened(release)
+
+
+def test_both_states_are_recognised_and_what_lies_between(release, opened):
+    (release / "verl/mine.py").write_text("mine\n")  # no patch touches it, so it does not matter
+    tree = opened(release)
+    assert files_to_change(tree, State.APPLIED) == tree.files and files_to_change(tree, State.PRISTINE) == []
+    (release / NEW).parent.mkdir()
+    for path in (CONFIG, NEW):
+        (release / path).write_bytes(PATCHED[path])
+    assert files_to_change(tree, State.APPLIED) == [TEST, CORE]
+    assert files_to_change(tree, State.PRISTINE) == [CONFIG, NEW]
+    for path in (CORE, TEST):
+        (release / path).write_bytes(PATCHED[path])
+    assert files_to_change(tree, State.APPLIED) == [] and files_to_change(tree, State.PRISTINE) == tree.files
+
+
+@pytest.mark.parametrize("path", [CORE, CONFIG, NEW, TEST])
+def test_a_changed_file_is_named(release, opened, path):
+    (release / path).parent.mkdir(exist_ok=True)
+    (release / path).write_text("mine\n")
+    with pytest.raises(PatchError, match=f"dirty; .*{path}"):
+        files_to_change(opened(release), State.APPLIED)
+
+
+def test_a_missing_file_and_a_link_are_named_even_if_the_content_fits(release, opened):
+    (release / CORE).rename(release / "elsewhere.py")
+    with pytest.raises(PatchError, match=f"dirty; .*{CORE}"):
+        files_to_change(opened(release), State.APPLIED)
+    (release / CORE).symlink_to(release / "elsewhere.py")
+    with pytest.raises(PatchError, match=f"{CORE} .not a regular file"):
+        files_to_change(opened(release), State.APPLIED)
+
+
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_installed_package_needs_its_name_through_a_link_too(release, opened, tmp_path, packages):
+    shutil.copytree(release, tmp_path / packages)  # its tests/ may be anybody's
+    (tmp_path / "looks_harmless").symlink_to(tmp_path / packages)
+    tree = opened(tmp_path / "looks_harmless")
+    assert tree.installed and TEST not in tree.files
+    with pytest.raises(PatchError, match="an installed package; nothing was touched.*--installed"):
+        require_permission(tree, installed=False)
+    require_permission(tree, installed=True)
+
+
+def test_installed_is_not_a_way_to_name_a_checkout(release, opened):
+    with pytest.raises(PatchError, match="--installed with TREE=.*not an installed package"):
+        require_permission(opened(release), installed=True)

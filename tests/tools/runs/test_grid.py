@@ -26,10 +26,8 @@ def planned(*arguments, **options):
 
 
 def test_precisions_alone_keep_their_names(root):
-    assert planned(root / QUICKSTART, ["bf16", "fp16"], []) == [
-        ("bf16", ("precision=bf16",)),
-        ("fp16", ("precision=fp16",)),
-    ]
+    expected = [("bf16", ("precision=bf16",)), ("fp16", ("precision=fp16",))]
+    assert planned(root / QUICKSTART, ["bf16", "fp16"], []) == expected
 
 
 def test_estimators_times_precisions_times_seeds(recipe):
@@ -83,6 +81,7 @@ def test_a_preset_is_known_from_the_overrides():
         ("arms: {x: a=1}", {"precisions": [], "arms": ["x"]}, "arms.x='a=1': .*a list of Hydra overrides"),
         ("arms: {x: [a]}", {"precisions": [], "arms": ["x"]}, "arms.x=.*a list of Hydra overrides"),
         ("arms: {x: [trainer.default_local_dir=d]}", {"precisions": [], "arms": ["x"]}, "each other's checkpoints"),
+        (None, {"overrides": ["+trainer.default_local_dir=/data"]}, "go on from each other's checkpoints"),
         (None, {"overrides": ["precision=fp32"]}, "precision='fp32': the run bf16 has a value of its own for it"),
         (None, {"overrides": ["+seed=3"], "seeds": [1]}, "the run bf16/seed_1 has a value of its own"),
         (None, {"precisions": [], "arms": ["all"], "overrides": ["a.b=2"]}, "the run clipped has a value of its own"),

@@ -1,15 +1,17 @@
-"""A run says what it is doing, and why it failed, and leaves nothing behind."""
+"""A run says how far it is and leaves nothing behind; a failed one says its cause first, once, in at most ten lines."""
 
 import os
 import signal
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.tools.runs.failure_report import reason, relevant_lines
 from verl_precision.tools.runs.launch import (
     RUN_MARK,
     STAGES,
@@ -98,3 +100,71 @@ def test_a_folder_may_have_any_name(name, tmp_path):
     """Hydra reads `=`, `,` and brackets in a value as its own grammar unless it is quoted."""
     (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={quoted(tmp_path / name)}"])
     assert override.value() == str(tmp_path / name)
+
+
+RECORDED = Path(__file__).parent / "recorded"
+# Log, the words its cause has to have, the words of the remedy.
+CAUSES = {
+    "weight_sync": ("WeightSyncError: Weight sync 0 did not take: lm_head", None),
+    "head_size": ("Unsupported CPU attention configuration: head_dim=16", "another head_dim"),
+    "newline": ("Expected Qwen newline to tokenize to one token, got []", "a token for the newline"),
+    "killed_worker": ("died unexpectedly (exit code: -9)", "memory"),
+    "sigbus": ("SIGBUS", "--shm-size"),
+}
+BUFFER = "Sync replay buffer selected terminal groups with no materializable trajectories"
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_cause_comes_first_and_once(name):
+    cause, remedy = CAUSES[name]
+    report = relevant_lines((RECORDED / f"{name}.log").read_text().splitlines())
+    assert cause in report[0]
+    assert sum(cause in line for line in report) == 1
+    assert len(report) <= 10 and len(set(report)) == len(report)
+    remedies = [line for line in report[1:] if line.startswith("remedy: ")]
+    assert remedies == report[1 : 1 + (remedy is not None)]
+    assert remedy is None or remedy in remedies[0]
+    # No engine that nobody installed, and no prefix.
+    for word in ("torchtitan", "veomni", "megatron", "automodel", "Warning", "pid=", "multiproc_executor.py", "raise "):
+        assert word not in "\n".join(report)
+    if name in ("head_size", "newline"):  # verl's own last words come last
+        assert BUFFER in report[-1] and BUFFER not in report[0]
+
+
+PREFLIGHT = "verl_precision: ray_kwargs.ray_init.num_cpus=2: verl's actors ask Ray for 7 logical CPUs"
+OURS = "verl_precision.base.errors.LossScaleError: gradients stay non-finite"
+
+BOOM = [
+    "\x1b[36m(W pid=2, ip=192.0.2.1)\x1b[0m (Worker_TP0 pid=3) ERROR 11-21 19:02:22 [a.py:1] ValueError: boom",
+    "\x1b[36m(W pid=5)\x1b[0m ValueError: boom\x1b[32m [repeated 3x across cluster]\x1b[0m",
+    "RuntimeError: Worker failed with error 'boom', please check the stack trace above for the root cause",
+]
+NOT_THERE = "x.py:1: UserWarning: veomni engine is not available: ModuleNotFoundError('veomni')"
+
+
+@pytest.mark.parametrize(
+    ("lines", "report"),
+    [
+        # Ours comes before an earlier one.
+        (["ValueError: first", OURS, "KeyError: 'x'"], [OURS, "then: ValueError: first", "then: KeyError: 'x'"]),
+        (["start", PREFLIGHT, PREFLIGHT], [PREFLIGHT]),
+        (BOOM, ["ValueError: boom (in W, Worker_TP0)"]),
+        # An echo is better than nothing, and without any error it is the end of the log.
+        (["EngineDeadError: EngineCore encountered an issue."], ["EngineDeadError: EngineCore encountered an issue."]),
+        (["a", NOT_THERE, "", "b"], ["a", "b"]),
+        ([], []),
+    ],
+)
+def test_report_by_hand(lines, report):
+    assert relevant_lines(lines) == report
+
+
+def test_many_errors_make_ten_lines_and_the_last_is_kept():
+    report = relevant_lines([f"ValueError: {i}" for i in range(100)])
+    assert len(report) == 10 and report[0] == "ValueError: 0" and report[-1] == "then: ValueError: 99"
+
+
+def test_a_process_ended_by_a_signal(tmp_path):
+    (tmp_path / "log").write_text("working\n")
+    text = reason(tmp_path / "log", -signal.SIGBUS)
+    assert text.splitlines()[0] == "  ended by SIGBUS" and "--shm-size" in text

@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -15,24 +16,19 @@ from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.mismatch.metric_names import PHANTOM_CLIPPED
 from verl_precision.mismatch.remedies import ADVICE
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.figures import PANELS, draw, draw_comparison
+from verl_precision.tools.runs.figures import PANELS, draw
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.figures import COLOURS, write_png
+from verl_precision.tools.show.figures import COLOURS
 from verl_precision.tools.show.tables import number_text
 
 PANEL = {panel.name: panel for panel in PANELS}
 
 
-@pytest.fixture
-def run_of(tmp_path):
-    """Make a run of rising reward."""
-
-    def make(name="made", k3=lambda step: 1e-5, steps=80, **more) -> Run:
-        scores = {step: {"critic/score/mean": 0.01 * step, "mismatch/k3_kl": k3(step)} for step in range(1, steps + 1)}
-        return Run(name, tmp_path / name, [{"step": step, **row, **more} for step, row in scores.items()])
-
-    return make
+def run_of(name="made", k3=lambda step: 1e-5, steps=80, **more) -> Run:
+    """Return a run of rising reward."""
+    scores = {step: {"critic/score/mean": 0.01 * step, "mismatch/k3_kl": k3(step)} for step in range(1, steps + 1)}
+    return Run(name, Path(name), [{"step": step, **row, **more} for step, row in scores.items()])
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ def test_two_real_runs_overlaid(quickstart):
     assert page(quickstart) == html, "the same runs give the same page"
 
 
-def test_numbers_of_the_table(run_of):
+def test_numbers_of_the_table():
     html = page([run_of(steps=3, k3=lambda step: (4e-5, math.nan, 2e-5)[step - 1])])
     rows = rows_of(html[html.index("<h2>Summary") : html.index("<h2>Not")])
     assert rows[0] == ["metric", "run", "first", "last", "min", "max", "steps"]
@@ -99,14 +95,14 @@ def test_numbers_of_the_table(run_of):
     assert rows_of(figure_of(html, "k3"))[1:] == [["1", "4·10⁻⁵"], ["2", "NaN"], ["3", "2·10⁻⁵"]]
 
 
-def test_alarms_are_found_offline_and_said(run_of):
+def test_alarms_are_found_offline_and_said():
     html = page([run_of("calm"), run_of("sick", growing)])
     assert re.search(r'sick</b> <b class="bad">k3_growth</b> at step (\d+)', html)
     assert "precision=fp16" in html and html.count("no alarm") == 1
     assert "verl-precision explain --run" in html
 
 
-def test_alarms_are_marked_in_the_colour_of_their_run(run_of):
+def test_alarms_are_marked_in_the_colour_of_their_run():
     """A full line with a mark where the panel shows the metric, a dotted one elsewhere."""
     runs = [run_of("calm"), run_of("sick", growing)]
     judge = MismatchAlarm(AlarmSettings())
@@ -119,14 +115,14 @@ def test_alarms_are_marked_in_the_colour_of_their_run(run_of):
         assert sum(line.get_marker() == "v" for line in lines) == marks
 
 
-def test_colour_tells_runs_apart_and_style_curves(run_of):
+def test_colour_tells_runs_apart_and_style_curves():
     more = {"mismatch/probs_diff_max": 0.1, "mismatch/probs_diff_min": -0.1}
     axes = draw([PANEL["extremes"]], [run_of(name, steps=2, **more) for name in ("a", "b")]).axes[0]
     found = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
     assert found == [(COLOURS[0], "-"), (COLOURS[0], "--"), (COLOURS[1], "-"), (COLOURS[1], "--")]
 
 
-def test_the_page_is_whole_fetches_nothing_and_says_in_words_what_each_figure_shows(run_of):
+def test_the_page_is_whole_fetches_nothing_and_says_in_words_what_each_figure_shows():
     html = page([run_of("a <b> & 'c'", growing), run_of("</script><b>")])
     assert not re.search(r"https?://|(src|href)\s*=\s*[\"']?\s*//|@import|url\(|<(script|link|iframe)", html, re.I)
     assert all(source.startswith("data:image/svg+xml;base64,") for source in re.findall(r'src="([^"]*)"', html))
@@ -139,20 +135,20 @@ def test_the_page_is_whole_fetches_nothing_and_says_in_words_what_each_figure_sh
     assert len(alternatives) == html.count("<img") == html.count("<figure") and "Reward (mean score)" in alternatives[0]
 
 
-def test_a_mismatch_of_zero_has_a_linear_axis(run_of):
+def test_a_mismatch_of_zero_has_a_linear_axis():
     zero, small = run_of("zero", k3=lambda step: 0.0), run_of("small")
     axes = draw([PANEL["k3"]], [zero]).axes[0]
     assert axes.get_yscale() == "linear" and axes.get_ylim()[0] == 0
     assert draw([PANEL["k3"]], [zero, small]).axes[0].get_yscale() == "log"
 
 
-def test_keys_of_before_prefixed_and_plain_are_one_and_a_shorter_run_leaves_cells_empty(run_of):
+def test_keys_of_before_prefixed_and_plain_are_one_and_a_shorter_run_leaves_cells_empty():
     runs = [run_of("a", steps=1, **{"actor/phantom/fraction": 0.1}), run_of("b", steps=2, **{PHANTOM_CLIPPED: 0.2})]
     rows = rows_of(figure_of(page(runs), "phantom"))
     assert rows == [["step", "a", "b"], ["1", "0.1", "0.2"], ["2", "", "0.2"]]
 
 
-def test_a_metric_of_layers_is_shown_over_layers(run_of):
+def test_a_metric_of_layers_is_shown_over_layers():
     """The mean over all steps of each layer, in a plot without alarms, whose lines stand at steps."""
     run = run_of(steps=2, **{f"{AGREEMENT}/layer_{layer:02d}": 1 - layer / 10 for layer in (0, 3, 12)})
     rows = rows_of(figure_of(page([run]), "routing_by_layer"))
@@ -162,14 +158,9 @@ def test_a_metric_of_layers_is_shown_over_layers(run_of):
     assert axes.get_xlabel() == "layer" and len(axes.lines) == 1
 
 
-def test_comparison_is_a_png(quickstart, tmp_path):
-    write_png(tmp_path / "f.png", draw_comparison(quickstart), "test")
-    assert (tmp_path / "f.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_runs_without_any_metric_of_the_report_and_too_many_runs_are_refused(run_of, tmp_path):
+def test_runs_without_any_metric_of_the_report_and_too_many_runs_are_refused():
     with pytest.raises(ConfigurationError, match="none of the metrics of the report"):
-        page([Run("x", tmp_path / "x", [{"step": 1, "loss": 1.0}])])
+        page([Run("x", Path("x"), [{"step": 1, "loss": 1.0}])])
     with pytest.raises(ConfigurationError, match="9 runs: .* up to 8"):
         page([run_of(str(number), steps=2) for number in range(9)])
 

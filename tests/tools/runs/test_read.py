@@ -53,14 +53,8 @@ def test_verls_own_console_line_is_read(tmp_path):
     """What verl's LocalLogger prints, numpy numbers, NaN and booleans included."""
     from verl.utils.logger.aggregate_logger import concat_dict_to_str
 
-    data = {
-        "a/x": numpy.float32(0.25),
-        "b:c": numpy.int64(3),
-        "nan": math.nan,
-        "on": True,
-        "off": False,
-        "tiny": -1e-30,
-    }
+    data = {"a/x": numpy.float32(0.25), "b:c": numpy.int64(3), "nan": math.nan, "on": True, "off": False}
+    data |= {"tiny": -1e-30}
     (tmp_path / "out.txt").write_text(concat_dict_to_str(data, step=7) + "\n")
     (run,) = read_runs([tmp_path / "out.txt"])
     (row,) = run.rows

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,7 @@ def _head(model: Any, size: float) -> None:
 
 
 def _where(model: Any, size: float, wanted: Callable[[int, int], bool]) -> None:
-    """Change the last hidden state by a factor 1 + size x noise, in the forwards that are wanted.
-
-    Args:
-        wanted: Tells it of the number of tokens and of sequences.
-    """
+    """Change the last hidden state by a factor 1 + size x noise in some forwards: wanted(tokens, sequences)."""
     changed = []
 
     def before(module: nn.Module, args: tuple) -> None:
@@ -88,13 +84,9 @@ def _batch(model: Any, size: float) -> None:
 
 
 IN_VLLM = {
-    "epsilon": _epsilon,
-    "rotary": _rotary,
-    "softmax_scale": _softmax_scale,
-    "head": _head,
-    "decode": _decode,
-    "batch": _batch,
-}
+    "epsilon": _epsilon, "rotary": _rotary, "softmax_scale": _softmax_scale,
+    "head": _head, "decode": _decode, "batch": _batch,
+}  # fmt: skip
 
 
 def faulty_vllm(*args: Any, faults: dict[str, float], **settings: Any) -> VllmEngine:
@@ -147,49 +139,40 @@ def faulty_trainer(*args: Any, epsilon: float = 1.0, **settings: Any) -> Trainer
 # In a model's folder. ------------------------------------------------------------------------------------------------
 
 
-def _changed(model: str, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> str:
-    source = cached_tiny_model(model.removeprefix("tiny:")) if model.startswith("tiny:") else Path(model)
-    shutil.copytree(source, folder)
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, {"format": "pt"})
-    return str(folder)
+def _in_folder(change: Callable[[dict[str, Tensor], float], None]) -> Callable[[str, Path, float], str]:
+    """Turn what changes a model's tensors into what writes a changed copy of a model to a new folder."""
+
+    @wraps(change)
+    def write(model: str, folder: Path, size: float) -> str:
+        source = cached_tiny_model(model.removeprefix("tiny:")) if model.startswith("tiny:") else Path(model)
+        shutil.copytree(source, folder)
+        (file,) = folder.glob("*.safetensors")
+        tensors = load_file(file)
+        change(tensors, size)
+        save_file(tensors, file, {"format": "pt"})
+        return str(folder)
+
+    return write
 
 
-def stale_head(model: str, folder: Path, size: float) -> str:
-    """Write a model whose output head alone is another: relative change `size`."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        head = tensors["lm_head.weight"]
-        head *= 1 + size * _noise(head.numel()).view_as(head)
-
-    return _changed(model, folder, change)
+@_in_folder
+def stale_head(tensors: dict[str, Tensor], size: float) -> None:
+    """The output head alone is another: relative change `size`."""
+    head = tensors["lm_head.weight"]
+    head *= 1 + size * _noise(head.numel()).view_as(head)
 
 
-def version_behind(model: str, folder: Path, size: float) -> str:
-    """Write a model that one step of Adam with learning rate `size` separates from the given one."""
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for tensor in tensors.values():
-            tensor += size * _noise(tensor.numel()).view_as(tensor).sign()
-
-    return _changed(model, folder, change)
+@_in_folder
+def version_behind(tensors: dict[str, Tensor], size: float) -> None:
+    """One step of Adam with learning rate `size` lies between the two."""
+    for tensor in tensors.values():
+        tensor += size * _noise(tensor.numel()).view_as(tensor).sign()
 
 
-def near_tie(model: str, folder: Path, size: float) -> str:
-    """Write a mixture of experts in which three have nearly equal scores, of which two are chosen.
-
-    Args:
-        model: A tiny model.
-        folder: A new folder.
-        size: Relative difference of their scores.
-    """
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name.endswith("mlp.gate.weight"):
-                for expert in range(len(tensor)):
-                    tensor[expert] = tensor[expert - expert % 3] * (1 + size * (expert % 3))
-
-    return _changed(model, folder, change)
+@_in_folder
+def near_tie(tensors: dict[str, Tensor], size: float) -> None:
+    """Three experts of a mixture have scores `size` apart, relatively, of which two are chosen."""
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            for expert in range(len(tensor)):
+                tensor[expert] = tensor[expert - expert % 3] * (1 + size * (expert % 3))

@@ -95,27 +95,15 @@ def test_equal_engines_differ_by_fp32_alone(model):
     assert max(one.error for one in found.operations) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("module", "kind"),
-    [
-        ("embed_tokens", "embeddings"),
-        ("residual", "residual"),
-        ("input_layernorm", "input norm"),
-        ("qkv_proj", "qkv"),
-        ("q_norm", "qk norm"),
-        ("rotary_emb", "rotary"),
-        ("attn", "attention"),
-        ("o_proj", "output projection"),
-        ("post_attention_layernorm", "post-attention norm"),
-        ("gate_up_proj", "gate and up"),
-        ("act_fn", "activation"),
-        ("down_proj", "down"),
-        ("gate", "router"),
-        ("experts", "experts"),
-        ("norm", "final norm"),
-        ("logits_processor", "head"),
-    ],
-)
+KINDS = {
+    "embed_tokens": "embeddings", "residual": "residual", "input_layernorm": "input norm", "qkv_proj": "qkv",
+    "q_norm": "qk norm", "rotary_emb": "rotary", "attn": "attention", "o_proj": "output projection",
+    "post_attention_layernorm": "post-attention norm", "gate_up_proj": "gate and up", "act_fn": "activation",
+    "down_proj": "down", "gate": "router", "experts": "experts", "norm": "final norm", "logits_processor": "head",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "kind"), KINDS.items())
 def test_planted_error_is_named_and_has_the_whole_gap(model, module, kind):
     place = None if module in ("embed_tokens", "norm", "logits_processor") else 1
     size = 0.3 if kind == "router" else 1e-3  # the experts of a tiny model hardly differ

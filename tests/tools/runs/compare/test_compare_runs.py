@@ -18,6 +18,7 @@ from verl_precision.tools.runs.launch import Progress
 
 STARTED = "Ray has started"
 RECIPE = "recipes/quickstart/quickstart.yaml"
+PRECISIONS = grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))
 
 
 @pytest.fixture
@@ -60,16 +61,6 @@ def run(root, tmp_path, monkeypatch):
     return compare_recorded
 
 
-def fails(name: str):
-    """Return what makes one run fail."""
-
-    def during(run: str, on_progress):
-        if run == name:
-            raise RunFailedError("verl ended with exit code 1")
-
-    return during
-
-
 def recorded_summary(folder) -> list[tuple]:
     runs = json.loads((folder / "summary.json").read_text())["runs"]
     return [tuple(run[key] for key in ("arm", "precision", "estimator", "seed")) for run in runs]
@@ -77,25 +68,21 @@ def recorded_summary(folder) -> list[tuple]:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_two_runs_are_compared(run, tmp_path, terminal):
-    runs = grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))
-    seen = run(runs, terminal=terminal, pass_bar=PassBar(-20, 4), draws=not terminal)
+    seen = run(PRECISIONS, terminal=terminal, pass_bar=PassBar(-20, 4), draws=not terminal)
     assert run.ran == [(precision, ["a=b", f"precision={precision}"]) for precision in ("bf16", "fp16")]
     assert "ratio bf16/fp16" in seen and "bar -20" in seen and "report.html" in seen
+    if not terminal:
+        assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "verl-precision explain --run" in seen and "<precision>" in seen
-    lines = [
-        f"[    {second} s] {run}: {text}"
-        for run in ("bf16", "fp16")
-        for second, text in ((1, STARTED), (2, "step 10/10"))
-    ]
+    texts = [f"[    {second} s] {{}}: {text}" for second, text in ((1, STARTED), (2, "step 10/10"))]
+    lines = [text.format(precision) for precision in ("bf16", "fp16") for text in texts]
     if terminal:
         assert "10/10" in seen and lines[0] not in seen
     else:
         assert seen.splitlines()[:4] == lines
     content = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [(run["precision"], run["steps"], run["seconds_total"]) for run in content["runs"]] == [
-        ("bf16", 10, 60.0),
-        ("fp16", 10, 60.0),
-    ]
+    found = [(run["precision"], run["steps"], run["seconds_total"]) for run in content["runs"]]
+    assert found == [("bf16", 10, 60.0), ("fp16", 10, 60.0)]
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("bf16", "fp16", "summary.json", "comparison.png", "report.html")
@@ -103,20 +90,18 @@ def test_two_runs_are_compared(run, tmp_path, terminal):
 
 
 def test_what_was_measured_stays_when_a_later_run_fails_and_is_not_repeated(run, tmp_path):
-    runs = grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))
+    def fail(name, on_progress):
+        if name == "fp16":
+            raise RunFailedError("verl ended with exit code 1")
+
     with pytest.raises(RunFailedError):
-        run(runs, fails("fp16"))
+        run(PRECISIONS, fail)
     (before,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
     assert before["precision"] == "bf16"
     run.ran.clear()
-    assert "ratio bf16/fp16" in run(runs)
+    assert "ratio bf16/fp16" in run(PRECISIONS)
     assert [name for name, _ in run.ran] == ["fp16"]
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0] == before
-
-
-def test_runs_do_not_share_a_folder_of_checkpoints(root):
-    with pytest.raises(ConfigurationError, match="go on from each other's checkpoints"):
-        grid.check_arguments(root / RECIPE, ["bf16", "fp16"], ["+trainer.default_local_dir=/data"])
 
 
 def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):
@@ -124,11 +109,8 @@ def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_pat
     seen = run(runs)
     assert run.ran[0] == ("grpo-bf16/seed_1", ["a=b", "estimator=grpo", "precision=bf16", "seed=1"])
     assert [name for name, _ in run.ran] == [run.name for run in runs] and len(runs) == 8
-    assert recorded_summary(tmp_path / "out")[::3] == [
-        ("grpo-bf16", "bf16", "grpo", 1),
-        ("grpo-fp16", "fp16", "grpo", 2),
-        ("gspo-fp16", "fp16", "gspo", 1),
-    ]
+    expected = [("grpo-bf16", "bf16", "grpo", 1), ("grpo-fp16", "fp16", "grpo", 2), ("gspo-fp16", "fp16", "gspo", 1)]
+    assert recorded_summary(tmp_path / "out")[::3] == expected
     assert "gspo-fp16/seed_2: step 10/10" in seen and "<arm>/seed_<n>/metrics.jsonl" in seen
     assert "ratio grpo-bf16/grpo-fp16" in seen and "ratio grpo-bf16/gspo" not in seen
     assert (tmp_path / "out" / "comparison.png").exists() and not (tmp_path / "out" / "report_2.html").exists()

@@ -1,12 +1,91 @@
-"""What a comparison shows of its runs: where each is drawn, beside which of the paper's curves, in which report."""
+"""Which folder a comparison has, and where it shows each run: in which plot, beside which curves, in which report."""
 
+import json
 import shutil
+from itertools import product
 
 import pytest
 import yaml
 
 from verl_precision.tools.runs import grid, page
+from verl_precision.tools.runs.compare.folder import SUMMARY, command_of, comparison_folder, finished
 from verl_precision.tools.runs.compare.outputs import FIGURE, Results
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipes" / "mine" / "mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("a: 1\n")
+    return path
+
+
+@pytest.fixture
+def command(recipe):
+    return lambda *overrides: command_of(recipe, ["bf16", "fp16"], overrides)
+
+
+BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
+
+
+def finish(folder, *runs):
+    (folder / SUMMARY).write_text(json.dumps({"runs": [{**run, "seconds_total": 1.0} for run in runs]}))
+
+
+@pytest.fixture
+def interrupted(tmp_path, command):
+    """A comparison of which one run has finished."""
+    with comparison_folder(tmp_path / "out", command()) as folder:
+        finish(folder, BF16)
+    return folder.rename(folder.with_name("2026-01-01_00-00-00"))
+
+
+def test_an_interrupted_comparison_goes_on_until_it_is_finished(tmp_path, command, interrupted):
+    for _ in range(2):
+        with comparison_folder(tmp_path / "out", command()) as folder:
+            assert folder == interrupted and not finished(folder, command())
+    finish(interrupted, BF16, FP16)
+    with comparison_folder(tmp_path / "out", command()) as folder:
+        assert folder != interrupted
+
+
+def test_another_command_an_edited_recipe_and_anew_get_a_folder_of_their_own(tmp_path, recipe, command, interrupted):
+    with comparison_folder(tmp_path / "out", command("a=b")) as folder:
+        assert folder != interrupted
+    with comparison_folder(tmp_path / "new", command(), anew=True) as folder:
+        assert folder != interrupted
+    recipe.write_text("a: 2\n")
+    with comparison_folder(tmp_path / "edited", command()) as folder:
+        assert folder != interrupted
+
+
+def test_one_that_is_running_is_left_alone(tmp_path, command, interrupted):
+    with comparison_folder(tmp_path / "out", command()) as first:
+        with comparison_folder(tmp_path / "out", command()) as second:
+            assert first == interrupted and second != interrupted
+
+
+def test_a_grid_is_finished_when_each_arm_has_each_seed(tmp_path, recipe, command, interrupted):
+    grid = command_of(recipe, ["bf16", "fp16"], [], estimators=["grpo"], seeds=[1, 2])
+    assert grid != command() and json.loads(json.dumps(grid)) == grid
+    with comparison_folder(tmp_path / "out", grid) as folder:
+        assert folder != interrupted
+        runs = [{**one, "arm": f"grpo-{one['precision']}", "seed": seed} for one in (BF16, FP16) for seed in (1, 2)]
+        finish(folder, *runs[:3])
+        assert not finished(folder, grid)
+        finish(folder, *runs)
+        assert finished(folder, grid)
+
+
+def test_arms_are_part_of_the_command_and_their_overrides_of_the_digest(tmp_path, recipe):
+    found = []
+    for text, arms in (("arms: {x: [a=1]}", "x"), ("arms: {x: [a=2]}", "x"), ("arms: {x: [a=2]}", "y")):
+        recipe.write_text(text)
+        found.append(command_of(recipe, [], [], arms=[arms]))
+    assert found[0]["digest"] != found[1]["digest"] == found[2]["digest"] and found[1] != found[2]
+    with comparison_folder(tmp_path / "out", found[0]) as folder:
+        finish(folder, {"precision": None, "arm": "x"})
+        assert finished(folder, found[0])
 
 
 @pytest.fixture
@@ -35,17 +114,9 @@ def shown(results: Results) -> tuple[list[tuple], list[tuple]]:
 def test_each_estimator_has_a_column_with_its_own_curves_of_the_paper(results_of):
     arms = grid.preset_arms(["bf16", "fp16"], ["grpo", "ratio_one", "gspo"])
     runs, expected = shown(results_of(grid.with_seeds(arms, [7])))
-    assert runs == [
-        (f"{estimator}-{precision}/seed_7", precision, estimator)
-        for estimator in ("grpo", "ratio_one", "gspo")
-        for precision in ("bf16", "fp16")
-    ]
-    assert expected == [
-        ("paper: bf16", "grpo"),
-        ("paper: fp16", "grpo"),
-        ("paper: bf16", "gspo"),
-        ("paper: fp16", "gspo"),
-    ]
+    pairs = list(product(("grpo", "ratio_one", "gspo"), ("bf16", "fp16")))
+    assert runs == [(f"{estimator}-{precision}/seed_7", precision, estimator) for estimator, precision in pairs]
+    assert expected == [(f"paper: {precision}", estimator) for estimator, precision in pairs[:2] + pairs[4:]]
 
 
 def test_one_estimator_has_the_plots_of_today(results_of):

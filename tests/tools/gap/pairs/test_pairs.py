@@ -1,18 +1,23 @@
-"""Statistics, table and figures of made-up log-probs with known gaps."""
+"""Statistics, table and figures of known gaps; files and refusals of `mismatch`, with jobs/test_contract.py."""
 
+import io
 import json
 import math
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.engines.engine import Response
+from verl_precision.tools.gap.pairs import session
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
 from verl_precision.tools.gap.pairs.session import cells, markdown, summary
+from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs.store import Series
 
+FIGURES = ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
 # Standard deviation of a token's gap: the ranking that the figures and the table must show.
 GAPS = {("fp16", "fp16"): 1e-4, ("bf16", "fp16"): 1e-3, ("fp16", "bf16"): 2e-3, ("bf16", "bf16"): 4e-3}
 
@@ -83,6 +88,41 @@ def test_table_and_figures_of_a_grid(store, tmp_path):
     assert [(pair["rollout"], pair["train"]) for pair in content["pairs"]] == ranking
     assert content["pairs"][0]["mismatch/k3_kl"] == ranked(pairs)[0].k3
     assert json.dumps(content, allow_nan=False), "no NaN, which JSON has not"
-    names = write_figures(tmp_path, pairs, "made")
-    assert names == ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert write_figures(tmp_path, pairs, "made") == FIGURES
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in FIGURES)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch, made_up):
+    """Measure two of the built-in prompts with made-up engines; return the pairs, and what is shown."""
+    monkeypatch.setattr(session, "write_figures", lambda folder, pairs, title: FIGURES)  # drawing takes seconds
+
+    def run(**changes):
+        shown = io.StringIO()
+        job = MismatchJob(output=tmp_path / "job", **{"max_prompts": 2, "responses": 3, **changes})
+        return session.measure_mismatch(job, Console(file=shown, width=120)), shown.getvalue()
+
+    return run
+
+
+def test_every_pair_is_measured_on_the_same_responses(measured, made_up, tmp_path):
+    pairs, shown = measured()
+    assert len(made_up.seen) == 12 + 24 and len(pairs) == 4
+    assert "3/6 responses sampled in fp16, scored in fp16" in shown and "wrote table.md, summary.json, tokens" in shown
+    assert {path.name for path in (tmp_path / "job").iterdir()} == {"journal.jsonl", "table.md", "summary.json"}
+    assert json.loads((tmp_path / "job" / "summary.json").read_text())["prompt_count"] == 2
+
+
+def test_other_settings_and_prompts_are_refused(measured, tmp_path, monkeypatch):
+    measured()
+    before = (tmp_path / "job" / "journal.jsonl").read_bytes()
+    for changes, words in (
+        ({"responses": 4, "attention": "flash_attention_2"}, "responses: 3 there, 4 now"),
+        ({"rollout_dtypes": ("bf16",)}, r"rollout_dtypes: \['fp16', 'bf16'\] there, \['bf16'\] now"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            measured(**changes)
+    monkeypatch.setattr(session, "prompt_tokens", lambda *_: [(1, 2)] * 2)
+    with pytest.raises(ConfigurationError, match="prompt_token_ids: "):
+        measured()
+    assert (tmp_path / "job" / "journal.jsonl").read_bytes() == before

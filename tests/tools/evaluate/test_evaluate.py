@@ -1,11 +1,17 @@
-"""avg@k, pass@k, truncation and standard errors, by hand and against NumPy; tables and JSON of them."""
+"""avg@k, pass@k, truncation and standard errors, by hand and against NumPy; what `verl-precision evaluate` refuses."""
 
 import json
 import math
 
 import numpy as np
 import pytest
+from made_up import six_characters
+from rich.console import Console
 
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
+from verl_precision.base.seeds import response_seed
+from verl_precision.tools.engines.model import load_tokenizer
+from verl_precision.tools.evaluate import session
 from verl_precision.tools.evaluate.accuracy import (
     Drawn,
     Task,
@@ -16,7 +22,7 @@ from verl_precision.tools.evaluate.accuracy import (
     summary,
 )
 from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.jobs.problems import Problem
+from verl_precision.tools.jobs.problems import Problem, read_data_set
 
 
 def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
@@ -49,10 +55,7 @@ def test_by_hand():
     assert first.average == 0.5 and first.error == pytest.approx(math.sqrt(0.5 / 6)) and first.passed == 2 / 3
     assert first.truncated == 0 and first.mean_tokens == 2
     change = differences(found)
-    assert [(each.context, each.dtype, each.reference) for each in change] == [
-        (8, "fp16", "bf16"),
-        (20, "fp16", "bf16"),
-    ]
+    assert [(each.context, each.dtype, each.reference) for each in change] == [(n, "fp16", "bf16") for n in (8, 20)]
     assert change[0].average == pytest.approx(1 / 12)
     assert change[0].error == pytest.approx(math.sqrt(((1 / 6) ** 2 + 2 * (1 / 12) ** 2) / 6))
 
@@ -70,10 +73,7 @@ def test_against_numpy_on_random_verdicts():
     generator = np.random.default_rng(0)
     verdicts = {dtype: generator.random((40, 8)) < generator.random((40, 1)) for dtype in ("bf16", "fp16", "fp32")}
     names = [str(number) for number in range(40)]
-    drawn = {
-        dtype: {name: same(*map(bool, each)) for name, each in zip(names, rows, strict=True)}
-        for dtype, rows in verdicts.items()
-    }
+    drawn = {dtype: {name: same(*map(bool, rows[int(name)])) for name in names} for dtype, rows in verdicts.items()}
     found = measured(made(tuple(drawn), (20,), 8), {"all": names, "first": names[:7]}, drawn)
     assert [(each.data, each.dtype) for each in found][2:4] == [("all", "fp32"), ("first", "bf16")]
     for each in found:
@@ -85,11 +85,10 @@ def test_against_numpy_on_random_verdicts():
     expected = [("fp16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16")]
     assert sorted(pairs) == sorted((data, *pair) for data in ("all", "first") for pair in expected)
     for each in differences(found):
-        rows = [
-            verdicts[dtype][: 40 if each.data == "all" else 7].mean(axis=1) for dtype in (each.dtype, each.reference)
-        ]
-        assert each.average == pytest.approx((rows[0] - rows[1]).mean())
-        assert each.error == pytest.approx(np.sqrt(np.cov(rows[0] - rows[1]) / len(rows[0])))
+        ours, other = (verdicts[dtype][: 40 if each.data == "all" else 7] for dtype in (each.dtype, each.reference))
+        change = ours.mean(axis=1) - other.mean(axis=1)
+        assert each.average == pytest.approx(change.mean())
+        assert each.error == pytest.approx(np.sqrt(np.cov(change) / len(change)))
 
 
 def test_the_standard_error_is_the_spread_of_repeated_evaluations():
@@ -121,3 +120,74 @@ def test_tables_and_json():
     one_dtype = made(("fp16",))
     alone = measured(one_dtype, sets, {"fp16": fp16})
     assert "two dtypes" not in markdown(one_dtype, alone, differences(alone), {}, {})
+
+
+TRUTHS = "012"
+
+
+@pytest.fixture
+def evaluate(tmp_path, made_up, reward_file, row, write_rows):
+    """Evaluate three problems with an engine that is made up: the seed chooses the answer."""
+    made_up.answer = six_characters
+    for name, numbers in (("sums", (0, 1, 2)), ("two", (1, 2))):
+        rows = [row(number, reward_model={"style": "rule", "ground_truth": TRUTHS[number]}) for number in numbers]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+
+    def run(**changes):
+        values = {"model": "tiny:qwen3", "data": (tmp_path / "sums.jsonl", tmp_path / "two.jsonl"), "responses": 5}
+        values |= {"dtypes": ("bf16", "fp16"), "contexts": (100, 200), "reward": str(reward_file)}
+        return session.evaluate(Evaluation(output=tmp_path / "job", **{**values, **changes}), Console(quiet=True))
+
+    return run
+
+
+def test_accuracies_are_those_of_the_texts(evaluate, made_up, tmp_path):
+    """The seed decides: in the long context the last character is seed % 2, in the short one, which cuts, seed % 3."""
+    tokenizer = load_tokenizer("tiny:qwen3")
+    data = read_data_set(tmp_path / "sums.jsonl").problems
+    chats = [tokenizer.apply_chat_template(each.prompt, add_generation_prompt=True, return_dict=False) for each in data]
+    assert len({len(chat) for chat in chats}) == 1
+    short, long = len(chats[0]) + 2, len(chats[0]) + 6
+    found = evaluate(contexts=(short, long), keep_text=True)
+    assert {request.max_tokens for _, request in made_up.requests} == {6}
+    assert len(made_up.seen) == 2 * 3 * 5, "a problem that is in both data sets is drawn once"
+    for each in found:
+        names = [problem.identifier for problem in data if each.data == "sums" or problem.ground_truth != "0"]
+        truths = [problem.ground_truth for problem in data if problem.identifier in names]
+        modulus = 3 if each.context == short else 2
+        said = [[str(response_seed(0, name, index) % modulus) for index in range(5)] for name in names]
+        assert each.shares_P.tolist() == [one.count(truth) / 5 for one, truth in zip(said, truths, strict=True)]
+        assert each.truncated == (1.0 if each.context == short else 0.0)
+        assert each.mean_tokens == (2 if each.context == short else 6)
+    lines = [json.loads(line) for line in (tmp_path / "job" / "journal.jsonl").read_text().splitlines()[1:]]
+    assert all(line["text"].count("=") == 4 for line in lines)
+    assert "| sums | " in (tmp_path / "job" / "table.md").read_text()
+    assert len(json.loads((tmp_path / "job" / "summary.json").read_text())["differences"]) == 4
+
+
+def test_other_settings_and_damaged_journals_are_refused(evaluate, tmp_path):
+    evaluate()
+    journal = tmp_path / "job" / "journal.jsonl"
+    before = journal.read_bytes()
+    for changes, words in (
+        ({"temperature": 1.0}, "temperature: 0.6 there, 1.0 now"),
+        ({"contexts": (200,)}, r"contexts: \[100, 200\] there, \[200\] now"),
+        ({"data": (tmp_path / "sums.jsonl",)}, "data: "),
+        ({"reward": "verl"}, "reward: 'reward.py:compute_score@.*' there, 'verl' now"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            evaluate(**changes)
+    assert journal.read_bytes() == before
+    for damage in ({"dtype": "fp32"}, {"problem": "x"}, {"response": 5}, {"correct": [True]}, {"correct": [1, 0]}):
+        record = {**json.loads(before.splitlines()[1]), **damage}
+        journal.write_bytes(before + json.dumps(record).encode() + b"\n")
+        with pytest.raises(CheckpointStateError, match="is none of this job's"):
+            evaluate()
+
+
+def test_unreadable_answers_are_left_out_and_counted(evaluate, made_up, tmp_path, row, write_rows):
+    empty = {"reward_model": {"style": "rule", "ground_truth": " "}}
+    data = write_rows(tmp_path / "some.jsonl", [row(1), row(2, **empty), row(3)])
+    found = evaluate(data=(data,), reward="verl")
+    assert len(found[0].shares_P) == 2 and len(made_up.seen) == 2 * 2 * 5
+    assert "cannot read the answer: 1 problems" in (tmp_path / "job" / "table.md").read_text()

@@ -1,0 +1,196 @@
+"""One change a variant; parts add up to the gap, token by token; more than rounding is a fault, and comes first."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
+from verl_precision.tools.gap.explain.judge import CAUSES, Result, findings
+from verl_precision.tools.gap.explain.page import advice, rows, verdict
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.explain.variants import reference, replayed, variants
+
+LOG_PROBS = arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 20)), elements=st.floats(-30, 0))
+
+
+@given(LOG_PROBS)
+def test_parts_add_up(log_probs_KN):
+    found = attribute(list(log_probs_KN))
+    gap = log_probs_KN[-1] - log_probs_KN[0]
+    assert sum(part.nats for part in found.parts) == pytest.approx(found.nats, abs=1e-9)
+    assert found.nats == pytest.approx(np.abs(gap).mean())
+    whole = np.mean([np.expm1(g) - g for g in gap])
+    assert sum(part.k3 for part in found.parts) == pytest.approx(found.k3, rel=1e-6, abs=1e-12)
+    assert found.k3 == pytest.approx(whole, rel=1e-6, abs=1e-9)
+    assert found.tokens == len(gap) and found.left_out == 0
+
+
+def test_by_hand():
+    # g = (0.3, -0.1): steps (0.2, 0.1) and (0.1, -0.2)
+    found = attribute([np.array([-1.0, -2.0]), np.array([-0.8, -1.9]), np.array([-0.7, -2.1])])
+    first, second = found.parts
+    assert (first.nats, second.nats) == pytest.approx(((0.2 - 0.1) / 2, (0.1 + 0.2) / 2))
+    assert (first.size, second.size) == pytest.approx((0.15, 0.15))
+    k3 = [np.expm1(g) - g for g in (0.3, -0.1)]
+    assert first.k3 == pytest.approx((0.2 / 0.3 * k3[0] + 0.1 / -0.1 * k3[1]) / 2)
+    assert found.share(first) + found.share(second) == pytest.approx(1)
+    # Without a step, the other one is the gap.
+    without = [np.mean([np.expm1(g) - g for g in other]) for other in ((0.1, -0.2), (0.2, 0.1))]
+    assert (first.without, second.without) == pytest.approx(tuple(without))
+
+
+def test_independent_steps_have_shares_of_the_variance():
+    rng = np.random.default_rng(0)
+    steps = rng.normal(0, [[1e-3], [2e-3]], (2, 200_000))
+    found = attribute([np.zeros(200_000), steps[0], steps.sum(0)])
+    assert [found.share(part) for part in found.parts] == pytest.approx([1 / 5, 4 / 5], abs=0.01)
+
+
+def test_a_step_that_undoes_another_has_a_negative_part():
+    found = attribute([np.zeros(3), np.full(3, 0.5), np.full(3, 0.1)])
+    assert found.parts[1].nats == pytest.approx(-0.4) and found.parts[1].size == pytest.approx(0.4)
+
+
+def test_tokens_that_are_not_finite_are_left_out_and_counted():
+    found = attribute([np.array([-1.0, -1.0, -1.0]), np.array([-1.0, np.nan, -1.5]), np.array([-np.inf, -1.0, -1.5])])
+    assert (found.tokens, found.left_out, found.nats) == (1, 2, 0.5)
+    none = attribute([np.array([np.nan]), np.array([-1.0])])
+    assert (none.tokens, none.left_out, none.nats, none.k3) == (0, 1, 0, 0)
+    assert none.share(none.parts[0]) == 0
+
+
+def test_no_gap():
+    found = attribute([np.full(4, -1.0)] * 3)
+    assert found.nats == found.k3 == 0 and all(found.share(part) == 0 for part in found.parts)
+
+
+JOB = Explanation(model="m", prompts="p")
+COST = 1e-2  # of BF16
+
+
+def judged(job=JOB, bf16_cost=COST, **sizes):
+    """Return the result for steps of given sizes; k3 is the square of a size."""
+    chain = variants(job)
+    of = [sizes.get(one.cause, 0.0) for one in chain[1:]]
+    parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0) for size in of)
+    attribution = Attribution(parts, sum(p.nats for p in parts), sum(p.k3 for p in parts), 100, 0)
+    found = findings(job, chain, attribution, bf16_cost, {"weights": "1 of 3 tensors differs"})
+    return Result(chain, found, attribution, bf16_cost, {})
+
+
+def test_rounding_is_no_fault():
+    result = judged(rollout_precision=1.2 * COST, trainer_precision=COST, layout=0.5 * COST, engine=1e-6)
+    assert not any(each.fault for each in result.findings)
+    assert "Nothing is wrong: this is what bf16 training with a bf16 rollout costs" in verdict(JOB, result)
+    assert [each.variant.cause for each in advice(result)] == ["rollout_precision"]
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "size"),
+    [
+        ({}, "decode", 3 * COST),
+        ({}, "rollout_precision", 3 * COST),
+        ({}, "engine", 1e-4),  # far below the cost of BF16, and yet no rounding
+        ({"rollout_model": "older"}, "weights", 1e-4),
+        ({"top_p": 0.9}, "sampling", 1e-4),
+        ({"fp32_log_probs": False}, "log_probs", 0.6 * COST),
+        ({"attention": "eager"}, "attention", 3 * COST),
+        ({"train_dtype": "fp16", "rollout_dtype": "fp16"}, "layout", 3 * COST / 8),
+        ({"train_dtype": "fp16"}, "weight_rounding", 3 * COST),
+    ],
+)
+def test_more_than_rounding_is_a_fault_and_comes_first(job, cause, size):
+    job = Explanation(model="m", prompts="p", **job)
+    result = judged(job, trainer_precision=COST / 8, **{cause: size})
+    assert [(each.variant.cause, each.fault) for each in result.findings][0] == (cause, True)
+    assert sum(each.fault for each in result.findings) == 1
+    assert cause in verdict(job, result) and "Something is wrong" in verdict(job, result)
+    assert rows(result)[0][-1] == "FAULT"
+    below = judged(job, trainer_precision=COST / 8, **{cause: size / 100})
+    assert not any(each.fault for each in below.findings)
+
+
+def test_two_faults_are_both_named():
+    result = judged(engine=1e-3, layout=5 * COST)
+    assert [each.variant.cause for each in result.findings[:2]] == ["layout", "engine"]
+    assert len(advice(result)) == 2
+
+
+WHOLE = {
+    "rollout_model": "tiny:llama", "rollout_dtype": "fp16", "train_dtype": "bf16", "top_p": 0.8, "packed": True,
+    "attention": "flash_attention_2", "fp32_log_probs": False, "fp32_output_head": True, "prefix_caching": True,
+    "cuda_graphs": True,
+}  # fmt: skip
+RAW = {"raw_log_probs": True, "temperature": 0.8, "top_p": 0.8}
+LORA = {"adapter": "folder", "rollout_dtype": "bf16", "train_dtype": "fp16"}
+ELSEWHERE = {"staleness", "routing", "temperature", "merged_lora"}  # causes that the whole path has not
+
+
+def job(**changes):
+    return Explanation(model="tiny:qwen3", prompts="built-in", **changes)
+
+
+def test_whole_path():
+    chain = variants(job(**WHOLE))
+    assert [one.cause for one in chain[1:]] == [cause for cause in CAUSES if cause not in ELSEWHERE]
+    assert len({one.name for one in chain}) == len(chain)
+    assert chain[0].draws and chain[-1].attention == "flash_attention_2" and chain[-1].packed
+
+
+def test_plain_pairs():
+    causes = {dtype: [one.cause for one in variants(job(rollout_dtype=dtype, train_dtype=dtype))[1:]]
+              for dtype in ("fp32", "bf16")}  # fmt: skip
+    assert causes["fp32"] == ["decode", "batch", "engine", "layout"]
+    assert causes["bf16"] == ["decode", "batch", "rollout_precision", "engine", "trainer_precision", "layout"]
+
+
+def test_raw_log_probs_know_neither_temperature_nor_truncation():
+    chain = variants(job(**RAW))
+    assert [one.cause for one in chain[1:]][:2] == ["temperature", "decode"]
+    assert [(one.tempered, one.processed) for one in chain[:3]] == [(False, False), (True, False), (True, True)]
+    assert "temperature" not in {one.cause for one in variants(job(raw_log_probs=True))}, (
+        "at 1 there is nothing to divide"
+    )
+
+
+def test_choices_of_experts_are_recorded_everywhere():
+    assert {one.routing for one in variants(job(), routed=True)} == {"recorded"}
+    one = replayed(variants(job(), routed=True))
+    assert (one.routing, one.dtype, one.engine) == ("replayed", "fp32", "trainer")
+    assert not any(one.routing for one in variants(job()))
+
+
+def test_an_adapter_is_merged_on_the_rollouts_side_alone():
+    chain = variants(job(**LORA))
+    assert [one.adapter for one in chain] == [False] * 5 + [True] * 3
+    assert [one.cause for one in chain[4:]] == ["engine", "merged_lora", "trainer_precision", "layout"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, WHOLE, RAW, LORA, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}]
+)
+def test_neighbours_differ_in_what_the_cause_says(changes):
+    chain = variants(job(**changes))
+    may_change = {  # that of weights too where these are those that the dtype held
+        "temperature": {"tempered"}, "sampling": {"processed"}, "cache": {"cached"}, "decode": {"draws", "processed"},
+        "batch": {"alone"}, "cuda_graphs": {"compiled"}, "rollout_precision": {"dtype", "rounded_to"},
+        "engine": {"engine", "rounded_to"}, "weights": {"model"}, "merged_lora": {"adapter", "rounded_to"},
+        "weight_rounding": {"rounded_to"}, "trainer_precision": {"dtype", "rounded_to", "model"},
+        "attention": {"attention"}, "output_head": {"fp32_output_head"}, "log_probs": {"fp32_log_probs"},
+        "layout": {"alone", "packed"},
+    }  # fmt: skip
+    for before, after in zip(chain, chain[1:], strict=False):
+        changed = {f.name for f in fields(after) if getattr(before, f.name) != getattr(after, f.name)}
+        assert changed - {"name", "cause", "words"} <= may_change[after.cause], after.name
+
+
+@pytest.mark.parametrize("train", ["bf16", "fp16", "fp32"])
+def test_reference_has_bf16_and_nothing_else(train):
+    chain = variants(job(train_dtype=train, rollout_dtype="fp16"))
+    before, after = reference(job(train_dtype=train, rollout_dtype="fp16"), chain)
+    assert (before.dtype, after.dtype, before.engine, after.engine) == ("fp32", "bf16", "trainer", "trainer")
+    assert (after in chain) == (train == "bf16")
