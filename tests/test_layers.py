@@ -1,4 +1,7 @@
-"""Imports point downwards: no arrow up, no circle, and the host only at the rim."""
+"""Imports point downwards: no arrow up, no circle, the host only at the rim, and rooms of a size that can be walked.
+
+python tests/test_layers.py    the house in words: rooms from the top floor down, their lines, what they import
+"""
 
 import ast
 from pathlib import Path
@@ -19,6 +22,12 @@ RIM = (
     *("integration", "check.preflight", "check.probe", "check.recipe_config", "check.verl_refusals"),
     *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.reward", "tools.selftest.selftest_engine"),
 )
+# Most lines of Python in each part of the house.
+SIZES = {
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 10_000,
+    ("check",): 3_600,
+    ("tools", "cli"): 8_500,
+}
 # Modules that need torch and NumPy at most: hosts and their companions may be missing.
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")
 PURE += ("weight_sync.manifest", "weight_sync.verify")
@@ -128,3 +137,33 @@ def test_package_itself_imports_nothing(run_python):
         "import sys; before = set(sys.modules); import verl_precision; print(sorted(set(sys.modules) - before))"
     )
     assert done.stdout.strip() == "['verl_precision']"
+
+
+def lines_of(places: tuple[str, ...]) -> int:
+    """Return the lines of the modules in some places."""
+    files = [file for place in places for file in (PACKAGE / place).rglob("*.py")]
+    files += [PACKAGE / f"{place}.py" for place in places if (PACKAGE / f"{place}.py").exists()]
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+@pytest.mark.parametrize("places", SIZES, ids=" ".join)
+def test_the_house_stays_small(places):
+    assert lines_of(places) <= SIZES[places], "make something once, or make room, before you build on"
+
+
+def show() -> None:
+    """Print the rooms at the package's top level, floor by floor, with their lines and arrows."""
+    below: dict[str, set[str]] = {name.partition(".")[0]: set() for name in MODULES if name}
+    for name in filter(None, MODULES):
+        room = name.partition(".")[0]
+        below[room] |= {other.partition(".")[0] for other in own_imports(name)} - {room}
+    floors: dict[str, int] = {}
+    while ready := {room for room in below.keys() - floors if below[room] <= floors.keys()}:
+        floors |= {room: 1 + max((floors[other] for other in below[room]), default=0) for room in ready}
+    for room in sorted(floors, key=lambda room: (-floors[room], room)):
+        print(f"floor {floors[room]}  {room:<12}{lines_of((room,)):>6,} lines  {', '.join(sorted(below[room]))}")
+    print(f"{len(below)} rooms, {max(floors.values())} floors, {sum(map(len, below.values()))} arrows")
+
+
+if __name__ == "__main__":
+    show()
