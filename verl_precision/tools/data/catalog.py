@@ -45,11 +45,7 @@ _GURU_AFTER = "Please output the final answer within \\boxed{}."
 
 
 def last_boxed(solution: str) -> str:
-    r"""Return the last boxed answer of a data set's solution.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
+    r"""Return the last boxed answer of a data set's solution; one without is a ConfigurationError."""
     box = braced_box(solution)
     if box is not None:
         return box
@@ -62,11 +58,7 @@ def last_boxed(solution: str) -> str:
 
 
 def read_row(layout: str, row: Row) -> Question:
-    """Return question and answer of a row in a layout. A row that does not fit is an error, never a guess.
-
-    Raises:
-        ConfigurationError: If there is no answer, or not one question.
-    """
+    """Return question and answer of a row in a layout. A row that does not fit is an error, never a guess."""
     question, answer = (row[LAYOUTS[layout][meaning]] for meaning in ("question", "answer"))
     if layout != "verl":
         return Question(question, _answer(layout, answer))

@@ -24,18 +24,7 @@ def prepare(
     synthetic: bool = False,
     skip_size_check: bool = False,
 ) -> str:
-    """Write a data set as parquet in verl's format.
-
-    Args:
-        name: Key of the catalog.
-        path: The file to write.
-        template: Key of `TEMPLATES`; None for the data set's usual one.
-        source: A parquet or JSONL file with the data set's own columns, instead of a download.
-        synthetic: Whether to write a few sums in its columns instead, without network.
-        skip_size_check: Whether to write it though the number of problems is not the expected one.
-
-    Returns:
-        What was written, in one line.
+    """Write a data set of the catalog as parquet in verl's format; return one line about it. Options as in `cli.data`.
 
     Raises:
         ConfigurationError: If something does not fit; it is named.
@@ -75,10 +64,9 @@ def prepare(
 
 def _synthetic_rows(layout: str) -> Sequence[Row]:
     """Return a few sums in a layout's columns: the same code then runs on a machine without network."""
-    sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS][
-        :SYNTHETIC_ROWS
-    ]
-    return [catalog.synthetic_row(layout, f"What is {first} + {second}?", first + second) for first, second in sums]
+    sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS]
+    questions = ((f"What is {first} + {second}?", first + second) for first, second in sums[:SYNTHETIC_ROWS])
+    return [catalog.synthetic_row(layout, question, answer) for question, answer in questions]
 
 
 def _download(wanted: PaperDataSet) -> Sequence[Row]:

@@ -30,20 +30,10 @@ OnProgress = Callable[[str, int, int], None]  # what is being done, tensors done
 
 
 def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: OnProgress) -> CheckpointReport:
-    """Write the actor of a verl checkpoint as a Hugging Face folder.
+    """Write the actor of a verl checkpoint, `global_step_N` or its `actor`, as a Hugging Face folder.
 
-    Args:
-        checkpoint: `global_step_N`, or its `actor`.
-        dtype: fp16, bf16 or fp32; each weight is rounded to it once, from the dtype that was saved.
-        output: Folder that does not exist yet.
-        on_progress: Called after each tensor.
-
-    Returns:
-        What a cast to FP16 does to each tensor.
-
-    Raises:
-        ConfigurationError: If the checkpoint is not complete, the folder exists, or a weight is not finite in the
-            dtype.
+    Each weight is rounded once, from the dtype that was saved. A checkpoint that is not complete, a folder that exists,
+    and a weight that is not finite in the dtype are refused. Returned is what a cast to FP16 does to each tensor.
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))

@@ -25,23 +25,14 @@ ADAPTER = re.compile(r"(.*)\.lora_([AB])\.default\.weight")
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The actor's weights in a checkpoint.
+    """The actor's weights in a checkpoint; one that cannot be exported is refused with its reason."""
 
-    Attributes:
-        folder: The one with the shards.
-        world_size: Ranks that saved.
-    """
-
-    folder: Path
-    world_size: int
+    folder: Path  # the one with the shards
+    world_size: int  # ranks that saved
 
     @classmethod
     def find(cls, checkpoint: Path) -> "SavedModel":
-        """Return the model in a `global_step_N` folder, or in its `actor` folder.
-
-        Raises:
-            ConfigurationError: If there is none, or a file of it is missing.
-        """
+        """Return the model in a `global_step_N` folder, or in its `actor` folder."""
         folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
         described = folder / "fsdp_config.json"
         if not described.is_file() or not (folder / "huggingface" / "config.json").is_file():
@@ -84,11 +75,7 @@ class SavedModel:
 
     @cached_property
     def sources(self) -> dict[str, str]:
-        """Name of each tensor of the model -> its name in the shards. Of tied tensors only the first is there.
-
-        Raises:
-            ConfigurationError: If only an adapter was saved, or one that cannot be merged.
-        """
+        """Name of each tensor of the model -> its name in the shards. Of tied tensors only the first is there."""
         found, storages = {}, set()
         for name, saved in self._ranks[0].items():
             if ADAPTER.fullmatch(name):
@@ -112,14 +99,7 @@ class SavedModel:
         return saved.shape, saved.dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model, whole, in the dtype that was saved.
-
-        Args:
-            name: A key of `sources`.
-
-        Raises:
-            ConfigurationError: If it is sharded in a way that FSDP does not use.
-        """
+        """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved."""
         source = self.sources[name]
         whole, adapter = self._whole(source), self._adapters.get(source.removesuffix(".base_layer.weight"))
         if adapter is None:

@@ -2,7 +2,7 @@
 
 There is no journal. A file's hash says in which state it is, so a call that dies between two renames leaves a tree that
 the next call finishes or takes back. Folders are never renamed, because the overlay file system of a container refuses
-that for a folder that comes with the image.
+that for a folder that comes with the image. Whatever is refused is a `PatchError`.
 """
 
 import fcntl
@@ -22,11 +22,7 @@ FOLDER = ".verl-precision-patch"
 
 
 def check_tree(path: Path) -> str:
-    """Say in which state a tree is, and that the series would apply or revert; write nothing.
-
-    Raises:
-        PatchError: If an apply or revert would be refused, or an earlier one was interrupted.
-    """
+    """Say in which state a tree is, and that the series would apply or revert; write nothing."""
     tree = open_tree(path, available())
     pristine, applied = (files_to_change(tree, goal) for goal in (State.APPLIED, State.PRISTINE))
     if pristine and applied:
@@ -43,18 +39,9 @@ def check_tree(path: Path) -> str:
 
 
 def change_tree(path: Path, goal: State, installed: bool = False) -> list[str]:
-    """Bring every file that the series touches into a state.
+    """Bring every file that the series touches into a state; return what was done, in lines.
 
-    Args:
-        path: Folder that holds `verl/`.
-        goal: State that all files get.
-        installed: Whether an installed package was asked for by name.
-
-    Returns:
-        What was done, in lines.
-
-    Raises:
-        PatchError: If it is refused; the tree is then as it was.
+    `installed` says whether an installed package was asked for by name. A tree that is refused is as it was.
     """
     tree = open_tree(path, available())
     require_permission(tree, installed)
@@ -72,11 +59,7 @@ def change_tree(path: Path, goal: State, installed: bool = False) -> list[str]:
 
 @contextmanager
 def folder_for_copies(root: Path) -> Iterator[Path]:
-    """Hold a tree against other calls until this process ends, however it ends, and lend a folder beside its files.
-
-    Raises:
-        PatchError: If another process holds the tree.
-    """
+    """Hold a tree against other calls until this process ends, however it ends, and lend a folder beside its files."""
     folder, descriptor = root / FOLDER, os.open(root, os.O_RDONLY)
     with ExitStack() as at_the_end:
         at_the_end.callback(os.close, descriptor)
@@ -92,11 +75,7 @@ def folder_for_copies(root: Path) -> Iterator[Path]:
 
 
 def make_copies(tree: Tree, goal: State, paths: list[str], folder: Path) -> None:
-    """Write into an empty folder the files of a tree (`paths`) in another state, without those that it does not have.
-
-    Raises:
-        PatchError: If git is missing, a patch does not apply, or the result is not what was recorded.
-    """
+    """Write into an empty folder the files of a tree (`paths`) in another state, but for those that it lacks."""
     if shutil.which("git") is None:
         raise PatchError("git: not found; patches are applied by `git apply`. Install git.")
     for path in paths:
@@ -118,8 +97,7 @@ def make_copies(tree: Tree, goal: State, paths: list[str], folder: Path) -> None
 def put_in_place(tree: Tree, goal: State, paths: list[str], folder: Path) -> None:
     """Replace files of a tree by their copies, each by one rename, and remove those that the state does not have.
 
-    Raises:
-        PatchError: If a file belongs to another user, in whose name this one cannot write; nothing is touched then.
+    Nothing is touched if a file belongs to another user, in whose name this one cannot write.
     """
     gone = [path for path in tree.files if tree.series.files[path][goal] is None]
     new = {folder / path: tree.root / path for path in paths if path not in gone}

@@ -33,27 +33,16 @@ class Patch:
 
 @dataclass(frozen=True)
 class Series:
-    """All patches for one verl release.
-
-    Attributes:
-        version: The release.
-        folder: Folder of the patches.
-        patches: The patches in their order.
-        files: SHA-256 of every file they touch, in either state; None in a state without the file.
-    """
+    """All patches for one verl release."""
 
     version: str
     folder: Path
-    patches: tuple[Patch, ...]
-    files: dict[str, dict[State, str | None]]
+    patches: tuple[Patch, ...]  # in their order
+    files: dict[str, dict[State, str | None]]  # SHA-256 of every file they touch; None in a state without the file
 
 
 def patches_folder() -> Path:
-    """Return the folder of the series: package data of an installed package, `patches/` of a checkout.
-
-    Raises:
-        PatchError: If neither is there.
-    """
+    """Return the folder of the series: package data of an installed package, `patches/` of a checkout."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "patches", package.parent / "patches"):
         if folder.is_dir():
@@ -77,11 +66,7 @@ def list_series() -> list[str]:
 
 
 def load_series(folder: Path) -> Series:
-    """Read a series from its folder, which holds `*.patch` and `hashes.json`.
-
-    Raises:
-        PatchError: If the hashes are missing or are not those of the files the patches touch.
-    """
+    """Read a series from its folder, which holds `*.patch` and the hashes of exactly the files that they touch."""
     patches, manifest = read_patches(folder), folder / MANIFEST
     if not patches or not manifest.is_file():
         raise PatchError(f"{folder}: not a series; it needs *.patch files and {MANIFEST}. Reinstall verl-precision.")

@@ -32,11 +32,7 @@ class Tree:
 
 
 def open_tree(path: Path, series_by_version: dict[str, Series]) -> Tree:
-    """Recognise a checkout, an unpacked release, or a folder of installed packages: what holds `verl/`.
-
-    Raises:
-        PatchError: If it holds no verl, or one that has no series.
-    """
+    """Recognise a checkout, an unpacked release, or a folder of installed packages: whatever holds `verl/`."""
     root = path.resolve()
     version = root / _VERSION
     if not version.is_file():
@@ -55,11 +51,7 @@ def open_tree(path: Path, series_by_version: dict[str, Series]) -> Tree:
 
 
 def require_permission(tree: Tree, installed: bool) -> None:
-    """Refuse an installed package without --installed.
-
-    Raises:
-        PatchError: If the two disagree.
-    """
+    """Refuse an installed package without --installed, and the option without one."""
     if tree.installed and not installed:
         raise PatchError(
             f"TREE={tree.root}: an installed package; nothing was touched. Unpack a copy and patch that, or name it: "
@@ -72,8 +64,7 @@ def require_permission(tree: Tree, installed: bool) -> None:
 def files_to_change(tree: Tree, goal: State) -> list[str]:
     """Return the files that are not yet in a state: all, none, or, after an interrupted call, some.
 
-    Raises:
-        PatchError: If a file is neither that of the release nor that of the whole series.
+    A file that is neither that of the release nor that of the whole series is refused.
     """
     changed, foreign = [], []
     for path in tree.files:

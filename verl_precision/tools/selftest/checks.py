@@ -16,26 +16,18 @@ _FSDP1 = "FSDP1 cannot wrap CPU parameters"
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """One check. Its function has the check's name; it is called with the device and a folder of its own.
 
-    Attributes:
-        name: Name on the command line and in selftest.json.
-        part: "A" (engine) or "B" (whole stack).
-        shows: What is known when it has passed.
-        module: Module with a function of the check's name, called with the device ("cuda" or "cpu") and a folder of its
-            own. It returns what it measured and raises if the machine fails.
-        seconds: Time limit.
-        needs_gpu: Why a CPU cannot run it; empty if it can.
-        alone: Whether no other check may use the GPU meanwhile: vLLM compares the free memory when it sleeps.
+    It returns what it measured, and raises if the machine fails.
     """
 
-    name: str
-    part: str
-    shows: str
-    module: str
-    seconds: int = 300
-    needs_gpu: str = ""
-    alone: bool = False
+    name: str  # on the command line and in selftest.json
+    part: str  # "A" (engine) or "B" (whole stack)
+    shows: str  # what is known when it has passed
+    module: str  # of its function
+    seconds: int = 300  # time limit
+    needs_gpu: str = ""  # why a CPU cannot run it
+    alone: bool = False  # no other check may use the GPU meanwhile: vLLM compares free memory when it sleeps
 
     def load(self) -> Callable[[str, Path], Figures]:
         """Import the check's function."""

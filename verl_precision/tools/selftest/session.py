@@ -54,19 +54,10 @@ class Outcome:
 
 
 def run_selftest(folder: Path, device: str, names: Sequence[str], parallel: int, console: Console) -> list[Outcome]:
-    """Run checks, show each as it ends, and write selftest.json after each.
+    """Run the named checks ("A" or "B" for a part; none for all), show each as it ends, and write selftest.json.
 
-    A check that passed in this folder is not repeated. Earlier results of other checks stay in selftest.json.
-
-    Args:
-        folder: Folder of the results, one subfolder a check.
-        device: "cuda" or "cpu".
-        names: Names of checks, "A" or "B" for a part; empty for all.
-        parallel: How many checks of part B run at the same time.
-        console: Where progress goes.
-
-    Raises:
-        ConfigurationError: If there is no check of a name, or the folder has results of another machine.
+    A check that passed in this folder is not repeated, and earlier results of others stay. Of part B `parallel` checks
+    run at a time. A folder with results of another machine is refused.
     """
     chosen, machine = _chosen(names), _machine(device)
     known = _earlier(folder / REPORT, machine)
