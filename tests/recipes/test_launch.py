@@ -79,6 +79,7 @@ def test_job_submit_runs_the_same_with_a_cluster_check(launched):
 RAY = r"""
 echo "ray $*" >&2
 if [ "$1" = status ]; then printf "%s\n" " 1 node_a" " 1 node_b"; fi
+case "$*" in *--address=*) touch "$STAND_IN_SLURM/worker" ;; esac
 """
 JOB = ("recipes/launch/slurm.sbatch", RECIPE, *OVERRIDES)
 
@@ -101,7 +102,8 @@ def run_job(tmp_path, executable):
 
 def test_slurm_starts_head_workers_and_recipe(run_job):
     """The commands it gives, in order."""
-    code, log = run_job('sleep 0.3; printf "%s\n" "said $*"')  # the worker's start is heard before
+    worker_has_started = 'until [ -e "$STAND_IN_SLURM/worker" ]; do sleep 0.05; done'
+    code, log = run_job(f'{worker_has_started}; printf "%s\\n" "said $*"')
     assert code == 0, log
     overrides = " ".join(["trainer.nnodes=2", *OVERRIDES])
     assert [line for line in log.splitlines() if line.startswith("said")] == [
