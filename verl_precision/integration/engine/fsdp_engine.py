@@ -42,6 +42,8 @@ class PrecisionFSDPEngine:
     """The mixin that comes before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names."""
 
     engine_config: Any
+    # With verl's own config too? On a CPU: `VerifiedWeightSyncExtension` alone can load again there, and it reads it.
+    always_sends_manifest = False
     _dtypes: ForwardDtypes
     _shadow: ShadowModel | None = None
     _replay: RouterReplay | None = None
@@ -177,7 +179,7 @@ class PrecisionFSDPEngine:
 
     def get_per_tensor_param(self, *args, **kwargs):
         """Return verl's weight stream, watched and perhaps rounded; if the receiver reads it, closed by a manifest."""
-        if not self._has_precision_config and get_device_name() != "cpu":
+        if not (self._has_precision_config or self.always_sends_manifest):
             return super().get_per_tensor_param(*args, **kwargs)
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
         if self._sent is None:
@@ -240,9 +242,9 @@ class RefuseFSDP1OnCPU:
         )
 
 
-def precision_variant(base: type, name: str, *mixins: type) -> type:
+def precision_variant(base: type, name: str, *mixins: type, **members: object) -> type:
     """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
-    about = {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}."}
+    about = {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}.", **members}
     return type(name, (*mixins, PrecisionFSDPEngine, base), about)
 
 
@@ -262,7 +264,7 @@ def register_cpu_engines(transformer_impl: ModuleType) -> None:
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
     for model_type, base in _bases(transformer_impl):
         name = f"{base.__name__}OnCPU"
-        _register(precision_variant(base, name), model_type, "fsdp2", CPU)
+        _register(precision_variant(base, name, always_sends_manifest=True), model_type, "fsdp2", CPU)
         _register(precision_variant(base, f"Refused{name}", RefuseFSDP1OnCPU), model_type, "fsdp", CPU)
 
 
