@@ -35,6 +35,7 @@ FIRST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         return FIRST.index(name) if (name := group(item)) in FIRST else len(FIRST)
