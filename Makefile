@@ -42,13 +42,13 @@ test: $(STAMP)
 		-m "not e2e and not gpu"
 
 test-e2e: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -v \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -v \
 		--durations=0 --durations-min=20 -m "e2e and not matrix" tests/e2e
 
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m matrix tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/e2e
 
 # .venv is the CPU's; the GPUs' environment is the one that is active.
 test-gpu:

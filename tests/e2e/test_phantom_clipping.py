@@ -75,7 +75,6 @@ def assert_few_weights_leave_the_grid(rows):
     assert all(0 < row["precision/bf16_crossings_fraction"] < 0.05 for row in rows[1:])
 
 
-@pytest.mark.xdist_group("stall")
 def test_updates_that_a_rounded_rollout_does_not_see_are_clipped(stall):
     """A run of 90 steps stalls (the recipe's README), and this is its start; curves: docs/log/phantom_clipping.md."""
     clipped = stall("clipped")
@@ -88,7 +87,6 @@ def test_updates_that_a_rounded_rollout_does_not_see_are_clipped(stall):
 
 
 @pytest.mark.matrix
-@pytest.mark.xdist_group("stall")
 def test_updates_that_the_rollout_sees_are_not_clipped(stall):
     """The control. On the quickstart: test_matched_precision_has_none_even_where_the_policy_really_moved."""
     matched = stall("fp32")

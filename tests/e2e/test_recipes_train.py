@@ -49,9 +49,9 @@ def run(run_recipe):
 
 
 def arm(recipe: str, *precisions: str):
-    """Return a recipe, perhaps with a precision, as parameters: with its group, and where it is run."""
+    """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
     dense_in_bf16 = recipe not in BOTH_PRECISIONS and precisions != ("fp16",)
-    marks = [pytest.mark.xdist_group(recipe)] + [pytest.mark.matrix] * dense_in_bf16
+    marks = [pytest.mark.matrix] * dense_in_bf16
     return pytest.param(recipe, *precisions, marks=marks)
 
 
@@ -88,7 +88,6 @@ def test_fp16_closes_the_gap(run, recipe):
     assert bf16 > (2 if recipe == "moe" else 10) * fp16
 
 
-@pytest.mark.xdist_group("lora")
 def test_merged_lora_reaches_the_rollout_in_fp16(run):
     """verl merges in BF16, and the mismatch is then that of BF16 (docs/precision.md)."""
     merged = run("lora", "fp16", "actor_rollout_ref.model.lora.merge=True")

@@ -85,7 +85,6 @@ def queue(tmp_path):
         shutil.rmtree(ray)
 
 
-@pytest.mark.xdist_group("slurm")
 def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing(tmp_path, queue, fork_server):
     folder, submit = queue
     log, checkpoints = tmp_path / "job.log", tmp_path / "checkpoints"
@@ -141,7 +140,6 @@ def killed_at(said: str, command: list[str]) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.xdist_group("killed_run")
 def test_a_run_on_one_rank_that_was_killed_equals_one_that_was_not(tmp_path):
     """`make test-e2e` shows the same of two ranks with two replicas: Slurm's job, above."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -159,7 +157,6 @@ def test_a_run_on_one_rank_that_was_killed_equals_one_that_was_not(tmp_path):
     assert differing(one, other) == [set(), set()]
 
 
-@pytest.mark.xdist_group("interrupt")
 def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c):
     process = subprocess.Popen(
         [*COMPARE, "--output", tmp_path],

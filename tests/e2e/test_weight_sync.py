@@ -14,7 +14,6 @@ QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
 
 
-@pytest.mark.xdist_group("tied")
 def test_tied_model_trains_and_the_rollout_follows(tmp_path):
     """Without a fork server: Ray starts the workers, as it does on GPUs."""
     # 7 logical CPUs: what the preflight says is enough.
