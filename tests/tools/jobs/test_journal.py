@@ -1,5 +1,6 @@
 """What is on disk after a kill, and what is refused; what is there comes back as it was, and is not done again."""
 
+import os
 from contextlib import closing
 
 import numpy as np
@@ -37,7 +38,9 @@ def records(folder):
 def test_torn_anywhere_in_the_last_line_loses_only_that_line(written):
     """Cut at every byte: complete lines stay, and what is appended next starts a line of its own."""
     folder, whole = written.parent, written.read_bytes()
+    os.utime(written, (0, 0))
     assert records(folder) == ([FIRST, SECOND, THIRD], False)
+    assert written.stat().st_mtime == 0, "a whole file is not touched"
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
     for cut in range(len(whole) + 1):
         written.write_bytes(whole[:cut])

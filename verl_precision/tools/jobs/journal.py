@@ -49,7 +49,8 @@ class Journal:
             lines = [len(line) for line in self._file if line.endswith(b"\n")]
             self.resumed, complete = len(lines) - 1, sum(lines)  # records that were there
             self.torn = self._file.seek(0, os.SEEK_END) > complete  # whether there was a torn last line
-            self._file.truncate(complete)
+            if self.torn:  # a whole file is not touched
+                self._file.truncate(complete)
             if complete:
                 self._require_same(json.loads(json.dumps(settings)))
             else:
