@@ -20,12 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import injected_faults
 import numpy as np
 from rich.console import Console
-
-# The faults, which tests/e2e/test_explain.py injects too.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "tools" / "gap" / "explain"))
-import injected_faults
 
 from verl_precision.tools.engines.engine import Request
 from verl_precision.tools.engines.engine_process import EngineProcess

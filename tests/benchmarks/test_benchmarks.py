@@ -122,5 +122,5 @@ def test_page_is_made_from_the_recorded_results(runner):
 
 def test_every_benchmark_is_run_or_named_as_a_study(runner):
     run = {command.split()[0] for command in (*runner.ON_CPU, *runner.ON_GPU)}
-    assert {file.name for file in FOLDER.glob("*.py")} - {"measure.py", "run.py"} == run | STUDIES
+    assert {file.name for file in FOLDER.glob("*.py")} - {"measure.py", "run.py", "injected_faults.py"} == run | STUDIES
     assert all(f"`{name}`" in runner.INTRODUCTION for name in STUDIES)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "gap" / "explain"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import injected_faults
 
 from verl_precision.tools.gap.explain.session import explain

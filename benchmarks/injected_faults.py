@@ -1,4 +1,4 @@
-"""Faults that are injected for `explain`: each in a real engine, in a model's folder, or in the settings of a job."""
+"""The faults of `fault_injection.py` and tests/e2e/test_explain.py: in a real engine, or in a model's folder."""
 
 import shutil
 from collections.abc import Callable
