@@ -11,16 +11,7 @@ from rich.console import Console
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.model import load_tokenizer
-from verl_precision.tools.evaluate import session
-from verl_precision.tools.evaluate.accuracy import (
-    Drawn,
-    Task,
-    accuracies,
-    differences,
-    markdown,
-    standard_error,
-    summary,
-)
+from verl_precision.tools.evaluate import accuracy, session
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.problems import Problem, read_data_set
 
@@ -32,12 +23,12 @@ def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
 def measured(evaluation, sets, drawn):
     """Statistics of `drawn[dtype][problem]`, a list of (tokens, cut, correct); prompts have 3 tokens."""
     names = {name for each in sets.values() for name in each}
-    tasks = {name: Task(Problem(name, 0, [], "", "", {}), (1, 2, 3)) for name in names}
+    tasks = {name: accuracy.Task(Problem(name, 0, [], "", "", {}), (1, 2, 3)) for name in names}
     outcomes = {
-        dtype: {(name, index): Drawn(*one) for name, each in problems.items() for index, one in enumerate(each)}
+        dtype: {(name, n): accuracy.Drawn(*one) for name, each in problems.items() for n, one in enumerate(each)}
         for dtype, problems in drawn.items()
     }
-    return accuracies(evaluation, sets, tasks, outcomes)
+    return accuracy.accuracies(evaluation, sets, tasks, outcomes)
 
 
 def same(*correct):
@@ -54,7 +45,7 @@ def test_by_hand():
     first = found[0]
     assert first.average == 0.5 and first.error == pytest.approx(math.sqrt(0.5 / 6)) and first.passed == 2 / 3
     assert first.truncated == 0 and first.mean_tokens == 2
-    change = differences(found)
+    change = accuracy.differences(found)
     assert [(each.context, each.dtype, each.reference) for each in change] == [(n, "fp16", "bf16") for n in (8, 20)]
     assert change[0].average == pytest.approx(1 / 12)
     assert change[0].error == pytest.approx(math.sqrt(((1 / 6) ** 2 + 2 * (1 / 12) ** 2) / 6))
@@ -81,10 +72,10 @@ def test_against_numpy_on_random_verdicts():
         assert each.average == pytest.approx(rows.mean()) and each.passed == rows.any(axis=1).mean()
         shares = rows.mean(axis=1)
         assert each.error == pytest.approx(np.sqrt(np.cov(shares) / len(shares)))
-    pairs = [(each.data, each.dtype, each.reference) for each in differences(found)]
+    pairs = [(each.data, each.dtype, each.reference) for each in accuracy.differences(found)]
     expected = [("fp16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16")]
     assert sorted(pairs) == sorted((data, *pair) for data in ("all", "first") for pair in expected)
-    for each in differences(found):
+    for each in accuracy.differences(found):
         ours, other = (verdicts[dtype][: 40 if each.data == "all" else 7] for dtype in (each.dtype, each.reference))
         change = ours.mean(axis=1) - other.mean(axis=1)
         assert each.average == pytest.approx(change.mean())
@@ -95,7 +86,7 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations():
     """2,000 sets of 30 problems, each with its own difficulty and 4 responses: avg@4 spreads by its standard error."""
     generator = np.random.default_rng(1)
     shares = generator.binomial(4, generator.beta(0.5, 0.5, (2000, 30))) / 4
-    errors = [standard_error(each) for each in shares]
+    errors = [accuracy.standard_error(each) for each in shares]
     assert np.mean(errors) == pytest.approx(shares.mean(axis=1).std(), rel=0.05)
     as_if_independent = np.sqrt(shares.mean() * (1 - shares.mean()) / 120)
     assert np.mean(errors) > 1.4 * as_if_independent
@@ -106,20 +97,20 @@ def test_tables_and_json():
     fp16 = {"a": same(True, True, True, True), "b": same(True, False, False, False)}
     evaluation, sets = made(), {"set": ["a", "b"], "one": ["a"]}
     found = measured(evaluation, sets, {"bf16": bf16, "fp16": fp16})
-    text = markdown(evaluation, found, differences(found), {"set": 0, "one": 3}, {"verl": "1"})
+    text = accuracy.markdown(evaluation, found, accuracy.differences(found), {"set": 0, "one": 3}, {"verl": "1"})
     assert "| dtype | set (8) | one (8) | set (20) | one (20) |" in text
     assert "| bf16 | 75.00 ± 25.00 | 100.00 | 75.00 ± 25.00 | 100.00 |" in text
     assert "| set | 8 | fp16 | 62.50 ± 37.50 | 100.00 | 0.00 | 2 | 2 |" in text
     assert "| set | 8 | fp16 - bf16 | -12.50 ± 12.50 |" in text and "| one | 8 | fp16 - bf16 | +0.00 |" in text
     assert "Left out of one" in text and "Left out of set" not in text and "verl 1." in text
-    content = summary(found, differences(found), sets, {"set": 0})
+    content = accuracy.summary(found, accuracy.differences(found), sets, {"set": 0})
     assert content["results"][1]["problems"] == {"a": 1.0, "b": 0.25}
     assert json.dumps(content, allow_nan=False), "no NaN, which JSON has not"
     assert content["results"][2]["standard_error"] is None and content["results"][2]["data"] == "one"
     assert content["differences"][0]["standard_error"] == pytest.approx(0.125)
     one_dtype = made(("fp16",))
     alone = measured(one_dtype, sets, {"fp16": fp16})
-    assert "two dtypes" not in markdown(one_dtype, alone, differences(alone), {}, {})
+    assert "two dtypes" not in accuracy.markdown(one_dtype, alone, accuracy.differences(alone), {}, {})
 
 
 TRUTHS = "012"

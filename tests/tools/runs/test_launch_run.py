@@ -11,18 +11,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.tools.runs import launch
 from verl_precision.tools.runs.failure_report import reason, relevant_lines
-from verl_precision.tools.runs.launch import (
-    RUN_MARK,
-    STAGES,
-    TOTAL_STEPS,
-    end_processes,
-    marked_processes,
-    quoted,
-    run_verl,
-    stage_of,
-    verl_command,
-)
 
 # Lines as verl 0.9.1, Ray 2.60 and vLLM 0.28 print them, one a stage.
 LOG = [
@@ -38,23 +28,23 @@ RECIPE = "recipes/quickstart/quickstart.yaml"
 
 
 def test_stages_are_reached_in_order_and_never_left_backwards():
-    assert [stage_of(line, index - 1) for index, line in enumerate(LOG)] == list(range(len(STAGES)))
-    assert stage_of(LOG[-1], -1) == len(STAGES) - 1, "a skipped stage does not hold up the later ones"
-    assert stage_of(LOG[0], 4) == 4 and stage_of("anything", 2) == 2
+    assert [launch.stage_of(line, index - 1) for index, line in enumerate(LOG)] == list(range(len(launch.STAGES)))
+    assert launch.stage_of(LOG[-1], -1) == len(launch.STAGES) - 1, "a skipped stage does not hold up the later ones"
+    assert launch.stage_of(LOG[0], 4) == 4 and launch.stage_of("anything", 2) == 2
     line = "(TaskRunnerV1 pid=1) Training Progress:  25%|##5       | 1/4 [01:13<03:41, 73.82s/it]"
-    assert TOTAL_STEPS.search(line).group(1) == "4"
+    assert launch.TOTAL_STEPS.search(line).group(1) == "4"
 
 
 def test_command_is_what_a_user_would_type(root):
     typed = f"-m verl.trainer.main_ppo --config-dir {root}/recipes/quickstart --config-name quickstart precision=fp16"
-    assert verl_command(root / RECIPE, ["precision=fp16"])[1:] == typed.split()
+    assert launch.verl_command(root / RECIPE, ["precision=fp16"])[1:] == typed.split()
 
 
 def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
     seen, folder = [], tmp_path / "run"
     with pytest.raises(RunFailedError) as caught:
-        run_verl(root / RECIPE, ["actor_rollout_ref.model.path=/models/typo"], folder, seen.append)
+        launch.run_verl(root / RECIPE, ["actor_rollout_ref.model.path=/models/typo"], folder, seen.append)
     message = str(caught.value)
     assert "exit code 1" in message and str(folder / "train.log") in message
     assert "verl_precision: actor_rollout_ref.model.path='/models/typo'" in message
@@ -64,7 +54,7 @@ def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch
 
 def test_a_folder_with_results_is_never_written_to(tmp_path, root):
     with pytest.raises(FileExistsError):
-        run_verl(root / RECIPE, [], tmp_path, print)
+        launch.run_verl(root / RECIPE, [], tmp_path, print)
 
 
 def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c):
@@ -78,16 +68,16 @@ def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c):
     )
 
     def start(script: str, mark: str) -> subprocess.Popen:
-        command, environment = [sys.executable, "-c", script], {**os.environ, RUN_MARK: mark}
+        command, environment = [sys.executable, "-c", script], {**os.environ, launch.RUN_MARK: mark}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
 
     mark = uuid.uuid4().hex
     ours, theirs = start(driver, mark), start(wait, uuid.uuid4().hex)
     try:
         assert ours.stdout.readline() == theirs.stdout.readline() == "ready\n"
-        assert len(marked_processes(mark)) == 2
-        end_processes(ours, mark)
-        assert marked_processes(mark) == []
+        assert len(launch.marked_processes(mark)) == 2
+        launch.end_processes(ours, mark)
+        assert launch.marked_processes(mark) == []
         assert ours.returncode == -signal.SIGINT
         assert theirs.poll() is None, "a process of another run is not ours to end"
     finally:
@@ -98,7 +88,7 @@ def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c):
 @pytest.mark.parametrize("name", ["plain-1_2.3", "ratio=shadow", "it's", "a,b", "{a}[b]", "two words", "(x):y"])
 def test_a_folder_may_have_any_name(name, tmp_path):
     """Hydra reads `=`, `,` and brackets in a value as its own grammar unless it is quoted."""
-    (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={quoted(tmp_path / name)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={launch.quoted(tmp_path / name)}"])
     assert override.value() == str(tmp_path / name)
 
 
