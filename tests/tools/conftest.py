@@ -1,16 +1,32 @@
 """Made-up engines for the jobs that draw and score, and what such a job has on disk before it has drawn anything."""
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from made_up import MadeUp
+from typer.testing import CliRunner
 
+from verl_precision.cli import app
 from verl_precision.tools.gap.explain import session as explain_session
 from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs import frame
 from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.store import Store
+
+
+@pytest.fixture
+def typed() -> Callable[..., tuple[int, str]]:
+    """Type a command in this process; return its exit code, and its output with each run of spaces as one."""
+
+    def run(*words: object) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*map(str, words)])
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done.exit_code, " ".join(done.output.split())
+
+    return run
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from contextlib import nullcontext
 import pyarrow
 import pytest
 from pyarrow import parquet
-from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.cli import app
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES, last_boxed
 from verl_precision.tools.data.prepare import prepare
 from verl_precision.tools.jobs.problems import read_data_set
@@ -189,7 +187,6 @@ def test_no_network_says_what_to_do(tmp_path, monkeypatch):
         (["sanity", "--synthetic"], 0, "64 distinct problems"),
     ],
 )
-def test_command(tmp_path, arguments, code, words):
-    result = CliRunner().invoke(app, ["data", *arguments, "--output", str(tmp_path)])
-    assert result.exit_code == code
-    assert words in " ".join(result.output.split())
+def test_command(tmp_path, typed, arguments, code, words):
+    found, said = typed("data", *arguments, "--output", tmp_path)
+    assert found == code and words in said

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.cli import app
 from verl_precision.tools.export import session
 from verl_precision.tools.export.session import export_checkpoint
 
@@ -87,9 +85,9 @@ def test_a_large_model_has_several_files_an_index_and_its_tokenizer(checkpoint, 
     assert seen[-1] == ("writing", len(before), len(before)) and ("checking", 1, len(before)) in seen
 
 
-def test_the_verb_names_its_folder_and_refuses_one_that_exists(checkpoint, tmp_path, monkeypatch):
+def test_the_verb_names_its_folder_and_refuses_one_that_exists(checkpoint, tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)
-    first, second = (CliRunner().invoke(app, ["export", str(checkpoint() / "actor")]) for _ in range(2))
-    assert first.exit_code == 0 and "every weight fits FP16" in first.output
+    (first, said), (second, refused) = (typed("export", checkpoint() / "actor") for _ in range(2))
+    assert first == 0 and "every weight fits FP16" in said
     assert (tmp_path / "outputs" / "export" / "run_global_step_3_fp16" / "model.safetensors").is_file()
-    assert second.exit_code == 1 and "it exists; nothing was written" in second.output
+    assert second == 1 and "it exists; nothing was written" in refused

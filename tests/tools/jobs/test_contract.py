@@ -7,10 +7,8 @@ from collections import Counter
 
 import pytest
 from made_up import six_characters, two_tokens
-from typer.testing import CliRunner
 
 from verl_precision.base.versions import installed_versions
-from verl_precision.cli import app
 from verl_precision.tools.gap.pairs import session as mismatch_session
 from verl_precision.tools.jobs import frame
 
@@ -31,7 +29,7 @@ VERBS = {
 
 
 @pytest.fixture(params=VERBS)
-def verb(request, made_up, reward_file, tmp_path, monkeypatch, row, write_rows):
+def verb(request, made_up, reward_file, tmp_path, monkeypatch, row, write_rows, typed):
     """Type one of the verbs in an empty folder; return how, and the files that it leaves."""
     options, made_up.answer, lives, results = VERBS[request.param]
     monkeypatch.chdir(tmp_path)
@@ -42,8 +40,7 @@ def verb(request, made_up, reward_file, tmp_path, monkeypatch, row, write_rows):
 
     def run(*more: str, lives: int = 0) -> tuple[int, str]:
         made_up.lives = lives
-        done = CliRunner().invoke(app, [request.param, *options, *judged, *more])
-        return done.exit_code, " ".join(done.output.split())
+        return typed(request.param, *options, *judged, *more)
 
     return run, tmp_path / "outputs" / request.param / "tiny-qwen3", lives, results
 
@@ -150,7 +147,7 @@ REPLAY = "sanity-set DATA --model recorded --responses"
     ],
 )
 def test_bad_input_is_refused_in_one_line_and_nothing_written(
-    command, words, tmp_path, monkeypatch, row, write_rows, made_up
+    command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").touch()
@@ -160,6 +157,6 @@ def test_bad_input_is_refused_in_one_line_and_nothing_written(
     (gemma / "config.json").write_text('{"model_type": "gemma3"}')
     (gemma / "model.safetensors").touch()
     given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").split()
-    done = CliRunner().invoke(app, [*given, "--output", "out"])
-    assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+    code, shown = typed(*given, "--output", "out")
+    assert code == 1 and words in shown, shown
     assert not (tmp_path / "out").exists() and not made_up.seen

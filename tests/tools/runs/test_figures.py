@@ -7,10 +7,8 @@ import pytest
 import yaml
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
-from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.cli import app
 from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD as SCORE
 from verl_precision.tools.runs.figures import COMPARED, PANELS, REWARD, draw, draw_comparison, parts_of
@@ -213,11 +211,12 @@ def test_refused(tmp_path, content, words):
         read_expected(path, "grpo")
 
 
-def test_the_command(tmp_path, root):
-    metrics = str(root / "tests" / "data" / "quickstart")
-    page, curves = str(tmp_path / "page.html"), ["--expected", str(RECIPES / "sanity" / "expected.csv")]
-    done = CliRunner().invoke(app, ["report", metrics, "--output", page, *curves, "--estimator", "grpo"])
-    assert done.exit_code == 0, done.output
-    text = Path(page).read_text()
+def test_the_command(tmp_path, root, typed):
+    path = tmp_path / "page.html"
+    words = ["report", root / "tests" / "data" / "quickstart", "--output", path]
+    words += ["--expected", RECIPES / "sanity" / "expected.csv"]
+    code, said = typed(*words, "--estimator", "grpo")
+    assert code == 0, said
+    text = path.read_text()
     assert "paper: fp16" in text and "the expected reward" in text
-    assert CliRunner().invoke(app, ["report", metrics, "--output", page, *curves]).exit_code == 2
+    assert typed(*words)[0] == 2

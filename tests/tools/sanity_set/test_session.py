@@ -6,10 +6,8 @@ import re
 import pytest
 from pyarrow import parquet
 from rich.console import Console
-from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.cli import app
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.sanity_set import session
 from verl_precision.tools.sanity_set.session import RecordedEngine, build_sanity_set
@@ -71,16 +69,16 @@ def test_summary_by_hand_and_no_engine_for_a_finished_run(replay, monkeypatch):
     assert (folder / "journal.jsonl").read_bytes() == before
 
 
-def test_the_command_says_what_it_saved_and_resumes_with_shares_written_otherwise(recorded, tmp_path):
+def test_the_command_says_what_it_saved_and_resumes_with_shares_written_otherwise(recorded, tmp_path, typed):
     data, responses = recorded([FLIP] * 3)
-    words = ["sanity-set", str(data), "--model", "m", "--output", str(tmp_path / "out"), "--responses", str(responses)]
+    words = ["sanity-set", data, "--model", "m", "--output", tmp_path / "out", "--responses", responses]
     for shares, said in (
         # 24 of 40 are saved each.
         (("--in-flight", "1", "--low", "20%", "--high", "4/5"), "3/3 problems decided, 3 kept, 48 responses.*72 .60%"),
         (("--low", "0.2", "--high", "0.8"), "resuming: 48 responses are in the journal"),
     ):
-        done = CliRunner().invoke(app, [*words, *shares])
-        assert done.exit_code == 0 and re.search(said, " ".join(done.output.split())), done.output
+        code, shown = typed(*words, *shares)
+        assert code == 0 and re.search(said, shown), shown
 
 
 def test_a_window_that_keeps_everything_draws_nothing(replay):

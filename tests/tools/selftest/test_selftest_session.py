@@ -10,10 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.cli import app
 from verl_precision.tools.selftest import checks, session
 from verl_precision.tools.selftest.checks import Check
 
@@ -76,11 +74,10 @@ def started(folder: Path, name: str) -> int:
     return len(list((folder / name).iterdir())) if (folder / name).exists() else 0
 
 
-def test_command_shows_what_failed_and_repeats_only_that(tmp_path):
-    words = ["selftest", "--device", "cpu", "--output", str(tmp_path), "--only"]
-    done = CliRunner().invoke(app, [*words, "A"])
-    assert done.exit_code == 1
-    output = " ".join(done.output.split())
+def test_command_shows_what_failed_and_repeats_only_that(tmp_path, typed):
+    words = ["selftest", "--device", "cpu", "--output", tmp_path, "--only"]
+    code, output = typed(*words, "A")
+    assert code == 1
     assert "k3_kl 0.123, layers 29" in output
     assert "CheckFailedError: the planted problem [of this test]. Buy another machine. Log: " in output
     assert "B has_gpu what a CPU cannot run not asked for" in output
@@ -101,7 +98,7 @@ def test_command_shows_what_failed_and_repeats_only_that(tmp_path):
     second = run(tmp_path, "A", "has_gpu")  # another call
     assert asdict(second["passes"]) == passed and second["fails"].status == "failed"
     assert (started(tmp_path, "passes"), started(tmp_path, "fails")) == (1, 2)
-    assert CliRunner().invoke(app, [*words, "passes"]).exit_code == 0
+    assert typed(*words, "passes")[0] == 0
     found = json.loads((tmp_path / session.REPORT).read_text())["checks"]  # of those not asked for, too
     expected = {"passes": "passed", "fails": "failed", "has_gpu": "not run"}
     assert [(one["name"], one["status"]) for one in found] == list(expected.items())

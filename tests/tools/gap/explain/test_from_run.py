@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from typer.testing import CliRunner
 
-from verl_precision import cli
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.check.recipe_config import compose_recipe
-from verl_precision.cli import app
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by, gap_of, recorded_causes, replays_sampling
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -71,7 +68,7 @@ def test_another_engine_is_refused(quickstart, change):
     assert "Explain the model alone" in str(refused.value)
 
 
-def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root):
+def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root, typed):
     """The command that is printed asks for what the recipe asks for, and so does --recipe."""
     monkeypatch.chdir(root)
     asked = []
@@ -84,8 +81,8 @@ def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root)
     recipe = ["--recipe", "recipes/quickstart/quickstart.yaml", "precision=bf16"]
     options = as_options(Explanation, explained_by(quickstart))
     for arguments in (options, recipe, ["--top-p", "0.8", "--max-prompts", "2", *recipe]):
-        result = CliRunner().invoke(cli.app, ["explain", "--output", str(tmp_path / "out"), *arguments])
-        assert result.exit_code == 130, result.output
+        code, said = typed("explain", "--output", tmp_path / "out", *arguments)
+        assert code == 130, said
     (of_options, of_recipe, overridden) = asked
     assert of_options == of_recipe and of_recipe.max_prompts == 16
     assert overridden.top_p == 0.8 and overridden.max_prompts == 2, "an option goes before the recipe"
@@ -163,13 +160,6 @@ def test_the_whole_gap():
     )
 
 
-def ask(*arguments):
-    result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, " ".join(result.output.split())
-
-
 @pytest.fixture
 def run_folder(tmp_path, root):
     """Return the folder of a run with a config: Hydra's copy of a small one."""
@@ -198,8 +188,8 @@ actor_rollout_ref:
     return folder
 
 
-def test_a_run_folder(run_folder):
-    code, said = ask("--run", run_folder)
+def test_a_run_folder(run_folder, typed):
+    code, said = typed("explain", "--run", run_folder)
     assert code == 0, said
     assert "Steps 1 to 10: k3 1.04e-08 on average" in said
     assert "Something is wrong. sampling: top-p or top-k leaves tokens out" in said
@@ -210,7 +200,7 @@ def test_a_run_folder(run_folder):
     assert sorted(path.name for path in run_folder.iterdir()) == ["hydra", "metrics.jsonl"], "nothing is written"
 
 
-def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path):
+def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path, typed):
     """As recipes/launch/run.sh leaves them: PROJECT/EXPERIMENT.jsonl, and PROJECT/EXPERIMENT/run.yaml."""
     from omegaconf import OmegaConf
 
@@ -221,13 +211,14 @@ def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path):
     checkpoints.mkdir(parents=True)
     (checkpoints / "run.yaml").write_text(json.dumps({"digest": "0", "settings": dict(_flat(config, ""))}))
     shutil.copy(run_folder / "metrics.jsonl", checkpoints.parent / "experiment-1.5b.jsonl")
-    by_folder, by_file = ask("--run", checkpoints), ask("--run", checkpoints.parent / "experiment-1.5b.jsonl")
+    paths = (checkpoints, checkpoints.parent / "experiment-1.5b.jsonl")
+    by_folder, by_file = (typed("explain", "--run", path) for path in paths)
     assert by_folder == by_file
     assert "Something is wrong. sampling" in by_folder[1]
 
 
-def test_a_run_without_config(root):
-    code, said = ask("--run", root / "tests" / "data" / "quickstart" / "fp16" / "metrics.jsonl")
+def test_a_run_without_config(root, typed):
+    code, said = typed("explain", "--run", root / "tests" / "data" / "quickstart" / "fp16" / "metrics.jsonl")
     assert code == 0
     assert "Nothing that is recorded is wrong." in said
     assert "It has left no config." in said and "verl-precision explain --recipe RECIPE.yaml" in said
@@ -243,7 +234,7 @@ def test_a_run_without_config(root):
         (("precision=bf16",), "Leave one out"),
     ],
 )
-def test_what_cannot_be_asked(arguments, words, monkeypatch, root):
+def test_what_cannot_be_asked(arguments, words, monkeypatch, root, typed):
     monkeypatch.chdir(root)
-    code, said = ask(*arguments)
+    code, said = typed("explain", *arguments)
     assert code != 0 and words in said.replace("│ ", "").replace(" │", "")
