@@ -1,6 +1,7 @@
 """The figure of a comparison: what is drawn where, seeds as bands, the paper's curves beside a run; no pixels."""
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -69,20 +70,14 @@ def test_on_a_logarithmic_axis_zero_is_in_the_mean_and_not_in_the_shade():
     assert bands_of(axes) == [{1: (2e-4, 2e-4), 2: (1e-4, 3e-4)}]
 
 
-def grid_of(estimators: list[str], seeds=(1, 2)) -> list[Run]:
+def grid_of(estimators: list[str]) -> list[Run]:
     """Runs as a comparison of estimators draws them; the reward tells estimator, precision and seed."""
-    return [
-        run_of(
-            f"{estimator}-{precision}/seed_{seed}",
-            (0.0, 100 * number + 10 * (precision == "fp16") + seed),
-            (1e-5, 1e-4 if precision == "bf16" else 1e-6),
-            arm=precision,
-            column=estimator,
-        )
-        for number, estimator in enumerate(estimators, start=1)
-        for precision in ("bf16", "fp16")
-        for seed in seeds
-    ]
+    runs = []
+    for (number, estimator), precision, seed in product(enumerate(estimators, 1), ("bf16", "fp16"), (1, 2)):
+        rewards = (0.0, 100 * number + 10 * (precision == "fp16") + seed)
+        k3 = (1e-5, 1e-4 if precision == "bf16" else 1e-6)
+        runs.append(run_of(f"{estimator}-{precision}/seed_{seed}", rewards, k3, arm=precision, column=estimator))
+    return runs
 
 
 def test_each_estimator_has_a_plot_of_the_reward_and_one_of_k3_with_the_precisions_as_colours():
@@ -186,9 +181,8 @@ def test_a_comparison_draws_those_of_its_estimator_and_none_of_a_tiny_model(tmp_
         return folder
 
     sanity, quickstart = (RECIPES / name / f"{name}.yaml" for name in ("sanity", "quickstart"))
-    assert [curve.path for curve in expected_of(sanity, ran("grpo", "1x8_h100"))] == 2 * [
-        sanity.parent / "expected.csv"
-    ]
+    paths = [curve.path for curve in expected_of(sanity, ran("grpo", "1x8_h100"))]
+    assert paths == 2 * [sanity.parent / "expected.csv"]
     assert expected_of(sanity, ran("grpo", "cpu")) == []
     assert expected_of(sanity, ran("ratio_one", "1x8_h100")) == []
     assert expected_of(quickstart, tmp_path / "no such folder") == []
