@@ -57,12 +57,11 @@ def test_decided_exactly_when_every_end_agrees_and_the_minimum_is_the_shortest_w
     ends = {window.low <= Fraction(correct + more, window.responses) <= window.high for more in range(left + 1)}
     expected = Verdict.OPEN if len(ends) == 2 else Verdict.KEPT if ends == {True} else Verdict.DROPPED
     assert window.verdict(correct, drawn) is expected
-    lengths = [
-        length
-        for length in range(window.responses - drawn + 1)
-        if any(window.verdict(correct + c, drawn + length) is not Verdict.OPEN for c in range(length + 1))
-    ]
-    assert window.min_responses_to_decide(correct, drawn) == lengths[0]
+
+    def may_decide(length):
+        return any(window.verdict(correct + c, drawn + length) is not Verdict.OPEN for c in range(length + 1))
+
+    assert window.min_responses_to_decide(correct, drawn) == next(filter(may_decide, range(left + 1)))
 
 
 @pytest.mark.parametrize(
@@ -91,17 +90,12 @@ def tables(draw):
 
 
 def play(table, in_flight, early_stopping=True, order=None, before=()):
-    """Draw until all is decided; responses come back in any order, some while others are out.
-
-    Returns:
-        The schedule, and what was drawn.
-    """
+    """Draw until all is decided, responses coming back in any order; return the schedule, and what was drawn."""
     schedule = Schedule([str(i) for i in range(len(table))], Window(N), early_stopping)
     for problem, response in before:
         schedule.count(problem, response, table[int(problem)][response], 1)
     order = order or random.Random(0)
-    out: list[tuple[str, int]] = []
-    drawn: list[tuple[str, int]] = []
+    out, drawn = [], []
     while schedule.done < schedule.total:
         new = schedule.next_keys(in_flight - len(out))
         out += new

@@ -152,9 +152,8 @@ def test_raw_log_probs_know_neither_temperature_nor_truncation():
     chain = variants(job(**RAW))
     assert [one.cause for one in chain[1:]][:2] == ["temperature", "decode"]
     assert [(one.tempered, one.processed) for one in chain[:3]] == [(False, False), (True, False), (True, True)]
-    assert "temperature" not in {one.cause for one in variants(job(raw_log_probs=True))}, (
-        "at 1 there is nothing to divide"
-    )
+    at_1 = {one.cause for one in variants(job(raw_log_probs=True))}
+    assert "temperature" not in at_1, "there is nothing to divide"
 
 
 def test_choices_of_experts_are_recorded_everywhere():
