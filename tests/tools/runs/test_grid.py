@@ -1,5 +1,7 @@
 """Which runs a comparison has: arms from presets or from the recipe, times seeds; and what is refused before any."""
 
+from itertools import product
+
 import pytest
 
 from verl_precision.base.errors import ConfigurationError
@@ -33,9 +35,7 @@ def test_precisions_alone_keep_their_names(root):
 def test_estimators_times_precisions_times_seeds(recipe):
     assert planned(recipe(), ["bf16", "fp16"], [], estimators=["grpo", "gspo"], seeds=[7, 3]) == [
         (f"{estimator}-{precision}/seed_{seed}", (f"estimator={estimator}", f"precision={precision}", f"seed={seed}"))
-        for estimator in ("grpo", "gspo")
-        for precision in ("bf16", "fp16")
-        for seed in (7, 3)
+        for estimator, precision, seed in product(("grpo", "gspo"), ("bf16", "fp16"), (7, 3))
     ]
 
 
@@ -48,9 +48,8 @@ def test_arms_of_the_recipe(recipe):
 
 def test_a_recipe_has_the_seed_of_the_one_that_it_builds_on(recipe, tmp_path):
     recipe("seed: 1\n", name="base")
-    beside = (
-        f"defaults: [ppo_trainer, base, _self_, override scale: cpu]\nhydra: {{searchpath: ['file://{tmp_path}/base']}}"
-    )
+    defaults = "defaults: [ppo_trainer, base, _self_, override scale: cpu]"
+    beside = f"{defaults}\nhydra: {{searchpath: ['file://{tmp_path}/base']}}"
     assert grid.top_level_keys(recipe(beside, name="child")) == {"defaults", "hydra", "seed"}
     assert planned(recipe(beside, name="child"), ["fp16"], [], seeds=[2])[0][0] == "fp16/seed_2"
     assert grid.top_level_keys(recipe("defaults: [ppo_trainer, base]\n", name="other")) == {"defaults"}

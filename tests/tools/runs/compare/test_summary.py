@@ -127,12 +127,9 @@ def test_sentence():
 
 def seeds_of(arm: str, estimator: str | None, scale: float, rewards: tuple[float, ...]) -> list[Summary]:
     """Summaries of one arm, a seed for each last reward; the k3 of seed n is n times that of the first."""
-    return [
-        replace(
-            summarise("bf16", measured(scale, (0.0, reward)), 1, arm, estimator, seed), k3_kl=seed * 1e-5 * scale**2
-        )
-        for seed, reward in enumerate(rewards, start=1)
-    ]
+    seeded = enumerate(rewards, start=1)
+    found = [summarise("bf16", measured(scale, (0.0, last)), 1, arm, estimator, seed) for seed, last in seeded]
+    return [replace(one, k3_kl=one.seed * 1e-5 * scale**2) for one in found]
 
 
 def rows_of(summaries: list[Summary]) -> list[list[str]]:
