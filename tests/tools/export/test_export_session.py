@@ -12,7 +12,7 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.export import session
 from verl_precision.tools.export.session import export_checkpoint
 
-OVERFLOW = {"model.norm.weight": 65520.0}
+LARGE = {"model.norm.weight": 65520.0}
 ADAPTER = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
 
 
@@ -38,11 +38,7 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "dtype", "words"),
     [
-        (
-            dict(changes=OVERFLOW),
-            "fp16",
-            r"--dtype float16: model.norm.weight \(1 of 64\): .*not finite in torch.float16",
-        ),
+        (dict(changes=LARGE), "fp16", r"--dtype float16: model.norm.weight \(1 of 64\): .*not finite in torch.float16"),
         (dict(changes={"lm_head.weight": float("nan")}), "bf16", r"lm_head.weight \(1 of \d+\).*earlier checkpoint"),
         (dict(), "fp8", "--dtype fp8: there is no such dtype. Allowed: .*fp16"),
         (dict(world_size=2), "fp16", "model_world_size_2_rank_1.pt is missing"),
@@ -57,7 +53,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_pat
 
 
 def test_what_fp16_cannot_hold_is_exported_in_bf16(checkpoint, tmp_path):
-    export_checkpoint(checkpoint(OVERFLOW), "bf16", tmp_path / "out", print)
+    export_checkpoint(checkpoint(LARGE), "bf16", tmp_path / "out", print)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

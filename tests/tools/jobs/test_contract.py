@@ -12,7 +12,6 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap.pairs import session as mismatch_session
 from verl_precision.tools.jobs import frame
 
-JUDGED = ["--reward", "reward.py", "--in-flight", "1"]
 # verb -> its options, its answers, how often it dies, its results
 VERBS = {
     "mismatch": (["--max-prompts", "2", "--responses", "3"], two_tokens, (4, 15), ("table.md", "summary.json")),
@@ -36,7 +35,7 @@ def verb(request, made_up, reward_file, tmp_path, monkeypatch, row, write_rows, 
     # Drawing takes seconds; tests/tools/gap/pairs/test_pairs.py looks at the figures.
     monkeypatch.setattr(mismatch_session, "write_figures", lambda folder, pairs, title: [])
     write_rows(tmp_path / "data.jsonl", [row(n, reward_model={"ground_truth": str(n)}) for n in range(2)])
-    judged = JUDGED if made_up.answer is six_characters else []
+    judged = ["--reward", "reward.py", "--in-flight", "1"] if made_up.answer is six_characters else []
 
     def run(*more: str, lives: int = 0) -> tuple[int, str]:
         made_up.lives = lives
@@ -146,9 +145,7 @@ REPLAY = "sanity-set DATA --model recorded --responses"
         (f"{SET} --engines 2", "--engines 2 needs --ray-address"),
     ],
 )
-def test_bad_input_is_refused_in_one_line_and_nothing_written(
-    command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed
-):
+def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").touch()
     write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])

@@ -62,12 +62,10 @@ def opened(series):
     return lambda path: open_tree(path, {series.version: series})
 
 
-@pytest.mark.parametrize(
-    ("inside", "hint"), [("verl", "Did you mean"), ("tests", "Did you mean"), ("verl/version", "")]
-)
-def test_unknown_tree_is_refused(release, opened, inside, hint):
+@pytest.mark.parametrize(("place", "hint"), [("verl", "Did you mean"), ("tests", "Did you mean"), ("verl/version", "")])
+def test_unknown_tree_is_refused(release, opened, place, hint):
     with pytest.raises(PatchError, match=f"unknown tree, .*{hint}"):
-        opened(release / inside)
+        opened(release / place)
 
 
 def test_release_without_series_is_refused_with_those_there_are(release, opened, series):

@@ -155,9 +155,8 @@ def test_shadow_and_routing():
 def test_the_whole_gap():
     assert "has not measured its mismatch" in gap_of([row(1)])
     rows = [row(1, mismatch__k3_kl=1e-6), row(2, mismatch__k3_kl=3e-6, mismatch__log_prob_gap_abs_mean=1e-3)]
-    assert gap_of(rows) == (
-        "Steps 1 to 2: k3 2.00e-06 on average, 3.00e-06 at the last step; mean |gap| 1.00e-03 nats."
-    )
+    whole = "Steps 1 to 2: k3 2.00e-06 on average, 3.00e-06 at the last step; mean |gap| 1.00e-03 nats."
+    assert gap_of(rows) == whole
 
 
 @pytest.fixture

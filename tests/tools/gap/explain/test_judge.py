@@ -169,11 +169,9 @@ def test_an_adapter_is_merged_on_the_rollouts_side_alone():
     assert [one.cause for one in chain[4:]] == ["engine", "merged_lora", "trainer_precision", "layout"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, WHOLE, RAW, LORA, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}]
-)
-def test_neighbours_differ_in_what_the_cause_says(changes):
-    chain = variants(job(**changes))
+@pytest.mark.parametrize("case", [{}, WHOLE, RAW, LORA, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}])
+def test_neighbours_differ_in_what_the_cause_says(case):
+    chain = variants(job(**case))
     may_change = {  # that of weights too where these are those that the dtype held
         "temperature": {"tempered"}, "sampling": {"processed"}, "cache": {"cached"}, "decode": {"draws", "processed"},
         "batch": {"alone"}, "cuda_graphs": {"compiled"}, "rollout_precision": {"dtype", "rounded_to"},
