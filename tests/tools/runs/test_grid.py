@@ -7,8 +7,6 @@ import pytest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.runs import grid
 
-QUICKSTART = "recipes/quickstart/quickstart.yaml"
-
 
 @pytest.fixture
 def recipe(tmp_path):
@@ -29,7 +27,7 @@ def planned(*arguments, **options):
 
 def test_precisions_alone_keep_their_names(root):
     expected = [("bf16", ("precision=bf16",)), ("fp16", ("precision=fp16",))]
-    assert planned(root / QUICKSTART, ["bf16", "fp16"], []) == expected
+    assert planned(root / "recipes/quickstart/quickstart.yaml", ["bf16", "fp16"], []) == expected
 
 
 def test_estimators_times_precisions_times_seeds(recipe):

@@ -92,7 +92,6 @@ def test_a_folder_may_have_any_name(name, tmp_path):
     assert override.value() == str(tmp_path / name)
 
 
-RECORDED = Path(__file__).parent / "recorded"
 # Log, the words its cause has to have, the words of the remedy.
 CAUSES = {
     "weight_sync": ("WeightSyncError: Weight sync 0 did not take: lm_head", None),
@@ -107,7 +106,7 @@ BUFFER = "Sync replay buffer selected terminal groups with no materializable tra
 @pytest.mark.parametrize("name", CAUSES)
 def test_cause_comes_first_and_once(name):
     cause, remedy = CAUSES[name]
-    report = relevant_lines((RECORDED / f"{name}.log").read_text().splitlines())
+    report = relevant_lines((Path(__file__).parent / "recorded" / f"{name}.log").read_text().splitlines())
     assert cause in report[0]
     assert sum(cause in line for line in report) == 1
     assert len(report) <= 10 and len(set(report)) == len(report)

@@ -115,6 +115,5 @@ def test_recorded_text_is_judged_by_the_reward_and_kept_if_asked(tmp_path, row, 
     values |= {"output": tmp_path / "out", "responses_per_problem": 4, "keep_text": True, "all_responses": True}
     assert build_sanity_set(SanitySet(**values), Console(quiet=True)).kept == 1
     journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()[1:]]
-    assert [(line["text"], line["correct"]) for line in journal] == [
-        *zip(texts, [False, False, True, False], strict=True)
-    ]
+    judged = [*zip(texts, [False, False, True, False], strict=True)]
+    assert [(line["text"], line["correct"]) for line in journal] == judged

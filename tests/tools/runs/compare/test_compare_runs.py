@@ -84,9 +84,8 @@ def test_two_runs_are_compared(run, tmp_path, terminal):
     found = [(run["precision"], run["steps"], run["seconds_total"]) for run in content["runs"]]
     assert found == [("bf16", 10, 60.0), ("fp16", 10, 60.0)]
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("bf16", "fp16", "summary.json", "comparison.png", "report.html")
-    }
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"bf16", "fp16", "summary.json", "comparison.png", "report.html"}
 
 
 def test_what_was_measured_stays_when_a_later_run_fails_and_is_not_repeated(run, tmp_path):
