@@ -112,28 +112,23 @@ def compose_recipe() -> Callable:
     return composer.compose_recipe
 
 
-def make_row(number: int, **changes) -> dict:
-    """One row of a data set in verl's format."""
-    values = {
+@pytest.fixture
+def row() -> Callable[..., dict]:
+    """Make the row of a number, in a data set of verl's format."""
+    return lambda number, **changes: {
         "data_source": "math",
         "prompt": [{"role": "user", "content": f"What is {number} + 1?"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
         "extra_info": {"index": number, "split": "train"},
+        **changes,
     }
-    return {**values, **changes}
-
-
-def write_jsonl(path: Path, rows: Sequence[dict]) -> Path:
-    path.write_text("".join(json.dumps(values) + "\n" for values in rows))
-    return path
-
-
-@pytest.fixture
-def row() -> Callable[..., dict]:
-    return make_row
 
 
 @pytest.fixture
 def write_rows() -> Callable[[Path, Sequence[dict]], Path]:
-    return write_jsonl
+    def write(path: Path, rows: Sequence[dict]) -> Path:
+        path.write_text("".join(json.dumps(values) + "\n" for values in rows))
+        return path
+
+    return write
