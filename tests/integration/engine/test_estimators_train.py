@@ -48,22 +48,14 @@ def engine():
     set_platform(before)
 
 
-def make_batch(**settings):
+def make_batch():
     """Return a batch of prompts with responses, packed into micro-batches of two."""
     token_ids = torch.randint(3, 90, (RESPONSES, SEQUENCE), generator=torch.Generator().manual_seed(0))
-    batch = engine_batch(
-        list(token_ids),
-        max_token_len_per_gpu=2 * SEQUENCE,
-        use_remove_padding=True,
-        calculate_entropy=False,
-        update_lr_scheduler=True,
-        global_batch_size=RESPONSES,
-        max_response_len=-1,
-        **settings,
-    )
+    settings = {"use_remove_padding": True, "calculate_entropy": False, "update_lr_scheduler": True}
+    sizes = {"max_token_len_per_gpu": 2 * SEQUENCE, "global_batch_size": RESPONSES, "max_response_len": -1}
+    batch = engine_batch(list(token_ids), **settings, **sizes)
     batch["prompts"], batch["responses"] = (nested(list(part)) for part in token_ids.split([PROMPT, RESPONSE], dim=1))
-    in_response = torch.arange(SEQUENCE) >= PROMPT
-    batch["loss_mask"] = nested([in_response.float()] * RESPONSES)
+    batch["loss_mask"] = nested([(torch.arange(SEQUENCE) >= PROMPT).float()] * RESPONSES)
     return batch
 
 
