@@ -44,15 +44,9 @@ def test_a_response_ends_with_the_stop_string_and_a_prompt_begins_once(tokenizer
     async def run():
         server = Server()
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "data": {}})
-        loop = PrecisionAgentLoop(
-            trainer_config=DictConfigWrap(config),
-            server_manager=server,
-            tokenizer=tokenizer,
-            processor=None,
-            dataset_cls=SimpleNamespace,
-            data_config=DictConfigWrap(config.data),
-            hf_model_type="llama",
-        )
+        data = {"dataset_cls": SimpleNamespace, "data_config": DictConfigWrap(config.data)}
+        model = {"tokenizer": tokenizer, "processor": None, "hf_model_type": "llama"}
+        loop = PrecisionAgentLoop(trainer_config=DictConfigWrap(config), server_manager=server, **model, **data)
         sampling = {"temperature": 0.6, "top_p": 0.95}
         output = await loop.run(sampling, raw_prompt=[{"role": "user", "content": "1+1="}])
         return server.request, output, sampling

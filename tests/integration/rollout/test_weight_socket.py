@@ -17,21 +17,17 @@ def first_job_of_a_cluster(monkeypatch):
     """Every Ray cluster calls its first job so."""
     job = "01000000"
     monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: job))
-    monkeypatch.setenv("VERL_RAY_JOB_ID", job)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv(weight_socket.VARIABLE, "")
+    variables = {"VERL_RAY_JOB_ID": job, "RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", weight_socket.VARIABLE: ""}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
 
 def sender(extension: str | None) -> str:
     """Return the trainer's path, from verl's own class."""
+    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size", "n_gpus_per_node")
     config = SimpleNamespace(
-        tensor_model_parallel_size=1,
-        data_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        n_gpus_per_node=1,
-        layered_summon=False,
-        disaggregation=None,
+        **dict.fromkeys(sizes, 1),
+        **{"layered_summon": False, "disaggregation": None},
         engine_kwargs={"vllm": {"worker_extension_cls": extension}},
         get=lambda key, default=None: default,
     )
