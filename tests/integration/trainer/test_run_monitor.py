@@ -12,15 +12,8 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
-from verl_precision.integration.engine.measurement import (
-    FAILED,
-    MISMATCH,
-    PHANTOM,
-    REQUEST,
-    VERSIONS_BEHIND,
-    Request,
-    measure,
-)
+from verl_precision.integration.engine import measurement
+from verl_precision.integration.engine.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
 from verl_precision.integration.trainer import run_monitor
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, RunMonitor
 from verl_precision.losses.clipping import ClipRange
@@ -29,21 +22,12 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.staleness import MismatchByVersion
 from verl_precision.mismatch.statistics import MismatchStatistics
 
+ACTOR = {"strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "grpo"}}
+CLIP = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28}
+ROLLOUT = {"name": "vllm", "dtype": "bfloat16", "response_length": 4}
 MINIMAL = {
-    "algorithm": {"adv_estimator": "rloo"},
-    "critic": {},
-    "actor_rollout_ref": {
-        "actor": {
-            "clip_ratio": 0.2,
-            "clip_ratio_low": None,
-            "clip_ratio_high": 0.28,
-            "strategy": "fsdp2",
-            "use_kl_loss": False,
-            "fsdp_config": {},
-            "policy_loss": {"loss_mode": "grpo"},
-        },
-        "rollout": {"name": "vllm", "dtype": "bfloat16", "response_length": 4},
-    },
+    **{"algorithm": {"adv_estimator": "rloo"}, "critic": {}},
+    "actor_rollout_ref": {"actor": {**ACTOR, **CLIP}, "rollout": ROLLOUT},
 }
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 SHADOW = {"actor_rollout_ref": {"actor": {"fsdp_config": {"shadow": {"every_n_steps": 10}}}}}
@@ -91,9 +75,6 @@ ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
 def test_the_worker_is_asked_only_where_the_driver_cannot_measure(changes, expected):
     request = expected and Request(**dict(zip(ASKED_FOR, expected, strict=True)), **COMMON)
     assert asked_of(monitor(*changes)) == request
-
-
-BATCH = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2), torch.ones(1, 2)]
 
 
 def stored(monkeypatch, *responses: tuple[float, ...], layout=torch.jagged, **fields) -> None:
@@ -209,10 +190,10 @@ def test_a_batch_is_fetched_without_padding(monkeypatch, layout):
 
 def of_the_worker(*numbers: float) -> dict:
     """What an update reports: the sets, a metric of the loss, and others."""
-    pi, mu, mask, advantages = BATCH
+    pi, mu, ones = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2)
     return {
-        "actor/" + MISMATCH: MismatchByVersion.measure(pi, mu, mask, advantages, [0]),
-        "actor/" + PHANTOM: PhantomStatistics.measure(pi, mu, mu, mask, advantages),
+        "actor/" + MISMATCH: MismatchByVersion.measure(pi, mu, ones, ones, [0]),
+        "actor/" + PHANTOM: PhantomStatistics.measure(pi, mu, mu, ones, ones),
         "actor/" + FAILED: Count(torch.tensor(1.0)),
         "actor/is_weight_mean": Mean(torch.tensor(sum(numbers)), torch.tensor(float(len(numbers)))),
         "actor/precision/loss_scale": 8.0,
@@ -266,7 +247,7 @@ ASKED = Request(**dict(zip(ASKED_FOR, (True, True, True, GRPO, True), strict=Tru
 
 def found_by(request: Request, shadow, data) -> tuple[dict, dict]:
     """Return the metrics of the gap, and of alpha and beta."""
-    found = measure(request, shadow, {"log_probs": TRAINER}, data)
+    found = measurement.measure(request, shadow, {"log_probs": TRAINER}, data)
     assert set(found) == {MISMATCH, PHANTOM, FAILED} and found[FAILED].aggregate() == 0
     return found[MISMATCH].aggregate().metrics(), found[PHANTOM].aggregate().metrics()
 
@@ -318,7 +299,8 @@ def test_with_a_shadow_alpha_and_beta_are_split():
 
 
 def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):
-    found = measure({**ASKED, "bypass": False}, None, {"log_probs": TRAINER}, micro_batch(rollout_log_probs=None))
+    unmeasurable = micro_batch(rollout_log_probs=None)
+    found = measurement.measure({**ASKED, "bypass": False}, None, {"log_probs": TRAINER}, unmeasurable)
     assert found[FAILED].aggregate() == 1 and found[MISMATCH].aggregate().metrics() == {}
     assert "could not be measured; training goes on" in caplog.text
 
