@@ -6,17 +6,8 @@ import math
 import pytest
 from torch import tensor
 
-from verl_precision.base.mergeable import (
-    Correlation,
-    Count,
-    Deviation,
-    Maximum,
-    Mean,
-    Minimum,
-    RatioSampleSize,
-    Slope,
-    merge_by_name,
-)
+from verl_precision.base import mergeable
+from verl_precision.base.mergeable import Correlation, Count, Deviation, Maximum, Mean, Minimum, RatioSampleSize, Slope
 from verl_precision.losses.metrics import EffectiveSampleSize, Quantile, extremes
 
 NAN, INF = math.nan, math.inf
@@ -70,4 +61,4 @@ def test_ratio_sample_size_brings_pieces_to_one_scale():
 
 def test_extremes_of_a_piece_without_values_change_nothing():
     pieces = [extremes(tensor([2.0, 9.0]), tensor([True, False]), "x"), extremes(tensor([]), tensor([]).bool(), "x")]
-    assert {name: found.value() for name, found in merge_by_name(pieces).items()} == {"x_min": 2, "x_max": 2}
+    assert {name: found.value() for name, found in mergeable.merge_by_name(pieces).items()} == {"x_min": 2, "x_max": 2}
