@@ -90,12 +90,12 @@ LOAD_LATE = """
 del sys.modules["verl.utils.reward_score.math_reward"]  # the changed one
 import verl_precision.plugin
 """
-SHOW = "print(json.dumps(found))"
+SHOW = 'import json; print(json.dumps(globals().get("found")))'
 
 
 def clean_interpreter(folder, *script: str, **environment: str) -> tuple[dict, str]:
     """Run a script; return what it found, and its standard error."""
-    done = forked.run("\n".join(script), folder, **environment)
+    done = forked.run("\n".join([*script, SHOW]), folder, **environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -106,18 +106,15 @@ CUDA = {"VERL_ENGINE_DEVICE": "cuda", "VERL_ENGINE_VENDOR": "nvidia"}
 @pytest.fixture(scope="module")
 def with_plugin(tmp_path_factory) -> tuple[dict, str]:
     """verl as a user has it: `import verl` loads the plugin."""
-    return clean_interpreter(
-        tmp_path_factory.mktemp("with"), WHAT_VERL_CHOOSES, REGISTERED_ONCE, MESSAGES, SHOW, **CUDA
-    )
+    return clean_interpreter(tmp_path_factory.mktemp("with"), WHAT_VERL_CHOOSES, REGISTERED_ONCE, MESSAGES, **CUDA)
 
 
 @pytest.fixture(scope="module")
 def without_plugin(tmp_path_factory) -> tuple[dict, str]:
     """verl by itself; at the very end, with all host modules there, the plugin is loaded by hand."""
     switched_off = {"VERL_USE_EXTERNAL_PLUGINS": "none", **CUDA}
-    return clean_interpreter(
-        tmp_path_factory.mktemp("without"), WHAT_VERL_CHOOSES, LOAD_LATE, REGISTERED_ONCE, SHOW, **switched_off
-    )
+    folder = tmp_path_factory.mktemp("without")
+    return clean_interpreter(folder, WHAT_VERL_CHOOSES, LOAD_LATE, REGISTERED_ONCE, **switched_off)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +123,7 @@ def without_plugin(tmp_path_factory) -> tuple[dict, str]:
     ids=["plugin first", "external module and entry point"],
 )
 def test_any_way_to_load_it_registers_and_says_so_once(tmp_path, before, environment):
-    script = (before, REGISTERED_ONCE, "print('{}')")
-    assert len(LOADED.findall(clean_interpreter(tmp_path, *script, **environment)[1])) == 1
+    assert len(LOADED.findall(clean_interpreter(tmp_path, before, REGISTERED_ONCE, **environment)[1])) == 1
 
 
 def test_import_verl_alone_loads_it_once_and_late_loading_too(with_plugin, without_plugin):
