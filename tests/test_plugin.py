@@ -240,11 +240,7 @@ def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypa
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_vllms_modules_are_wrapped_only_beside_its_cpu_build(on_cpu):
     """Elsewhere verl's own pin decides which vLLM there is, and a changed signature must not stop its import."""
-    with (
-        patch.object(registration, "installed_version", lambda name: "0.28.0" if on_cpu else None),
-        patch.object(registration, "require_tested"),
-        patch.object(registration, "_done", []),
-        patch.object(registration.wrapt, "register_post_import_hook") as hook,
-    ):
+    found = {"installed_version": lambda name: "0.28.0" if on_cpu else None, "require_tested": MagicMock(), "_done": []}
+    with patch.multiple(registration, **found), patch("wrapt.register_post_import_hook") as hook:
         registration._register_all()
     assert any(call.args[1].startswith("vllm.") for call in hook.call_args_list) == on_cpu
