@@ -86,14 +86,8 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Run a script in a clean interpreter, outside the repository, and return the completed process."""
 
     def run(script: str, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, **environment},
-            timeout=180,
-        )
+        command, variables = [sys.executable, "-c", script], {**os.environ, **environment}
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables, timeout=180)
 
     return run
 
