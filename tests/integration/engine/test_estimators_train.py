@@ -31,15 +31,11 @@ def engine():
     set_platform(PlatformCPU())
     with one_rank("cpu"):
         attention = {"attn_implementation": "sdpa"}
+        mixed_precision = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        fp16 = {"dtype": "float16", "mixed_precision": mixed_precision, "loss_scale": LossScaleSettings(initial=SCALE)}
         engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(path=str(cached_tiny_model("qwen3")), override_config=attention),
-            engine_config=PrecisionFSDPConfig(
-                strategy="fsdp2",
-                use_torch_compile=False,
-                dtype="float16",
-                mixed_precision={"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                loss_scale=LossScaleSettings(initial=SCALE),
-            ),
+            engine_config=PrecisionFSDPConfig(strategy="fsdp2", use_torch_compile=False, **fp16),
             optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
             checkpoint_config=CheckpointConfig(),
         )
