@@ -41,13 +41,9 @@ def test_more_kept_than_returned_is_an_error():
 
 def masked_output(response: list[int], masks: list[list[int]]) -> MaskedOutput:
     kept = np.array([len(mask) for mask in masks]), np.concatenate([np.array(mask) for mask in masks])
-    return MaskedOutput(
-        prompt_ids=[1, 2],
-        response_ids=response,
-        response_mask=[1] * len(response),
-        metrics=AgentLoopMetrics(),
-        extra_fields={MASK_ANSWER_KEY: kept, "turn_scores": []},
-    )
+    tokens = {"prompt_ids": [1, 2], "response_ids": response, "response_mask": [1] * len(response)}
+    extra_fields = {MASK_ANSWER_KEY: kept, "turn_scores": []}
+    return MaskedOutput(**tokens, metrics=AgentLoopMetrics(), extra_fields=extra_fields)
 
 
 def test_a_sample_has_the_mask_of_its_response():

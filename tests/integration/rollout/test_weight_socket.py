@@ -25,12 +25,9 @@ def first_job_of_a_cluster(monkeypatch):
 def sender(extension: str | None) -> str:
     """Return the trainer's path, from verl's own class."""
     sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size", "n_gpus_per_node")
-    config = SimpleNamespace(
-        **dict.fromkeys(sizes, 1),
-        **{"layered_summon": False, "disaggregation": None},
-        engine_kwargs={"vllm": {"worker_extension_cls": extension}},
-        get=lambda key, default=None: default,
-    )
+    engine_kwargs = {"vllm": {"worker_extension_cls": extension}}
+    others = {"layered_summon": False, "disaggregation": None, "engine_kwargs": engine_kwargs}
+    config = SimpleNamespace(**dict.fromkeys(sizes, 1), **others, get=lambda key, default=None: default)
     return vllm_rollout.ServerAdapter(config, None, None, replica_rank=0).zmq_handle
 
 
