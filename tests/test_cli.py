@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -139,8 +140,6 @@ def test_tiny_model_writes_once_and_never_over(type_in, tmp_path):
 
 @pytest.mark.parametrize(("said", "shown"), [("", "interrupted"), ("all is in out", "interrupted; all is in out")])
 def test_ctrl_c_says_what_the_verb_says_of_it(type_in, monkeypatch, said, shown):
-    def interrupted(*args):
-        raise KeyboardInterrupt(said)
-
+    interrupted = Mock(side_effect=KeyboardInterrupt(said))
     monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", interrupted)
     assert type_in("tiny-model", "qwen3", "OUT") == (130, shown)
