@@ -23,17 +23,10 @@ os.environ.pop("VERL_PLATFORM", None)
 # vLLM's server imports this module, which raises the root logger and every handler that it has by then to ERROR. In a
 # test these would be pytest's own, until the process ends. Imported here it finds none of those, and what it did to
 # the others is undone.
-SETS_LOG_LEVELS = "model_hosting_container_standards.logging_config"
-
-
-def _import_without_log_levels() -> None:
-    before = {log: log.level for log in (logging.root, *logging.root.handlers)}
-    importlib.import_module(SETS_LOG_LEVELS)
-    for log, level in before.items():
-        log.setLevel(level)
-
-
-_import_without_log_levels()
+before = {log: log.level for log in (logging.root, *logging.root.handlers)}
+importlib.import_module("model_hosting_container_standards.logging_config")
+for log, level in before.items():
+    log.setLevel(level)
 
 # The files that take longest, longest first; `make test` hands out whole files in this order.
 LONG = (
