@@ -93,9 +93,13 @@ class Source(ast.NodeVisitor):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
                     self.names[alias.asname or top] = (alias.name if alias.asname else top, "")
+                    if host(alias.name):
+                        self._note(node, alias.name, "", "imported")
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    self.names[alias.asname or alias.name] = _target(str(node.module), alias.name)
+                    self.names[alias.asname or alias.name] = module, name = _target(str(node.module), alias.name)
+                    if host(module):
+                        self._note(node, module, name, "imported")
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
                 self.defined.add(node.name)
                 if node.name in hooks:  # called with its host module
@@ -109,17 +113,6 @@ class Source(ast.NodeVisitor):
 
     def _note(self, node: ast.AST, module: str, name: str, what: str) -> None:
         self.uses.append(Use(f"{self.path}:{node.lineno}", module, name, what))
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            if host(alias.name):
-                self._note(node, alias.name, "", "imported")
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            module, name = self.names[alias.asname or alias.name]
-            if host(module):
-                self._note(node, module, name, "imported")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self._attribute(node, node.value, node.attr, assigned=not isinstance(node.ctx, ast.Load))
