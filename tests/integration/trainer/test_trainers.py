@@ -20,7 +20,6 @@ HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
     *("on_init_end", "on_sample_end", "on_step_end", "fit"),
 )
-VLLM = "actor_rollout_ref.rollout.name=vllm"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
@@ -42,7 +41,7 @@ def test_every_hook_is_verls_with_the_same_parameters(mode):
 
 @pytest.fixture
 def config(compose_verl):
-    return compose_verl("+precision=fp16", VLLM, f"{LOG_PROBS}=True")
+    return compose_verl("+precision=fp16", "actor_rollout_ref.rollout.name=vllm", f"{LOG_PROBS}=True")
 
 
 @pytest.mark.parametrize("mode", MODES)
