@@ -20,12 +20,8 @@ def vllm_process() -> Iterator[None]:
     the collector's objects, itself among them.)
     """
     set_platform(PlatformCPU())
+    from vllm import distributed
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        cleanup_dist_env_and_memory,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
     from vllm.model_executor.layers import rotary_embedding
 
     # The models of a process share rotary embeddings. A test whose reload never ends leaves them without their values,
@@ -37,9 +33,9 @@ def vllm_process() -> Iterator[None]:
         port = probe.getsockname()[1]
     with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
-        initialize_model_parallel(1, 1)
+        distributed.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
+        distributed.initialize_model_parallel(1, 1)
         yield
         gc.unfreeze()
         gc.collect()
-        cleanup_dist_env_and_memory()
+        distributed.cleanup_dist_env_and_memory()

@@ -69,32 +69,19 @@ class EnginePair:
         self.dtype = getattr(torch, dtype)
         path = str(cached_tiny_model(architecture))
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
-                patch.setenv(name, value)
-            self.engines = [
-                LLM(
-                    model=path,
-                    dtype=dtype,
-                    load_format="dummy",
-                    enforce_eager=True,
-                    max_model_len=128,
-                    gpu_memory_utilization=0.1,
-                    num_gpu_blocks_override=64,  # megabytes instead of the 1 GB
-                    worker_extension_cls=EXTENSION,
-                    distributed_executor_backend="uni",
-                    logprobs_mode="processed_logprobs",  # verl's
-                    enable_lora=lora,
-                    max_lora_rank=8 if lora else 16,
-                    seed=rank,  # another dummy model a replica
-                )
-                for rank in range(replicas)
-            ]
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+            settings = {"model": path, "dtype": dtype, "enable_lora": lora, "max_lora_rank": 8 if lora else 16}
+            settings |= {"load_format": "dummy", "enforce_eager": True, "distributed_executor_backend": "uni"}
+            # A cache of 64 blocks: megabytes instead of the 1 GB.
+            settings |= {"max_model_len": 128, "gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 64}
+            settings |= {"worker_extension_cls": EXTENSION, "logprobs_mode": "processed_logprobs"}  # verl's mode
+            self.engines = [LLM(**settings, seed=rank) for rank in range(replicas)]  # another dummy model a replica
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.tokens = canary_tokens(self.model.config.vocab_size, (0, 1, 2), sequences=2, tokens=32)
         self.judge = CanaryJudge(self.dtype, self.dtype)
         self.lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None
-        self._job = uuid.uuid4().hex
-        self._base_sent: set[int] = set()
+        self._job, self._base_sent = uuid.uuid4().hex, set()
         if self.lora:
             self.model = get_peft_model(self.model, self.lora)
 
@@ -180,34 +167,25 @@ class WorkerPair:
         from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
 
         path = str(cached_tiny_model(architecture))
-        self.config = EngineArgs(
-            model=path, dtype=dtype, load_format="dummy", enforce_eager=True, **arguments
-        ).create_engine_config()
-        with set_current_vllm_config(self.config):
+        settings = {"model": path, "dtype": dtype, "load_format": "dummy", "enforce_eager": True, **arguments}
+        self.config = EngineArgs(**settings).create_engine_config()
+        self.context = lambda: set_current_vllm_config(self.config)  # in which vLLM builds and runs a model
+        with self.context():
             self.model = get_model(vllm_config=self.config)
         handle = f"ipc:///tmp/vp-test-{uuid.uuid4().hex}.sock"
+        runner = SimpleNamespace(model=self.model, vllm_config=self.config)
         self.worker = object.__new__(VerifiedWeightSyncExtension)
-        self.worker.__dict__.update(
-            device=torch.device("cpu"),
-            local_rank=0,
-            model_runner=SimpleNamespace(model=self.model, vllm_config=self.config),
-            _is_qat_model=False,
-            _is_modelopt_qat=False,
-            _get_zmq_handle=lambda: handle,
-        )
+        self.worker.__dict__.update(device=torch.device("cpu"), local_rank=0, model_runner=runner)
+        self.worker.__dict__.update(_is_qat_model=False, _is_modelopt_qat=False, _get_zmq_handle=lambda: handle)
         self.trainer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def sync(self, damage=lambda stream: stream, before=lambda stream: stream, manifest=True) -> SyncReport | None:
         """Send the trainer's weights, changed `before` the manifest or damaged on the way; return the report."""
-        from vllm.config import set_current_vllm_config
-
-        box, stream = ReportBox(), before(full_weights(self.trainer))
+        box, stream, worker = ReportBox(), before(full_weights(self.trainer)), self.worker
         if manifest:
             stream = send_with_manifest(stream, box.new_address())
-        with set_current_vllm_config(self.config):
-            send(
-                damage(stream), self.worker._get_zmq_handle(), lambda: self.worker.update_weights_from_ipc(use_shm=True)
-            )
+        with self.context():
+            send(damage(stream), worker._get_zmq_handle(), lambda: worker.update_weights_from_ipc(use_shm=True))
         return box.take()
 
     @torch.no_grad()
@@ -222,13 +200,12 @@ class WorkerPair:
     @torch.no_grad()
     def experts_gap(self) -> float:
         """Likewise of one expert block's result; 0 without experts."""
-        from vllm.config import set_current_vllm_config
         from vllm.forward_context import set_forward_context
 
         if not hasattr(self.trainer.model.layers[0].mlp, "experts"):
             return 0.0
         hidden = torch.randn(6, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(2))
-        with set_current_vllm_config(self.config), set_forward_context(None, self.config):
+        with self.context(), set_forward_context(None, self.config):
             ours = self.model.model.layers[0].mlp(hidden.to(self.config.model_config.dtype)).float()
         theirs = self.trainer.model.layers[0].mlp(hidden[None])
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
