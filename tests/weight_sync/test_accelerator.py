@@ -44,6 +44,9 @@ class AcceleratorPair(WorkerPair):
         self.worker.device = None
         return super().sync(**arguments)
 
+    def experts(self):
+        return [module for module in self.model.modules() if hasattr(module, "w13_weight")]
+
 
 @pytest.fixture
 def pair(vllm_process, monkeypatch):
@@ -73,10 +76,10 @@ def test_syncs_take(pair, architecture, behind_a_graph):
         assert torch.equal(one.model.get_parameter("model.layers.0.mlp.experts.routed_experts.w2_weight"), first.half())
 
 
-@pytest.mark.parametrize(
-    ("architecture", "parameter"),
-    [("qwen3", "self_attn.qkv_proj.weight"), ("qwen3_moe", "mlp.experts.routed_experts.w13_weight")],
-)
+@pytest.mark.parametrize(("architecture", "parameter"), [
+    ("qwen3", "self_attn.qkv_proj.weight"),
+    ("qwen3_moe", "mlp.experts.routed_experts.w13_weight"),
+])  # fmt: skip
 def test_a_parameter_that_is_not_what_was_sent_is_named(pair, architecture, parameter, monkeypatch):
     one = pair(architecture)
     victim = one.model.get_parameter(f"model.layers.1.{parameter}")
@@ -97,17 +100,14 @@ def test_a_part_of_a_parameter_that_nobody_sends_is_named(pair):
 
 @pytest.mark.parametrize("kernel", ["FLASHINFER_CUTLASS", "CPU"])
 def test_experts_of_a_kernel_that_shuffles_weights_are_counted_and_not_compared(pair, kernel):
-    one = pair("qwen3_moe")
-    methods = {m.quant_method for m in one.model.modules() if hasattr(m, "w13_weight")}
-    for method in methods:
+    experts = pair("qwen3_moe").experts()
+    for method in {layer.quant_method for layer in experts}:
         method.unquantized_backend = type(method.unquantized_backend)[kernel]
-    experts = [module for module in one.model.modules() if hasattr(module, "w13_weight")]
     assert experts and not any(map(load_recorder.comparable, experts))
 
 
 def test_padded_experts_are_not_compared(pair):
-    one = pair("qwen3_moe")
-    experts = next(module for module in one.model.modules() if hasattr(module, "w13_weight"))
+    experts = pair("qwen3_moe").experts()[0]
     assert load_recorder.comparable(experts)
     experts.quant_method.moe.hidden_dim += 64
     assert not load_recorder.comparable(experts)
@@ -125,15 +125,13 @@ def test_a_layer_that_cannot_be_loaded_twice_is_counted_and_the_sync_takes(pair,
 def test_the_cache_is_given_back_once_the_copies_have_gone(pair, monkeypatch):
     """The KV cache takes the memory next; verl empties the cache while the copies are still there."""
     one, copies, alive = pair("qwen3_moe"), [], []
-    fresh_parameter = load_recorder.fresh_parameter
+    fresh_parameter, device = load_recorder.fresh_parameter, weight_sync_worker.get_torch_device()
 
     def remembered(*arguments):
-        fresh = fresh_parameter(*arguments)
-        copies.append(weakref.ref(fresh))
+        copies.append(weakref.ref(fresh := fresh_parameter(*arguments)))
         return fresh
 
     monkeypatch.setattr(load_recorder, "fresh_parameter", remembered)
-    device = weight_sync_worker.get_torch_device()
     monkeypatch.setattr(device, "empty_cache", lambda: alive.append(sum(copy() is not None for copy in copies)))
     one.sync()
     assert len(copies) > 20 and alive[-1] == 0, f"{len(copies)} copies; alive whenever the cache is emptied: {alive}"
@@ -141,13 +139,9 @@ def test_the_cache_is_given_back_once_the_copies_have_gone(pair, monkeypatch):
 
 def test_what_is_kept_is_this_ranks_part_in_the_rollouts_dtype(pair, monkeypatch):
     """The trainer sends whole tensors in FP32: four times as many bytes at tensor parallel 2."""
-    one, kept = pair("qwen3"), []
-    find_damage = weight_sync_worker.verify.find_damage
-    monkeypatch.setattr(
-        weight_sync_worker.verify,
-        "find_damage",
-        lambda layer, record, **k: (kept.append(record), find_damage(layer, record, **k))[1],
-    )
+    one, kept, verify = pair("qwen3"), [], weight_sync_worker.verify
+    find_damage = verify.find_damage
+    monkeypatch.setattr(verify, "find_damage", lambda *args, **k: kept.append(args[1]) or find_damage(*args, **k))
     one.sync()
     assert kept and not any(record.calls for record in kept)
     assert all(record.loaded[name].dtype == torch.float16 for record in kept for name in record.template)
