@@ -4,6 +4,7 @@ The actors stand in for verl's servers, whose contract is `generate`; the real o
 """
 
 import copy
+import functools
 import logging
 import tempfile
 from pathlib import Path
@@ -27,27 +28,22 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/quickstar
 
 
 class Workers:
-    """The trainer's side: every log-prob is `value`."""
+    """The trainer's side: every log-prob is `value`, or it cannot score."""
 
-    def __init__(self, value: float = LOG_PROB, world_size: int = 3) -> None:
-        self.value, self.world_size, self.rows = value, world_size, 0
+    def __init__(self, value: float = LOG_PROB, world_size: int = 3, error: Exception | None = None) -> None:
+        self.value, self.world_size, self.error, self.rows, self.rounded_to = value, world_size, error, 0, []
 
     def compute_log_prob(self, data):
+        if self.error:
+            raise self.error
+        self.rounded_to.append(tu.get_non_tensor_data(data, ROUNDED_TO, None))
         self.rows = len(data)
         assert self.rows % self.world_size == 0, "verl splits a batch evenly over its ranks"
         rows_of_a_rank = self.rows // self.world_size
         assert tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", None) == rows_of_a_rank, "one forward a rank"
         values = torch.full_like(data["input_ids"].values(), self.value, dtype=torch.float32)
-        return tu.get_tensordict(
-            {"log_probs": torch.nested.nested_tensor_from_jagged(values, data["input_ids"].offsets())}
-        )
-
-
-class Broken(Workers):
-    """A trainer that cannot score."""
-
-    def compute_log_prob(self, data):
-        raise RuntimeError("no such engine")
+        log_probs = torch.nested.nested_tensor_from_jagged(values, data["input_ids"].offsets())
+        return tu.get_tensordict({"log_probs": log_probs})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,8 +54,8 @@ def private_ray():
         ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+@functools.cache
+def _tokenizer():
     return AutoTokenizer.from_pretrained(cached_tiny_model("qwen3"))
 
 
@@ -73,42 +69,40 @@ def canary(config):
     return lambda **settings: TrainerCanary(config, CanarySettings(**settings))
 
 
+def _replica(rank: int, behaviour: str) -> SimpleNamespace:
+    return SimpleNamespace(replica_rank=rank, server_handle=Server.remote(behaviour))
+
+
 @pytest.fixture(scope="module")
 def healthy() -> list[SimpleNamespace]:
     """Two replicas that survive a test, so that each starts once."""
     return [_replica(rank, "answers") for rank in range(2)]
 
 
-def _replica(rank: int, behaviour: str) -> SimpleNamespace:
-    return SimpleNamespace(replica_rank=rank, server_handle=Server.remote(behaviour))
-
-
-def _one_sync(canary, replicas, tokenizer, workers=None) -> dict[str, float]:
-    canary.ask(replicas, tokenizer)
+def _one_sync(canary, replicas, workers=None) -> dict[str, float]:
+    canary.ask(replicas, _tokenizer())
     canary.collect()
     return canary.judge(workers or Workers())
 
 
 @pytest.mark.parametrize(("sequences", "ranks", "rows"), [(2, 1, 2), (2, 2, 2), (2, 3, 3), (4, 3, 6), (1, 4, 4)])
-def test_healthy_replicas_and_each_rank_scores_its_rows_in_one_forward(
-    canary, tokenizer, healthy, sequences, ranks, rows
-):
+def test_healthy_replicas_and_each_rank_scores_its_rows_in_one_forward(canary, healthy, sequences, ranks, rows):
     workers = Workers(world_size=ranks)
-    metrics = _one_sync(canary(sequences=sequences), healthy, tokenizer, workers)
+    metrics = _one_sync(canary(sequences=sequences), healthy, workers)
     assert metrics["weight_sync/canary_gap"] == 0.0 < metrics["weight_sync/canary_bound"]
     assert metrics["weight_sync/seconds"] > 0
     assert workers.rows == rows, "sequences are repeated until each rank has as many"
 
 
 @pytest.mark.parametrize("off_by", [0.0, 2.0])
-def test_replicas_that_serve_an_adapter_continue_the_first_half(config, tokenizer, off_by):
+def test_replicas_that_serve_an_adapter_continue_the_first_half(config, off_by):
     """Each of two replicas continues two sequences, and the trainer scores all four."""
     adapted = copy.deepcopy(config)
     adapted.actor_rollout_ref.model.lora_rank = 8
     adapted.weight_sync.canary.action = "log"
     canary, workers = TrainerCanary(adapted, canary_settings(adapted)), Workers(LOG_PROB + off_by, world_size=1)
     replicas = [_replica(rank, "continues") for rank in range(2)]
-    assert _one_sync(canary, replicas, tokenizer, workers)["weight_sync/canary_gap"] == off_by
+    assert _one_sync(canary, replicas, workers)["weight_sync/canary_gap"] == off_by
     assert workers.rows == 4
 
 
@@ -120,65 +114,49 @@ def test_replicas_that_serve_an_adapter_continue_the_first_half(config, tokenize
     (["precision=bf16_train_fp16_rollout"], None),
     (["precision=fp32_train_bf16_rollout", "actor_rollout_ref.model.lora_rank=8"], None),
 ])  # fmt: skip
-def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dtype, tokenizer, healthy):
+def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dtype, healthy):
     """A trainer whose weights drift from a BF16 rollout by less than it can see is no wrong sync."""
-    config, asked = compose_recipe(QUICKSTART, overrides), []
-
-    class Noting(Workers):
-        def compute_log_prob(self, data):
-            asked.append(tu.get_non_tensor_data(data, ROUNDED_TO, None))
-            return super().compute_log_prob(data)
-
+    config, workers = compose_recipe(QUICKSTART, overrides), Workers(world_size=1)
     replicas = [_replica(0, "continues")] if len(overrides) > 1 else healthy[:1]
-    _one_sync(TrainerCanary(config, CanarySettings()), replicas, tokenizer, Noting(world_size=1))
-    assert asked == [dtype]
+    _one_sync(TrainerCanary(config, CanarySettings()), replicas, workers)
+    assert workers.rounded_to == [dtype]
 
 
-def test_only_every_nth_sync_is_asked(canary, tokenizer, healthy):
+def test_only_every_nth_sync_is_asked(canary, healthy):
     every_second = canary(every_n_syncs=2)
-    found = [bool(_one_sync(every_second, healthy, tokenizer)) for _ in range(4)]
+    found = [bool(_one_sync(every_second, healthy)) for _ in range(4)]
     assert found == [True, False, True, False]
-    assert _one_sync(canary(every_n_syncs=0), healthy, tokenizer) == {}
+    assert _one_sync(canary(every_n_syncs=0), healthy) == {}
 
 
-def test_a_replica_with_other_log_probs_ends_the_run_or_with_action_log_only_says_so(
-    canary, tokenizer, healthy, caplog
-):
+def test_a_replica_with_other_log_probs_ends_the_run_or_with_action_log_only_says_so(canary, healthy, caplog):
     with pytest.raises(WeightSyncError, match=r"Canary of weight sync 0: replica 0: .* differ .* by 2 nats"):
-        _one_sync(canary(), healthy[:1], tokenizer, Workers(LOG_PROB + 2))
+        _one_sync(canary(), healthy[:1], Workers(LOG_PROB + 2))
     with caplog.at_level(logging.ERROR, logger="verl_precision.weight_sync"):
-        metrics = _one_sync(canary(action="log"), healthy[:1], tokenizer, Workers(LOG_PROB + 2))
+        metrics = _one_sync(canary(action="log"), healthy[:1], Workers(LOG_PROB + 2))
     assert metrics["weight_sync/canary_gap"] == 2.0
     assert "Canary of weight sync 0: replica 0" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "message"),
-    [
-        ("hangs", r"replica 1 has not answered within weight_sync\.canary\.timeout_seconds=0\.5"),
-        ("dies", "replica 1 failed to answer"),
-        ("raises", "replica 1 failed to answer: .*engine core is dead"),
-    ],
-)
-def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, tokenizer, healthy, behaviour, message):
+@pytest.mark.parametrize(("behaviour", "message"), [
+    ("hangs", r"replica 1 has not answered within weight_sync\.canary\.timeout_seconds=0\.5"),
+    ("dies", "replica 1 failed to answer"),
+    ("raises", "replica 1 failed to answer: .*engine core is dead"),
+])  # fmt: skip
+def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, healthy, behaviour, message):
     replicas = [healthy[0], _replica(1, behaviour)]
     ray.get([replica.server_handle.__ray_ready__.remote() for replica in replicas])
     patience = 0.5 if behaviour == "hangs" else 120.0
     with pytest.raises(WeightSyncError, match=message):
-        _one_sync(canary(timeout_seconds=patience), replicas, tokenizer)
+        _one_sync(canary(timeout_seconds=patience), replicas)
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "workers", "why"),
-    [
-        ("has none", Workers(), "replica 0 returns no log-probs"),
-        ("answers", Broken(), "the trainer could not score it (RuntimeError: no such engine)"),
-    ],
-)
-def test_a_canary_that_cannot_work_is_off_says_so_once_and_the_run_goes_on(
-    canary, tokenizer, caplog, behaviour, workers, why
-):
+@pytest.mark.parametrize(("behaviour", "workers", "why"), [
+    ("has none", Workers(), "replica 0 returns no log-probs"),
+    ("answers", Workers(error=RuntimeError("no engine")), "the trainer could not score it (RuntimeError: no engine)"),
+])  # fmt: skip
+def test_a_canary_that_cannot_work_is_off_says_so_once_and_the_run_goes_on(canary, caplog, behaviour, workers, why):
     blind, replicas = canary(), [_replica(0, behaviour)]
     with caplog.at_level(logging.WARNING, logger="verl_precision.weight_sync"):
-        assert [_one_sync(blind, replicas, tokenizer, workers) for _ in range(3)] == [{}, {}, {}]
+        assert [_one_sync(blind, replicas, workers) for _ in range(3)] == [{}, {}, {}]
     assert caplog.text.count(f"is off for the rest of this run: {why}") == 1
