@@ -24,10 +24,6 @@ RELOAD = "verl_precision.integration.cpu.vllm_reload"
 
 
 # What a kernel computes, for the kernels that this CPU's vLLM has not: vLLM's own dispatch runs all the same.
-def _packed(weight):
-    return weight.detach().t().contiguous()
-
-
 def _packed_linear(*arguments):
     """Return the product, or write it into the first argument, which vLLM gives since 0.30."""
     *output, x, packed, bias, is_vnni = arguments
@@ -57,7 +53,7 @@ def kernel(request, monkeypatch) -> str:
         except RuntimeError:
             pytest.skip("this CPU's oneDNN has no BF16 kernel, and vLLM takes torch's instead")
     if kernel == "packed" and not hasattr(torch.ops._C, "convert_weight_packed"):  # built for AMX only
-        monkeypatch.setattr(torch.ops._C, "convert_weight_packed", _packed, raising=False)
+        monkeypatch.setattr(torch.ops._C, "convert_weight_packed", lambda w: w.detach().t().contiguous(), raising=False)
         monkeypatch.setattr(torch.ops._C, "weight_packed_linear", _packed_linear, raising=False)
     if kernel == "zentorch":
         monkeypatch.setattr(torch.ops.zentorch, "zentorch_linear_unary", _zen_linear, raising=False)
@@ -98,8 +94,7 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
     pair = WorkerPair("qwen3", "bfloat16")
     pair.sync()
     victim = pair.model.model.layers[1].mlp.down_proj
-    old, before = victim.cpu_linear, victim.weight.clone()
-    method = type(victim.quant_method)
+    old, before, method = victim.cpu_linear, victim.weight.clone(), type(victim.quant_method)
     process = method.process_weights_after_loading
 
     def old_copy(x, weight, bias):
@@ -117,15 +112,12 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
 
 
 @SINCE_0_28
-@pytest.mark.parametrize(
-    ("architecture", "repair", "message"),
-    [
-        # Upstream's reload leaves the tied head's repacked copy as it was.
-        ("qwen3_tied", "shared_parameter_layers", "lm_head: it computes with a packed copy of other weights"),
-        # Upstream packs expert weights for its CPU kernel at the first load only.
-        ("qwen3_moe", "forget_expert_kernel", r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "repair", "message"), [
+    # Upstream's reload leaves the tied head's repacked copy as it was.
+    ("qwen3_tied", "shared_parameter_layers", "lm_head: it computes with a packed copy of other weights"),
+    # Upstream packs expert weights for its CPU kernel at the first load only.
+    ("qwen3_moe", "forget_expert_kernel", r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"),
+])  # fmt: skip
 def test_upstreams_defects_without_our_repair_are_named(monkeypatch, architecture, repair, message):
     """Nothing in verl or vLLM notices that the rollout samples from other weights."""
     pair = WorkerPair(architecture)
@@ -159,18 +151,15 @@ def _round(stream):
 _drop_one = without("layers.1.self_attn.q_norm.weight")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ({"damage": _flip_one_bit}, r"layers\.3\.mlp\.up_proj\.weight: float32\[128, 64\] arrived with other values"),
-        ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, never received"),
-        ({"before": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync was loaded into it"),
-        ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
-        ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, never received"),
-        ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, never received"),
-        ({"before": _round}, "arrived in bfloat16, too coarse for a rollout in float16"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    ({"damage": _flip_one_bit}, r"layers\.3\.mlp\.up_proj\.weight: float32\[128, 64\] arrived with other values"),
+    ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, never received"),
+    ({"before": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync was loaded into it"),
+    ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
+    ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, never received"),
+    ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, never received"),
+    ({"before": _round}, "arrived in bfloat16, too coarse for a rollout in float16"),
+])  # fmt: skip
 def test_damage_on_the_way_is_named(damage, message):
     with pytest.raises(WeightSyncError, match=message):
         WorkerPair("qwen3", "float16").sync(**damage)
@@ -215,13 +204,10 @@ def test_reload_that_keeps_old_values_is_named(monkeypatch):
         pair.sync()
 
 
-def _wrong_shape(stream):
-    return ((n, t[:1] if n.endswith("layers.0.mlp.down_proj.weight") else t) for n, t in stream)
-
-
 def test_loading_error_reaches_the_caller_and_the_sender_is_answered(caplog):
+    part = "layers.0.mlp.down_proj.weight"
     with pytest.raises((AssertionError, RuntimeError)) as caught:  # vLLM's own error, of vLLM's own type
-        WorkerPair().sync(before=_wrong_shape)
+        WorkerPair().sync(before=lambda stream: ((n, t[:1] if n.endswith(part) else t) for n, t in stream))
     assert not isinstance(caught.value, WeightSyncError)
     assert "vllm/model_executor" in caplog.text, "the log has the whole story"
 
@@ -239,15 +225,11 @@ def test_reload_that_cannot_start_reaches_the_caller_and_the_sender_is_answered(
         pair.sync()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "models"),
-    [
-        ("qwen3_tied", lambda pair: [(pair.model, pair.config.model_config)]),
-        ("qwen3_moe", lambda pair: [(pair.model, pair.config.model_config)]),
-        ("qwen3", lambda pair: pair.worker._iter_all_models_with_config()),
-    ],
-    ids=["tied, verl's own list", "experts, verl's own list", "verl's iterator"],
-)
+@pytest.mark.parametrize(("architecture", "models"), [
+    ("qwen3_tied", lambda pair: [(pair.model, pair.config.model_config)]),
+    ("qwen3_moe", lambda pair: [(pair.model, pair.config.model_config)]),
+    ("qwen3", lambda pair: pair.worker._iter_all_models_with_config()),
+], ids=["tied, verl's own list", "experts, verl's own list", "verl's iterator"])  # fmt: skip
 def test_verl_may_reload_layer_by_layer_itself(monkeypatch, architecture, models):
     """As verl#7987: verl begins before the first bucket and ends after the last. Each layer is reloaded once."""
     from vllm.model_executor.model_loader.reload import layerwise
@@ -266,9 +248,7 @@ def test_verl_may_reload_layer_by_layer_itself(monkeypatch, architecture, models
 
     begun, ended = Counter(), []
     restore, finalize = layerwise.restore_layer_on_meta, layerwise.finalize_layerwise_processing
-    monkeypatch.setattr(
-        layerwise, "restore_layer_on_meta", lambda layer, info: (begun.update([layer]), restore(layer, info))
-    )
+    monkeypatch.setattr(layerwise, "restore_layer_on_meta", lambda *args: (begun.update(args[:1]), restore(*args)))
     monkeypatch.setattr(layerwise, "finalize_layerwise_processing", lambda *args: (ended.append(args), finalize(*args)))
     monkeypatch.setattr(upstream, "update_weights_from_ipc", as_verl_may_do)
     _takes_twice(pair)
