@@ -92,17 +92,11 @@ def test_a_replica_that_does_not_move_while_the_others_do_is_stale():
     assert len(verdict.problems) == 1 and "replica 1: it answers as before this sync" in verdict.problems[0]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        # A learning rate of zero, or updates below the rollout's precision, leave every answer as it was.
-        (TRUTH, TRUTH),
-        # A replica comes back to health.
-        (TRUTH + 3, TRUTH),
-        # Another batch beside the canary changes last bits on one replica; the weights have not changed at all.
-        (TRUTH, _noisy(0.003)),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), [
+    (TRUTH, TRUTH),  # a learning rate of zero, or updates below the rollout's precision, leave every answer as it was
+    (TRUTH + 3, TRUTH),  # a replica comes back to health
+    (TRUTH, _noisy(0.003)),  # another batch beside the canary changes last bits on one replica, and no weight
+])  # fmt: skip
 def test_nobody_is_stale_where_the_trainer_has_not_moved(before, after):
     judge = CanaryJudge(BF16, BF16)
     _judge(judge, TRUTH, before)
@@ -116,19 +110,16 @@ def test_noise_like_the_first_syncs_never_raises_an_alarm(size, seed):
         assert _judge(judge, _noisy(size, seed + sync), _noisy(size, seed - sync - 1)).problems == ()
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "allowed"),
-    [
-        ("every_n_syncs", -1, "greater than or equal to 0"),
-        ("sequences", 0, "greater than or equal to 1"),
-        ("tokens", 1, "greater than or equal to 2"),
-        ("tokens", True, "a valid integer"),
-        ("action", "shout", "'stop' or 'log'"),
-        ("timeout_seconds", 0, "greater than 0"),
-        ("timeout_seconds", math.nan, "greater than 0"),
-        ("token", 3, "weight_sync.canary.every_n_syncs"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "value", "allowed"), [
+    ("every_n_syncs", -1, "greater than or equal to 0"),
+    ("sequences", 0, "greater than or equal to 1"),
+    ("tokens", 1, "greater than or equal to 2"),
+    ("tokens", True, "a valid integer"),
+    ("action", "shout", "'stop' or 'log'"),
+    ("timeout_seconds", 0, "greater than 0"),
+    ("timeout_seconds", math.nan, "greater than 0"),
+    ("token", 3, "weight_sync.canary.every_n_syncs"),
+])  # fmt: skip
 def test_settings_are_checked_before_anything_starts(setting, value, allowed):
     with pytest.raises(ConfigurationError) as caught:
         CanarySettings(**{setting: value})

@@ -87,14 +87,11 @@ def _rank_part(vocabulary: int, hidden: int, layers: int, ranks: int, *parameter
         return nn.Sequential(*[nn.Linear(size, 1, bias=False) for size in [*sizes, sizes[0]]])
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "model"),
-    [
-        ("Qwen 1.5B", 1, _rank_part(151936, 1536, 28, 1, 1536 * 2048, 1536 * 1536, 1536 * 17920, 1536 * 8960)),
-        ("Qwen3-14B", 2, _rank_part(151936, 5120, 40, 2, 5120 * 7168, 5120 * 5120, 5120 * 34816, 5120 * 17408)),
-        ("Qwen3-30B-A3B", 4, _rank_part(151936, 2048, 48, 4, 2048 * 5120, 2048 * 4096, 128 * 3 * 768 * 2048)),
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks", "model"), [
+    ("Qwen 1.5B", 1, _rank_part(151936, 1536, 28, 1, 1536 * 2048, 1536 * 1536, 1536 * 17920, 1536 * 8960)),
+    ("Qwen3-14B", 2, _rank_part(151936, 5120, 40, 2, 5120 * 7168, 5120 * 5120, 5120 * 34816, 5120 * 17408)),
+    ("Qwen3-30B-A3B", 4, _rank_part(151936, 2048, 48, 4, 2048 * 5120, 2048 * 4096, 128 * 3 * 768 * 2048)),
+])  # fmt: skip
 def test_the_memory_in_docs_scales_is_what_the_choice_of_layers_takes(name, ranks, model, root):
     table = [line.split("|") for line in (root / "docs" / "scales.md").read_text().splitlines()]
     (row,) = ([cell.strip() for cell in line] for line in table if len(line) > 2 and line[1].strip() == name)

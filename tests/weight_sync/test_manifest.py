@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_precision.weight_sync import manifest
-from verl_precision.weight_sync.manifest import (
-    ANNOUNCEMENT_NAME,
-    MANIFEST_NAME,
-    TensorDigest,
-    differences,
-    digest,
-    read_manifest,
-    rounded_on_the_way,
-    send_with_manifest,
-)
+from verl_precision.weight_sync.manifest import TensorDigest, digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 
@@ -108,18 +99,18 @@ def test_nan_equals_itself_and_minus_zero_differs():
 
 def test_stream_is_unchanged_and_closed_by_the_manifest():
     weights = [("a", torch.randn(3)), ("b", torch.randn(2, 2).half())]
-    (first, announcement), *sent, (name, tensor) = send_with_manifest(iter(weights), reply_to="/a/file")
-    assert first == ANNOUNCEMENT_NAME and announcement.nbytes == 0, "no tensor lies elsewhere in the buffer for it"
+    (first, announcement), *sent, (name, tensor) = manifest.send_with_manifest(iter(weights), reply_to="/a/file")
+    assert announcement.nbytes == 0, "no tensor lies elsewhere in the buffer for it"
     assert [tensor is original for (_, tensor), (_, original) in zip(sent, weights, strict=True)] == [True, True]
-    assert name == MANIFEST_NAME and tensor.dtype == torch.uint8
-    assert read_manifest(tensor) == ({name: digest(tensor) for name, tensor in weights}, "/a/file")
+    assert (first, name, tensor.dtype) == (manifest.ANNOUNCEMENT_NAME, manifest.MANIFEST_NAME, torch.uint8)
+    assert manifest.read_manifest(tensor) == ({name: digest(tensor) for name, tensor in weights}, "/a/file")
 
 
 def test_differences_name_the_tensor_and_what_happened():
     a, b = torch.randn(4), torch.randn(4)
     sent = {"same": digest(a), "changed": digest(a), "cast": digest(a), "lost": digest(a)}
     received = {"same": digest(a), "changed": digest(b), "cast": digest(a.bfloat16()), "extra": digest(a)}
-    assert differences(sent, received) == [
+    assert manifest.differences(sent, received) == [
         "cast: sent as float32[4], arrived as bfloat16[4]",
         "changed: float32[4] arrived with other values",
         "extra: received, but the trainer did not send it",
@@ -127,18 +118,15 @@ def test_differences_name_the_tensor_and_what_happened():
     ]
 
 
-@pytest.mark.parametrize(
-    ("sent", "exact", "rounded"),
-    [
-        ("float32", ("float16", "bfloat16", "float32"), ()),
-        ("float16", ("float16", "bfloat16"), ("float32",)),
-        ("bfloat16", ("bfloat16",), ("float16", "float32")),
-        ("float8_e4m3fn", ("float16",), ()),  # quantised
-        ("int64", ("float16",), ()),
-    ],
-)
+@pytest.mark.parametrize(("sent", "exact", "rounded"), [
+    ("float32", ("float16", "bfloat16", "float32"), ()),
+    ("float16", ("float16", "bfloat16"), ("float32",)),
+    ("bfloat16", ("bfloat16",), ("float16", "float32")),
+    ("float8_e4m3fn", ("float16",), ()),  # quantised
+    ("int64", ("float16",), ()),
+])  # fmt: skip
 def test_weights_with_fewer_bits_than_the_rollout_holds_are_named(sent, exact, rounded):
     received = {"a.weight": torch.float32, "b": getattr(torch, sent)}
     for rollout in (*exact, *rounded):
         named = [f"b: arrived in {sent}, too coarse for a rollout in {rollout}"] if rollout in rounded else []
-        assert rounded_on_the_way(received, getattr(torch, rollout)) == named
+        assert manifest.rounded_on_the_way(received, getattr(torch, rollout)) == named

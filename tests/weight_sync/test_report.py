@@ -15,25 +15,19 @@ def own_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("written", "taken"),
-    [
-        ([SyncReport(35, 2, 0.5)], SyncReport(35, 2, 0.5)),
-        # LoRA: base weights, then the adapter.
-        ([SyncReport(35, 0, 0.5), SyncReport(0, 12, 0.25)], SyncReport(35, 12, 0.75)),
-        # Another rollout engine reads no manifest, and a failed sync raises by itself.
-        ([None], None),
-        ([None, SyncReport(0, 12, 0.25)], SyncReport(0, 12, 0.25)),
-    ],
-)
+@pytest.mark.parametrize(("written", "taken"), [
+    ([SyncReport(35, 2, 0.5)], SyncReport(35, 2, 0.5)),
+    ([SyncReport(35, 0, 0.5), SyncReport(0, 12, 0.25)], SyncReport(35, 12, 0.75)),  # LoRA: base, then adapter
+    ([None], None),  # another rollout engine reads no manifest, and a failed sync raises by itself
+    ([None, SyncReport(0, 12, 0.25)], SyncReport(0, 12, 0.25)),
+])  # fmt: skip
 def test_reports_of_a_sync_are_added_and_come_back_once(own_folder, written, taken):
     box = ReportBox()
     for report in written:
         address = box.new_address()
         if report is not None:
             report.write(address)
-    assert box.take() == taken
-    assert box.take() is None
+    assert (box.take(), box.take()) == (taken, None)
     assert list(own_folder.iterdir()) == []
 
 

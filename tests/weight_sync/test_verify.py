@@ -102,15 +102,12 @@ def test_a_damaged_packed_copy_is_proof(method):
     assert _damage(method(), damaged=True) is not None
 
 
-@pytest.mark.parametrize(
-    ("method", "reason"),
-    [
-        (Hidden, "packed copy that this guard cannot run"),
-        (Reshaped, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
-        (Breaks, "cannot be built afresh .RuntimeError: already packed."),
-        (Unsteady, "another result each time"),
-    ],
-)
+@pytest.mark.parametrize(("method", "reason"), [
+    (Hidden, "packed copy that this guard cannot run"),
+    (Reshaped, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
+    (Breaks, "cannot be built afresh .RuntimeError: already packed."),
+    (Unsteady, "another result each time"),
+])  # fmt: skip
 @pytest.mark.parametrize("damaged", [False, True])
 def test_an_unknown_layout_is_not_verified_and_never_a_failed_sync(method, reason, damaged):
     with pytest.raises(NotVerifiableError, match=reason):
