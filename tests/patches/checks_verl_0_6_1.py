@@ -18,10 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
-from verl.trainer.ppo.rollout_corr_helper import (
-    compute_rollout_correction_and_add_to_batch,
-    compute_rollout_correction_weights,
-)
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as correct_batch
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as correction_weights
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
@@ -56,15 +54,11 @@ def make_data(rollout_log_probs=None, advantages=None):
     tokens = torch.randint(0, VOCABULARY, (ROWS, PROMPT + WIDTH), generator=generator)
     mask = torch.ones(ROWS, PROMPT + WIDTH, dtype=torch.long)
     mask[1, -2:] = 0
-    tensors = {
-        "input_ids": tokens,
-        "responses": tokens[:, PROMPT:],
-        "attention_mask": mask,
-        "position_ids": torch.arange(PROMPT + WIDTH).expand(ROWS, -1).clone(),
-        "response_mask": mask[:, PROMPT:],
-        "old_log_probs": torch.full((ROWS, WIDTH), -3.0),
-        "advantages": torch.ones(ROWS, WIDTH) if advantages is None else advantages,
-    }
+    positions = torch.arange(PROMPT + WIDTH).expand(ROWS, -1).clone()
+    tensors = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+    tensors |= {"responses": tokens[:, PROMPT:], "response_mask": mask[:, PROMPT:]}
+    tensors["old_log_probs"] = torch.full((ROWS, WIDTH), -3.0)
+    tensors["advantages"] = torch.ones(ROWS, WIDTH) if advantages is None else advantages
     if rollout_log_probs is not None:
         tensors["rollout_log_probs"] = rollout_log_probs
     return DataProto.from_dict(tensors=tensors, meta_info={"temperature": 1.0})
@@ -79,9 +73,7 @@ def compose_ppo(*overrides, name="ppo_trainer"):
         return compose(name, overrides=list(overrides))
 
 
-# 0001
-
-
+# Patch 0001
 @pytest.mark.parametrize("cut", [[4], [2, 2], [1, 1, 1, 1], [3, 1]])
 def test_aggregation_is_dr_grpo_however_the_mini_batch_is_cut(cut):
     """(1/N) Σ_b Σ_t loss_bt / T, from micro-batches weighed by their share of rows as the actor weighs them."""
@@ -103,9 +95,7 @@ def test_default_aggregation_is_the_mean_over_tokens():
     torch.testing.assert_close(agg_loss(losses, mask, "token-mean"), torch.tensor(7 / 3))
 
 
-# 0002
-
-
+# Patch 0002
 def test_param_dtype_decides_on_autocast_and_scaling():
     half = make_actor(fsdp_config=FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"}))
     full = make_actor(fsdp_config=FSDPEngineConfig(mixed_precision={"param_dtype": "fp32"}, dtype="float16"))
@@ -121,9 +111,7 @@ def test_default_dtype_is_bfloat16_without_scaler():
     assert actor.param_dtype == torch.bfloat16 and actor.scaler is None
 
 
-# 0003
-
-
+# Patch 0003
 @pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
 def test_default_dtypes_resolve_to_bfloat16(name):
     config = compose_ppo(name=name).actor_rollout_ref
@@ -137,9 +125,7 @@ def test_reference_and_rollout_follow_the_actor_until_told_otherwise():
         assert (config.ref.fsdp_config.dtype, config.rollout.dtype) == ("float16", rollout)
 
 
-# 0004
-
-
+# Patch 0004
 def half_actor(**grad_scaler):
     from verl.workers.config import GradScalerConfig
 
@@ -178,9 +164,7 @@ def test_settings_come_from_the_command_line():
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config).grad_scaler.growth_interval == 7
 
 
-# 0005
-
-
+# Patch 0005
 def manager(actor, **more):
     model = fully_shard(actor.actor_module, mesh=init_device_mesh("cpu", (1,)))
     return FSDPCheckpointManager(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **more)
@@ -211,8 +195,7 @@ def test_default_checkpoint_has_the_keys_it_had(tmp_path):
     assert set(extra) == {"lr_scheduler", "rng"}
 
 
-# 0006
-
+# Patch 0006
 C = 3.0
 # log-ratio of each response as a whole: far below, at, just within and just above C, and beyond what exp can hold
 SEQUENCE_LOG_RATIOS = [-500.0, -2.0, 0.0, math.log(C) - 1e-3, math.log(C) + 1e-3, 20.0, 500.0]
@@ -230,16 +213,10 @@ def weight(estimator, log_ratio):
 def policy_gradient(estimator, trainer, rollout, advantages, mask, threshold=C):
     config = actor_config(policy_loss=PolicyLossConfig(loss_mode=estimator, rollout_is_threshold=threshold))
     trainer = trainer.clone().requires_grad_()
-    loss, metrics = get_policy_loss_fn(estimator)(
-        old_log_prob=rollout,
-        log_prob=trainer,
-        advantages=advantages,
-        response_mask=mask,
-        loss_agg_mode="seq-mean-token-sum-norm",
-        config=config,
-    )
+    batch = {"old_log_prob": rollout, "log_prob": trainer, "advantages": advantages, "response_mask": mask}
+    loss, _ = get_policy_loss_fn(estimator)(**batch, loss_agg_mode="seq-mean-token-sum-norm", config=config)
     loss.backward()
-    return trainer.grad, metrics
+    return trainer.grad
 
 
 @pytest.mark.parametrize("estimator", ["pg_seq_is", "pg_seq_tis", "pg_seq_mis"])
@@ -254,7 +231,7 @@ def test_gradient_is_the_equation(estimator):
     advantages = torch.randn(rows, 1, generator=generator).expand(rows, width).clone()
     masked = mask == 0
     trainer[masked], rollout[masked], advantages[masked] = torch.nan, torch.inf, torch.nan  # must not matter
-    gradient, _ = policy_gradient(estimator, trainer.double(), rollout, advantages.double(), mask.double())
+    gradient = policy_gradient(estimator, trainer.double(), rollout, advantages.double(), mask.double())
     for b, log_ratio in enumerate(log_ratios):
         for t in range(width):
             wanted = 0.0 if masked[b, t] else -weight(estimator, log_ratio) * advantages[b, t].item() / rows / width
@@ -264,7 +241,7 @@ def test_gradient_is_the_equation(estimator):
 def test_the_guard_is_beyond_every_ratio_of_use_and_finite():
     for log_ratio, wanted in ((65.0, math.exp(65.0)), (500.0, torch.finfo(torch.float32).max / 1e10)):
         one = torch.ones(1, 1)
-        gradient, _ = policy_gradient("pg_seq_is", -one, -one - log_ratio, one, one)
+        gradient = policy_gradient("pg_seq_is", -one, -one - log_ratio, one, one)
         assert -gradient.item() == pytest.approx(wanted, rel=1e-4)
 
 
@@ -278,35 +255,28 @@ def test_truncation_without_its_threshold_is_refused_by_name(threshold):
 def test_the_actor_weighs_on_policy_too():
     """One mini-batch, one epoch: the release then takes log_prob.detach() for old_log_probs; every ratio is 1."""
     rollout = torch.full((ROWS, WIDTH), -4.0)  # the model is near uniform, -log 32 = -3.47: ratios of about e^(0.5 n)
-    actor = make_actor(policy_loss=PolicyLossConfig(loss_mode="pg_seq_tis", rollout_is_threshold=1e6))
+    loss = PolicyLossConfig(loss_mode="pg_seq_tis", rollout_is_threshold=1e6)
+    actor = make_actor(policy_loss=loss)
     metrics = reduce_metrics(actor.update_policy(make_data(rollout)))
     assert metrics["actor/is_weight_max"] > 5
     assert metrics["actor/truncated_fraction"] == 0
-    other = make_actor(policy_loss=PolicyLossConfig(loss_mode="pg_seq_tis", rollout_is_threshold=1e6))
+    other = make_actor(policy_loss=loss)
     other.update_policy(make_data(rollout + 0.5))
     assert not torch.equal(parameters(actor), parameters(other))  # mu matters
 
 
-# 0007
-
-
+# Patch 0007
 def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denominator():
     log_ratios = [r for r in SEQUENCE_LOG_RATIOS if r > -19]  # the release holds log-ratios at -20
     rows = len(log_ratios)
     mask = torch.ones(rows, 2)
-    batch = DataProto.from_dict(
-        tensors={
-            "old_log_probs": torch.full((rows, 2), -1.0),
-            "rollout_log_probs": -1.0 - torch.tensor(log_ratios).unsqueeze(-1) * torch.tensor([[0.25, 0.75]]),
-            "response_mask": mask.clone(),
-        }
-    )
-    config = compose_ppo(
-        "algorithm.rollout_correction.rollout_is=sequence",
-        f"algorithm.rollout_correction.rollout_is_threshold={C}",
-        "algorithm.rollout_correction.rollout_is_mode=mask",
-    ).algorithm.rollout_correction
-    batch, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+    rollout = -1.0 - torch.tensor(log_ratios).unsqueeze(-1) * torch.tensor([[0.25, 0.75]])
+    tensors = {"old_log_probs": torch.full((rows, 2), -1.0), "rollout_log_probs": rollout}
+    tensors["response_mask"] = mask.clone()
+    settings = {"rollout_is": "sequence", "rollout_is_threshold": C, "rollout_is_mode": "mask"}
+    overrides = [f"algorithm.rollout_correction.{name}={value}" for name, value in settings.items()]
+    config = compose_ppo(*overrides).algorithm.rollout_correction
+    batch, metrics = correct_batch(DataProto.from_dict(tensors=tensors), config)
     for row, log_ratio in enumerate(log_ratios):
         wanted = weight("pg_seq_mis", log_ratio)
         assert batch.batch["rollout_is_weights"][row].tolist() == pytest.approx([wanted] * 2, rel=1e-5)
@@ -316,17 +286,15 @@ def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denomin
 
 def test_an_unknown_mode_is_refused_by_name():
     with pytest.raises(ValueError, match="rollout_is_mode: cut"):
-        compute_rollout_correction_weights(torch.zeros(1, 1), torch.ones(1, 1), rollout_is_mode="cut")
+        correction_weights(torch.zeros(1, 1), torch.ones(1, 1), rollout_is_mode="cut")
 
 
 def test_default_weights_are_truncated():
-    weights, _ = compute_rollout_correction_weights(torch.tensor([[2.0], [0.5]]), torch.ones(2, 1))
+    weights, _ = correction_weights(torch.tensor([[2.0], [0.5]]), torch.ones(2, 1))
     assert weights.flatten().tolist() == pytest.approx([2.0, math.exp(0.5)])
 
 
-# 0008
-
-
+# Patch 0008
 def test_mismatch_metrics_are_their_formulas():
     from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
 
@@ -334,19 +302,12 @@ def test_mismatch_metrics_are_their_formulas():
     trainer = torch.tensor([[-1.0, -2.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
     rollout = torch.tensor([[-1.5, -1.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    gaps = [0.5, -1.0, 0.0]
+    wanted = {"log_prob_gap_abs_mean": 0.5, "log_prob_gap_abs_max": 1.0}
+    wanted |= {"seq_log_ratio_max": 0.0, "seq_log_ratio_min": -0.5}
+    wanted["k3_kl"] = sum(math.exp(d) - d - 1 for d in (0.5, -1.0, 0.0)) / 3
+    wanted |= {"prob_gap_max": math.exp(-1.0) - math.exp(-1.5), "prob_gap_min": math.exp(-2.0) - math.exp(-1.0)}
     metrics = compute_mismatch_metrics(trainer, rollout, mask)
-    assert metrics == pytest.approx(
-        {
-            "mismatch/log_prob_gap_abs_mean": 0.5,
-            "mismatch/log_prob_gap_abs_max": 1.0,
-            "mismatch/k3_kl": sum(math.exp(d) - d - 1 for d in gaps) / 3,
-            "mismatch/prob_gap_max": math.exp(-1.0) - math.exp(-1.5),
-            "mismatch/prob_gap_min": math.exp(-2.0) - math.exp(-1.0),
-            "mismatch/seq_log_ratio_max": 0.0,
-            "mismatch/seq_log_ratio_min": -0.5,
-        }
-    )
+    assert metrics == pytest.approx({f"mismatch/{name}": value for name, value in wanted.items()})
     assert compute_mismatch_metrics(trainer, rollout, torch.zeros(3, 3)) == {}
 
 
