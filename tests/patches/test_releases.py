@@ -20,19 +20,12 @@ UPSTREAM_0_9_1 = [
     *(f"tests/trainer/ppo/test_{name}.py" for name in ("rollout_corr", "rollout_corr_integration")),
     *(f"tests/trainer/ppo/test_{name}_on_cpu.py" for name in ("core_algos", "loss_aggregation", "metric_utils")),
     "tests/trainer/ppo/test_value_loss_normalization_on_cpu.py",
-    "tests/checkpoint_engine/test_fsdp_lora_only_checkpoint_on_cpu.py",
-    "tests/test_base_config_on_cpu.py",
+    *("tests/checkpoint_engine/test_fsdp_lora_only_checkpoint_on_cpu.py", "tests/test_base_config_on_cpu.py"),
 ]
 
 
 def everything(tree):
     return {str(p.relative_to(tree)): sha256(p) for p in sorted(tree.rglob("*")) if "__pycache__" not in p.parts}
-
-
-def new_tests(version):
-    return sorted(
-        p for p, hashes in available()[version].files.items() if hashes[State.PRISTINE] is None and "/test_" in p
-    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -104,9 +97,9 @@ def test_0_6_1(pristine, patched, outcomes):
 def test_0_9_1_the_tests_it_brings_fail_before_and_pass_after_and_upstream_s_own_still_pass(
     pristine, patched, unpack, outcomes
 ):
-    brought = new_tests("0.9.1")
-    assert len(brought) == len(available()["0.9.1"].patches)
-    release = unpack("0.9.1")
+    series, release = available()["0.9.1"], unpack("0.9.1")
+    brought = sorted(p for p, was in series.files.items() if was[State.PRISTINE] is None and "/test_" in p)
+    assert len(brought) == len(series.patches)
     for path in brought:
         (release / path).parent.mkdir(exist_ok=True)
         shutil.copyfile(patched("0.9.1") / path, release / path)
