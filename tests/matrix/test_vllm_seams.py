@@ -27,10 +27,6 @@ VERL = SourceTree(_folder("verl"))
 OURS = SourceTree(ROOT)
 
 
-def _module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def _imports(tree: SourceTree, module: str, nodes) -> set[tuple[str, str]]:
     """Return (module, name) of each import; name is empty for `import module`."""
     found = set()
@@ -49,7 +45,7 @@ def _needed() -> dict[tuple[str, str], str]:
     """
     needed, waiting, seen = {}, [(VERL, "verl.workers.rollout.vllm_rollout.vllm_async_server")], set()
     for path in sorted((ROOT / "verl_precision").rglob("*.py")):
-        module = _module_name(path)
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for found in _imports(OURS, module, ast.walk(OURS.module(module))):
             needed |= {found: module} if found[0].partition(".")[0] == "vllm" else {}
         if module == "verl_precision.integration.rollout.weight_sync_worker":
@@ -89,10 +85,7 @@ def test_what_is_imported_exists(wanted, who):
     assert not name or VLLM.find(module, name) is not None, f"{who} imports {name} from {module}, which has no such"
 
 
-IN_VLLM = [entry for entry in LEDGER if entry.module.startswith("vllm.")]
-
-
-@pytest.mark.parametrize("entry", IN_VLLM, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [e for e in LEDGER if e.module.startswith("vllm.")], ids=lambda entry: entry.name)
 def test_ledger_symbol_has_the_tested_signature(entry):
     found = VLLM.find(entry.module, entry.name)
     assert found is not None, f"{entry.module}.{entry.name} does not exist"
@@ -102,8 +95,10 @@ def test_ledger_symbol_has_the_tested_signature(entry):
 
 LAYERS = "vllm.model_executor.layers"
 EMBEDDING, RELOAD = f"{LAYERS}.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload.layerwise"
+
+
 # Called or overridden by verify.py, load_recorder.py and vllm_reload.py, on objects that no import names.
-CALLED = [
+@pytest.mark.parametrize(("module", "name", "expected"), [
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")),
     (EMBEDDING, "UnquantizedEmbeddingMethod.apply", ("self", "layer", "x", "bias")),
@@ -117,10 +112,7 @@ CALLED = [
     (RELOAD, "get_layerwise_info", ("layer",)),
     (RELOAD, "_get_original_loader", ("tensor",)),
     (RELOAD, "finalize_layerwise_processing", ("model", "model_config")),
-]
-
-
-@pytest.mark.parametrize(("module", "name", "expected"), CALLED)
+])  # fmt: skip
 def test_what_is_called_takes_what_we_give(module, name, expected):
     found = VLLM.find(module, name)
     assert found is not None, f"{module}.{name} does not exist"
