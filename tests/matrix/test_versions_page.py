@@ -69,17 +69,14 @@ PASSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"contracts": {"passed": 3, "failed": 1, "skipped": 0}},
-        {"guard": {"passed": 0, "failed": 0, "skipped": 5}},
-        {"quickstart": {"exit_code": 1, "k3_kl": [1e-8, 1e-8]}},
-        {"quickstart": {"exit_code": 0, "k3_kl": [1e-8]}},
-        {"quickstart": {"exit_code": 0, "k3_kl": [1e-8, 1e-3]}},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {},
+    {"contracts": {"passed": 3, "failed": 1, "skipped": 0}},
+    {"guard": {"passed": 0, "failed": 0, "skipped": 5}},
+    {"quickstart": {"exit_code": 1, "k3_kl": [1e-8, 1e-8]}},
+    {"quickstart": {"exit_code": 0, "k3_kl": [1e-8]}},
+    {"quickstart": {"exit_code": 0, "k3_kl": [1e-8, 1e-3]}},
+])  # fmt: skip
 def test_what_failed_is_shown_as_failed_and_run_again(change):
     entry, failed = PASSED | change, bool(change)
     assert entry_state(entry) == ("FAILED" if failed else "passed")
