@@ -92,9 +92,8 @@ class EnginePair:
             box = ReportBox()
             for weights, settings in self._streams(rank):
                 self._send(rank, damage(send_with_manifest(weights, box.new_address())), settings)
-            report = box.take()
-            assert report is not None, "the receiver did not answer"
-            reports.append(report)
+            reports.append(box.take())
+            assert reports[-1] is not None, "the receiver did not answer"
         return reports
 
     def canary(self) -> CanaryVerdict:

@@ -24,10 +24,8 @@ pytestmark = pytest.mark.usefixtures("vllm_process")
 SYNCS = int(os.environ.get("HEALTHY_SYNCS", "6"))  # more than the syncs that the canary learns from
 MODELS = {"dense": "qwen3", "tied": "qwen3_tied", "moe": "qwen3_moe", "lora": "qwen3"}
 VLLM = installed_vllm()
-needs_adapters = pytest.mark.skipif(
-    VLLM is not None and not loads_adapters(VLLM),
-    reason=f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/precision.md)",
-)
+CANNOT = f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/precision.md)"
+needs_adapters = pytest.mark.skipif(VLLM is not None and not loads_adapters(VLLM), reason=CANNOT)
 PAIRS = [("dense", "bfloat16"), ("tied", "float16"), ("moe", "float32"), ("lora", "float16")]
 if os.environ.get("HEALTHY_PAIRS") == "all":
     PAIRS = list(itertools.product(MODELS, ("bfloat16", "float16", "float32")))
@@ -51,10 +49,8 @@ def test_healthy_syncs_raise_nothing(model, dtype):
             assert report.unverified_layers == 12 and report.verified_layers == (35 if sync == 0 else 0)
         else:
             assert report.unverified_layers == 0 and report.verified_layers > 20
-    print(
-        f"\n{model} {dtype}: {SYNCS} syncs, no alarm; largest gap {worst:.2f} of the bound; "
-        f"guard {median(guard):.4f} s, canary {median(canary):.4f} s (medians)"
-    )
+    print(f"\n{model} {dtype}: {SYNCS} syncs, no alarm; largest gap {worst:.2f} of the bound;", end=" ")
+    print(f"guard {median(guard):.4f} s, canary {median(canary):.4f} s (medians)")
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +59,7 @@ def dense() -> EnginePair:
     pair = EnginePair("qwen3", "float16", replicas=2)
     for _ in range(LEARNING_SYNCS):
         move(pair.model, 0.01)
-        pair.sync()
-        assert pair.canary().problems == ()
+        _is_healthy(pair)
     return pair
 
 
@@ -73,8 +68,7 @@ def adapted() -> EnginePair:
     """A LoRA adapter with an effect, in good health after one sync."""
     pair = EnginePair("qwen3", "float16", lora=True)
     move(pair.model, 0.3)
-    pair.sync()
-    assert pair.canary().problems == ()
+    _is_healthy(pair)
     return pair
 
 
@@ -84,17 +78,17 @@ def _is_named(pair: EnginePair, replica: int) -> tuple[str, ...]:
     return problems
 
 
-def _is_healthy_again(pair: EnginePair) -> None:
+def _is_healthy(pair: EnginePair) -> None:
     pair.sync()
     assert pair.canary().problems == ()
 
 
 def test_one_of_two_replicas_stale_is_named_by_the_canary(dense):
-    _is_healthy_again(dense)
+    _is_healthy(dense)
     move(dense.model)
     dense.sync(only=[0])
     assert any("to the last bit" in problem for problem in _is_named(dense, replica=1))
-    _is_healthy_again(dense)
+    _is_healthy(dense)
 
 
 def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
@@ -107,14 +101,14 @@ def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
 
     dense.engines[1].collective_rpc(overwrite)
     _is_named(dense, replica=1)
-    _is_healthy_again(dense)
+    _is_healthy(dense)
 
 
 def test_permuted_experts_are_named_by_the_canary():
     """By the bits as well, where the experts' layout is known: tests/weight_sync/test_worker.py."""
     pair = EnginePair("qwen3_moe", "float16")
     move(pair.model, 0.1)
-    _is_healthy_again(pair)
+    _is_healthy(pair)
 
     def permute(worker):
         for name, parameter in worker.model_runner.model.named_parameters():
@@ -137,7 +131,7 @@ def test_an_adapter_that_vllm_does_not_hold_is_named_by_the_bits(adapted, monkey
 
 @needs_adapters
 def test_a_missing_adapter_is_named_by_the_canary(adapted):
-    _is_healthy_again(adapted)
+    _is_healthy(adapted)
     adapted.engines[0].llm_engine.remove_lora(123)
     _is_named(adapted, replica=0)
     adapted.sync()

