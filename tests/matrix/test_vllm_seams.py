@@ -65,7 +65,7 @@ def _needed() -> dict[tuple[str, str], str]:
     return needed
 
 
-NEEDED = _needed()
+NEEDED = dict(sorted(_needed().items()))  # test processes side by side must agree on the order
 
 
 def test_the_imports_are_found():
@@ -74,11 +74,7 @@ def test_the_imports_are_found():
     assert ("vllm.model_executor.model_loader.weight_utils", "default_weight_loader") in NEEDED
 
 
-@pytest.mark.parametrize(
-    ("wanted", "who"),
-    sorted(NEEDED.items()),  # test processes side by side must agree on the order
-    ids=lambda value: ".".join(filter(None, value)) if isinstance(value, tuple) else "",
-)
+@pytest.mark.parametrize(("wanted", "who"), NEEDED.items(), ids=[".".join(filter(None, names)) for names in NEEDED])
 def test_what_is_imported_exists(wanted, who):
     module, name = wanted
     assert VLLM.module(module) is not None, f"{who} imports {module}, which this vLLM does not have"
