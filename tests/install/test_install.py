@@ -54,19 +54,15 @@ class Machine:
         self.index.add("torch", "9.8", torch="")
         self.index.add("uv", pinned_uv(root).removeprefix("uv=="), uv__main=LAUNCHER)
         foreign = r"(?i)pip_|uv_|ssl_|.*_proxy$|pythonpath$|make"
-        kept = {key: value for key, value in os.environ.items() if not re.match(foreign, key)}
-        self.environment = {
-            **kept,
-            **{"HOME": str(folder), "UV_CACHE_DIR": str(folder / "cache"), "PYTHON": sys.executable},
-            **{"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_RETRIES": "0", "UV_HTTP_RETRIES": "0"},
-            **{"HTTPS_PROXY": self.index.url, "PROGRESS_SECONDS": "0.2"},
-            **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(self.index.certificate)),
-        }
+        self.environment = {key: value for key, value in os.environ.items() if not re.match(foreign, key)}
+        self.environment |= {"HOME": str(folder), "UV_CACHE_DIR": str(folder / "cache"), "PYTHON": sys.executable}
+        self.environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1", "PIP_RETRIES": "0"}
+        self.environment |= {"UV_HTTP_RETRIES": "0", "HTTPS_PROXY": self.index.url, "PROGRESS_SECONDS": "0.2"}
+        self.environment |= dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"), str(self.index.certificate))
 
     def has_own_source(self) -> None:
         """Configure pip, and take the network away."""
-        own = {"PIP_INDEX_URL": f"{self.index.url}{DEFAULT}/", "PIP_FIND_LINKS": str(self.torch.parent)}
-        self.environment |= own
+        self.environment |= {"PIP_INDEX_URL": f"{self.index.url}{DEFAULT}/", "PIP_FIND_LINKS": str(self.torch.parent)}
 
     def start(self, *command: str) -> subprocess.Popen:
         """Start a command, install.sh by default, in the clone."""
