@@ -257,3 +257,26 @@ def test_a_python_that_will_not_do_is_named_with_the_reason(root, tmp_path, modu
 def test_the_locks_have_the_pinned_uv(root, lock):
     """The tests above run the uv that users get."""
     assert pinned_uv(root) in (root / "requirements" / lock).read_text().splitlines()
+
+
+# Nothing tells a user to install what no index has: this package comes from a clone.
+# `pip install ... verl-precision`, with or without extras and quotes; `pip show verl-precision` is another matter.
+FROM_AN_INDEX = re.compile(
+    r"""\b(?:pip|uv)\b[^\n`]*\b(?:install|add|download)\b[^\n`]*?[ "'=]verl[-_]precision(?![-_/.\w])"""
+)
+
+
+@pytest.mark.parametrize(
+    "advice", ['pip install "verl-precision[cpu]"', "pip install verl-precision", "uv pip install -U verl_precision"]
+)
+def test_such_advice_is_recognised(advice):
+    assert FROM_AN_INDEX.search(advice)
+
+
+def test_no_advice_to_install_this_package_from_an_index(root):
+    listed = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
+    kinds = {".py", ".md", ".yaml", ".sh", ".html", ".patch", ".toml"}
+    paths = [root / name for name in listed if not name.startswith("tests/install/") and Path(name).suffix in kinds]
+    texts = {path: path.read_text() for path in paths if path.is_file()}
+    assert len(texts) > 100
+    assert not [f"{path}: {advice[0]}" for path, text in texts.items() for advice in FROM_AN_INDEX.finditer(text)]
