@@ -1,6 +1,8 @@
 """Layouts with vLLM's contract, and unknown ones: proof is proof, and the rest is "not verified"."""
 
 import inspect
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,73 +11,62 @@ from torch import nn
 from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError, default_dtype, find_damage
 
 
-class Packed:
+def _method(process, apply=None) -> SimpleNamespace:
+    """A layer's method in vLLM: it packs weights after loading and, unless the guard cannot call it, computes."""
+    return SimpleNamespace(process_weights_after_loading=process, **({"apply": apply} if apply else {}))
+
+
+def _pack(layer) -> None:
     """vLLM's contract for packed kernels on a CPU: the weight is emptied, a closure holds the kernel's own copy.
 
     The empty rest gets whatever dtype is torch's default at that moment.
     """
-
-    def process_weights_after_loading(self, layer) -> None:
-        packed = layer.weight.detach().t().contiguous()
-        layer.cpu_linear = lambda x, weight, bias: x.float() @ packed.float()
-        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-    def apply(self, layer, x, bias=None):
-        return layer.cpu_linear(x, layer.weight, bias)
+    packed = layer.weight.detach().t().contiguous()
+    layer.cpu_linear = lambda x, weight, bias: x.float() @ packed.float()
+    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-class PackedInPlace:
-    """As the causal convolution on AMX: the parameter itself is packed."""
-
-    def process_weights_after_loading(self, layer) -> None:
-        layer.weight.data = layer.weight.data.flip(0).contiguous()
+def _compute(layer, x, bias=None) -> torch.Tensor:
+    return layer.cpu_linear(x, layer.weight, bias)
 
 
-class Hidden:
-    """A kernel nobody has told the guard about: emptied weight, and nothing to call."""
-
-    def process_weights_after_loading(self, layer) -> None:
-        layer._kernel_memory = layer.weight.detach().clone()
-        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+def _hide(layer) -> None:
+    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-class Reshaped:
-    """A layout that depends on when it was made: never the same twice."""
-
-    made = 0
-
-    def process_weights_after_loading(self, layer) -> None:
-        type(self).made += 1
-        layer.weight = nn.Parameter(layer.weight.data.reshape(-1, type(self).made), requires_grad=False)
+def _flip(layer) -> None:
+    layer.weight.data = layer.weight.data.flip(0).contiguous()
 
 
-class Breaks:
-    """Post-processing that works once only."""
-
-    def process_weights_after_loading(self, layer) -> None:
-        raise RuntimeError("already packed")
+def _reshape(layer) -> None:
+    layer.weight = nn.Parameter(layer.weight.data.reshape(-1, next(WIDTHS)), requires_grad=False)
 
 
-class Unsteady(Packed):
-    """A kernel that gives another result each time."""
+def _break(layer) -> None:
+    raise RuntimeError("already packed")
 
-    def apply(self, layer, x, bias=None):
-        return super().apply(layer, x) + torch.rand(())
+
+WIDTHS = itertools.count(1)
+PACKED = _method(_pack, _compute)
+PACKED_IN_PLACE = _method(_flip)  # as the causal convolution on AMX: the parameter itself is packed
+HIDDEN = _method(_hide)  # a kernel nobody has told the guard about: emptied weight, and nothing to call
+RESHAPED = _method(_reshape)  # a layout that depends on when it was made: never the same twice
+BREAKS = _method(_break)  # post-processing that works once only
+UNSTEADY = _method(_pack, lambda layer, x, bias=None: _compute(layer, x) + torch.rand(()))  # another result each time
 
 
 def _load(param, loaded_weight) -> None:
     param.data.copy_(loaded_weight)
 
 
-def _layer(method, sent: torch.Tensor, held: torch.Tensor, built_under: torch.dtype, shape=(6, 4)):
+def _layer(method, sent: torch.Tensor, held: torch.Tensor, built_under: torch.dtype):
     """Return a live layer that holds `held`, built under a default dtype, and the record of `sent`."""
     layer = nn.Module()
-    layer.weight = nn.Parameter(held.clone(), requires_grad=False)
-    layer.quant_method = method
+    layer.weight, layer.quant_method = nn.Parameter(held.clone(), requires_grad=False), method
     with default_dtype(built_under):
-        if not isinstance(method, Breaks):
+        if method is not BREAKS:
             method.process_weights_after_loading(layer)
-    template = nn.Parameter(torch.empty(shape, dtype=sent.dtype, device="meta"), requires_grad=False)
+    template = nn.Parameter(torch.empty((6, 4), dtype=sent.dtype, device="meta"), requires_grad=False)
     call = inspect.signature(_load).bind(None, sent.clone())
     return layer, LayerRecord({"weight": template}, {"weight": _load}, [("weight", call)])
 
@@ -93,30 +84,30 @@ def _damage(method, damaged=False, built_under=torch.bfloat16, model_dtype=torch
 @pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_emptied_weight_is_no_difference_whatever_its_dtype(built_under, model_dtype):
     """What stopped every run on a CPU with AMX: bfloat16[0] at the first load, float32[0] in the reference."""
-    assert _damage(Packed(), built_under=built_under, model_dtype=model_dtype) is None
+    assert _damage(PACKED, built_under=built_under, model_dtype=model_dtype) is None
 
 
-@pytest.mark.parametrize("method", [Packed, PackedInPlace])
+@pytest.mark.parametrize("method", [PACKED, PACKED_IN_PLACE])
 def test_a_damaged_packed_copy_is_proof(method):
-    assert _damage(method()) is None
-    assert _damage(method(), damaged=True) is not None
+    assert _damage(method) is None
+    assert _damage(method, damaged=True) is not None
 
 
 @pytest.mark.parametrize(("method", "reason"), [
-    (Hidden, "packed copy that this guard cannot run"),
-    (Reshaped, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
-    (Breaks, "cannot be built afresh .RuntimeError: already packed."),
-    (Unsteady, "another result each time"),
+    (HIDDEN, "packed copy that this guard cannot run"),
+    (RESHAPED, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
+    (BREAKS, "cannot be built afresh .RuntimeError: already packed."),
+    (UNSTEADY, "another result each time"),
 ])  # fmt: skip
 @pytest.mark.parametrize("damaged", [False, True])
 def test_an_unknown_layout_is_not_verified_and_never_a_failed_sync(method, reason, damaged):
     with pytest.raises(NotVerifiableError, match=reason):
-        _damage(method(), damaged=damaged)
+        _damage(method, damaged=damaged)
 
 
 def test_the_live_layer_is_left_as_it_was():
     sent = torch.randn(6, 4).bfloat16()
-    layer, record = _layer(Packed(), sent, sent, torch.bfloat16)
+    layer, record = _layer(PACKED, sent, sent, torch.bfloat16)
     weight, kernel, default = layer.weight, layer.cpu_linear, torch.get_default_dtype()
     find_damage(layer, record, repack=True, model_dtype=torch.bfloat16)
     assert layer.weight is weight and layer.cpu_linear is kernel and torch.get_default_dtype() is default
