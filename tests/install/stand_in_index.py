@@ -23,12 +23,9 @@ HOSTS = ("pypi.org", "download.pytorch.org")
 
 
 class StandIn(ThreadingHTTPServer):
-    """Serves wheels under the paths of the two indexes.
+    """Serves wheels under the paths of the two indexes; `asked` is host and path of every request.
 
-    Attributes:
-        asked: Host and path of every request.
-        held: A file whose download waits for `release`.
-        unreachable: hosts that the proxy refuses.
+    The download of the file `held` waits for `release`; the proxy refuses the hosts that are `unreachable`.
     """
 
     daemon_threads = True
@@ -56,7 +53,6 @@ class StandIn(ThreadingHTTPServer):
         return path
 
     def close(self) -> None:
-        """Stop serving."""
         self.release.set()
         self.shutdown()
         self.server_close()

@@ -27,8 +27,7 @@ def test_by_hand():
 
 
 def test_updates_below_half_a_unit_add_up_until_they_cross():
-    grid, weight = Bf16Grid(), torch.full((8,), 1.0)
-    found = []
+    grid, weight, found = Bf16Grid(), torch.full((8,), 1.0), []
     for _ in range(5):
         found.append(sync(grid, a=weight).get(CROSSINGS))
         weight = weight + 2.0**-10  # an eighth of a unit; the fourth lies half way, and ties go to the even 1

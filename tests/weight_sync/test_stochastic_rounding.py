@@ -12,7 +12,6 @@ from verl_precision.weight_sync.manifest import digest, read_manifest, rounded_o
 from verl_precision.weight_sync.stochastic_rounding import round_stochastically, rounded_stream, seed_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-NAN, INF = math.nan, math.inf
 
 
 def neighbours(x, dtype):
@@ -63,7 +62,7 @@ def test_what_the_dtype_can_hold_is_unchanged(dtype):
 @DTYPES
 def test_beyond_the_largest_number_it_is_torchs_rounding(dtype):
     top = torch.finfo(dtype).max
-    x = torch.tensor([top * (1 + 2**-14), top * (1 + 2**-8), 3.4028234e38, INF])
+    x = torch.tensor([top * (1 + 2**-14), top * (1 + 2**-8), 3.4028234e38, math.inf])
     for seed in range(50):
         for sign in (1, -1):
             assert torch.equal(round_stochastically(sign * x, dtype, seed), (sign * x).to(dtype))
