@@ -76,6 +76,12 @@ class Machine:
         output, _ = started.communicate(timeout=120)
         return started.returncode, output
 
+    def install_all(self, *command: str) -> str:
+        """Install without an error, so that everything can be imported; return the output."""
+        status, output = self.install(*command)
+        assert status == 0 and self.imports("alpha", "torch", "project"), output
+        return output
+
     def imports(self, *modules: str) -> bool:
         """Return whether the new environment imports the modules."""
         command = [self.venv / "bin" / "python", "-c", f"import {', '.join(modules)}"]
@@ -111,19 +117,15 @@ def machine(new_machine, bare):
 
 def test_a_pip_that_sees_the_pinned_torch_installs_everything(machine):
     machine.has_own_source()
-    status, output = machine.install()
-    assert status == 0, output
-    assert "with pip" in output and "with uv" not in output
-    assert machine.imports("alpha", "torch", "project") and not machine.imports("uv")
+    output = machine.install_all()
+    assert "with pip" in output and "with uv" not in output and not machine.imports("uv")
     assert not machine.asked(DEFAULT) | machine.asked(PYTORCH)
 
 
 def test_without_any_configuration_uv_finds_torch_in_pytorchs_index(machine):
     """Nothing tells pip or uv of an index; the proxy sees which they ask by themselves."""
-    status, output = machine.install()
-    assert status == 0, output
+    output = machine.install_all()
     assert "pip sees no torch==9.9+cpu" in output and "with uv" in output
-    assert machine.imports("alpha", "torch", "project")
     assert machine.asked(PYTORCH) == {"torch"}
     assert {"uv", "alpha", "beta"} <= machine.asked(DEFAULT)
     hosts = {path.split("/torch")[0]: host for host, path in machine.index.asked if "/torch/" in path}
@@ -134,9 +136,7 @@ def test_pips_mirror_of_the_package_index_and_its_certificate_are_passed_on_to_u
     """uv itself does not read pip's settings, and would ask the default index, which a company's network forbids."""
     certificate = machine.environment.pop("SSL_CERT_FILE")
     machine.environment |= {"PIP_INDEX_URL": f"{machine.index.url}{DEFAULT}/", "PIP_CERT": certificate}
-    status, output = machine.install()
-    assert status == 0, output
-    assert "with uv" in output and machine.imports("alpha", "torch")
+    assert "with uv" in machine.install_all()
     assert machine.asked(PYTORCH) == {"torch"} and not machine.asked(DEFAULT)
 
 
@@ -155,10 +155,7 @@ def test_killed_in_the_middle_and_repaired_by_the_next_call(machine):
     (half / "METADATA").write_text("Metadata-Version: 2.1\nName: alpha\nVersion: 1.0\n")
 
     machine.index.release.set()
-    status, output = machine.install("make", "venv")
-    assert status == 0, output
-    assert "is incomplete: removing it" in output
-    assert machine.imports("alpha", "torch", "project")
+    assert "is incomplete: removing it" in machine.install_all("make", "venv")
     assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
 
 
@@ -188,9 +185,7 @@ def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, br
         victim.symlink_to("/no/such/python3.11")
     else:
         shutil.rmtree(victim)
-    status, output = machine.install("make", "venv")
-    assert status == 0, output
-    assert machine.imports("alpha", "torch", "project")
+    machine.install_all("make", "venv")
     assert not (machine.venv / "leftover").exists()
 
 
