@@ -345,8 +345,6 @@ def test_default_update_has_no_new_metric():
 
 
 # What whoever sets nothing gets, bit for bit: test_releases.py compares what the release and the patched tree write.
-
-
 def test_default_update_is_written_down():
     actor = make_actor(ppo_epochs=2, entropy_coeff=0.01)
     data = make_data(torch.full((ROWS, WIDTH), -4.0), advantages=torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH))
