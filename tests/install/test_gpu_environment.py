@@ -31,11 +31,8 @@ def _unmet(requirement: Requirement, seen: set[str]) -> Iterator[str]:
     if f"{name}{sorted(requirement.extras)}" in seen:
         return
     seen.add(f"{name}{sorted(requirement.extras)}")
-    try:
-        distribution = metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return
-    if distribution.version != pin:
+    distribution = next(iter(metadata.distributions(name=name)), None)
+    if distribution is None or distribution.version != pin:
         return
     for text in distribution.requires or ():
         wanted = Requirement(text)
