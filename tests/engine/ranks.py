@@ -19,18 +19,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 import verl  # noqa: F401 - loads the plugin
 from safetensors import safe_open
 from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoModelForTokenClassification,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations import flash_attention
 from transformers.masking_utils import flash_attention_mask
 from verl.models.transformers import monkey_patch
@@ -65,14 +61,6 @@ FSDP1_ON_CPU = {
 STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo", init_method=f"file://{SHARED / 'rendezvous'}", rank=RANK, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
-
-
 class TheCPU(str):
     """The device as `Tensor.to` takes it, which becomes its index in verl's f"{name}:{index}"."""
 
@@ -81,11 +69,15 @@ class TheCPU(str):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_only_a_cpu_needs():
+def process_group():
+    """And what only a CPU needs."""
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", init_method=f"file://{SHARED / 'rendezvous'}", rank=RANK, world_size=WORLD)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_init_utils, "_check_module_states_for_sync_module_states", lambda states: None)
         patch.setattr(fsdp_utils, "get_device_id", lambda: TheCPU("cpu"))
         yield
+    dist.destroy_process_group()
 
 
 def make_engine(
@@ -104,14 +96,9 @@ def make_engine(
     **ours,
 ):
     """Build an engine of ours with settings `ours`; `plain`: with verl's config; `packed`: as on a GPU."""
-    settings = dict(
-        strategy=strategy,
-        ulysses_sequence_parallel_size=ulysses,
-        fsdp_size=fsdp_size,
-        use_torch_compile=False,
-        dtype=long(dtype),
-        mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-    )
+    settings = dict(strategy=strategy, ulysses_sequence_parallel_size=ulysses, fsdp_size=fsdp_size, dtype=long(dtype))
+    settings["mixed_precision"] = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    settings["use_torch_compile"] = False
     model = HFModelConfig(
         path=str(cached_tiny_model(architecture)),
         use_remove_padding=packed,
@@ -194,9 +181,10 @@ def relative_error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-def log_probs(engine, **asked):
+def log_probs(engine, data=None, **asked):
     with engine.eval_mode():
-        return engine.infer_batch(batch(**asked))["model_output"]["log_probs"].values()
+        data = batch(**asked) if data is None else data
+        return engine.infer_batch(data)["model_output"]["log_probs"].values()
 
 
 def local_parameters(engine):
@@ -296,12 +284,9 @@ def test_offloading_changes_nothing_and_misses_no_overflow(strategy, offloaded):
     """The inf is on the last rank only, in the gradient where offloading keeps it."""
     loss_scale = LossScaleSettings(initial=1024.0)
     settings = {"optimizer_offload": True, "shadow": ShadowSettings(dtype="bf16", every_n_steps=1)}
-    engines = [
-        make_engine("fp16", strategy=strategy, loss_scale=loss_scale, **asked)
-        for asked in ({}, {offloaded: True, **settings})
-    ]
     found = []
-    for engine in engines:
+    for asked in ({}, {offloaded: True, **settings}):
+        engine = make_engine("fp16", strategy=strategy, loss_scale=loss_scale, **asked)
         found.append([log_probs(engine), step(engine)])
         with poisoned(engine, rank=WORLD - 1):
             found[-1].append(step(engine))
@@ -483,7 +468,9 @@ def test_without_our_config_the_engine_is_verls_bit_for_bit():
 @STRATEGIES
 def test_critic_scales(strategy, monkeypatch):
     def without_flash_attention(local_path, torch_dtype, model_config, trust_remote_code):
-        return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
+        return transformers.AutoModelForTokenClassification.from_pretrained(
+            local_path, dtype=torch_dtype, config=model_config
+        )
 
     monkeypatch.setattr(verl_model, "load_valuehead_model", without_flash_attention)  # which needs CUDA
     loss_scale = LossScaleSettings(initial=1024.0)
@@ -552,8 +539,7 @@ def test_the_canary_is_scored_with_the_rollouts_weights_and_the_engine_keeps_its
             local_part(parameter).copy_(local_part(parameter).bfloat16())
     own, weights, asked = log_probs(engine), local_parameters(engine), batch()
     tu.assign_non_tensor(asked, **{ROUNDED_TO: "bfloat16"})
-    with engine.eval_mode():
-        found = engine.infer_batch(asked)["model_output"]["log_probs"].values()
+    found = log_probs(engine, asked)
     assert torch.equal(found, log_probs(rounded)) and not torch.equal(found, own)
     assert torch.equal(log_probs(engine), own) and torch.equal(local_parameters(engine), weights)
 
@@ -664,16 +650,9 @@ def test_without_a_preset_nothing_is_watched():
     assert not [key for key in step(engine).metrics if "bf16" in key]
 
 
-EXPORTED = {
-    "fsdp2": {},
-    "lora": {"lora": LORA},
-    "tied": {"architecture": "qwen3_tied"},
-    **(
-        {"moe": {"architecture": "qwen3_moe"}}
-        if WORLD == 1
-        else {"fsdp1": {"strategy": "fsdp"}, "replicas": {"fsdp_size": 1}}
-    ),
-}
+EXPORTED = {"fsdp2": {}, "lora": {"lora": LORA}, "tied": {"architecture": "qwen3_tied"}}
+SHARDED = {"fsdp1": {"strategy": "fsdp"}, "replicas": {"fsdp_size": 1}}
+EXPORTED |= SHARDED if WORLD > 1 else {"moe": {"architecture": "qwen3_moe"}}
 
 
 @pytest.mark.parametrize("settings", EXPORTED.values(), ids=EXPORTED)
@@ -689,13 +668,12 @@ def test_an_export_is_the_models_weights_rounded_once(settings, request):
     model = AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto")
     expected = {}
     for key, value in held.items():
-        name, adapter = key.removeprefix("base_model.model."), key.removesuffix("base_layer.weight")
-        if "lora_" not in name:
-            if adapter != key:
-                value = (
-                    value + 8 / 4 * held[f"{adapter}lora_B.default.weight"] @ held[f"{adapter}lora_A.default.weight"]
-                )
-            expected[name.replace(".base_layer", "")] = value.half()
+        layer = key.removesuffix("base_layer.weight")
+        if layer != key:
+            a, b = (held[f"{layer}lora_{part}.default.weight"] for part in "AB")
+            value = value + 8 / 4 * b @ a
+        if "lora_" not in key:
+            expected[key.removeprefix("base_model.model.").replace(".base_layer", "")] = value.half()
     found = model.state_dict()
     assert found.keys() == expected.keys()
     assert {key for key in found if not torch.equal(found[key], expected[key])} == set()
@@ -731,8 +709,7 @@ def test_a_rank_computes_with_the_experts_of_its_own_sequences(lora):
         replayed[rank] = data, choices, torch.cat(expected).detach()
     data, choices, expected = replayed[RANK]
     data["routed_experts"] = nested(choices)
-    with engine.eval_mode():
-        found = engine.infer_batch(data)["model_output"]["log_probs"].values()
+    found = log_probs(engine, data)
     plain_found = log_probs(make_engine("fp32", packed=True, architecture="qwen3_moe"), packed=True)
     assert (plain_found - expected).abs().max() > 1e-3, "these are not the experts that it would choose"
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
