@@ -1,9 +1,10 @@
 """Each kind of alarm: raised once, with what to do, silent on real healthy runs, and the same after a resume."""
 
-import importlib.util
 import json
 import math
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,7 @@ from verl_precision.tools.runs.compare.summary import REWARD
 from verl_precision.tools.runs.read import read_metrics
 
 HEALTHY = {
-    names.NONFINITE_TRAINER: 0.0,
-    names.NONFINITE_ROLLOUT: 0.0,
-    "actor/" + names.NONFINITE_RESPONSES: 0.0,
+    **dict.fromkeys((names.NONFINITE_TRAINER, names.NONFINITE_ROLLOUT, "actor/" + names.NONFINITE_RESPONSES), 0.0),
     names.K3_KL: 1e-5,
     names.LOG_PROB_GAP: 3e-3,
     names.PROBS_PEARSON: 0.999,
@@ -194,11 +193,9 @@ def test_bad_settings_are_refused_by_name(name, value):
 
 
 def test_settings_that_switch_a_check_off():
-    off = AlarmSettings(
-        extreme_gap=1.0, affected_fraction=1.0, effective_fraction=0, loss_scale_minimum=0, sync_pearson=-1
-    )
+    off = dict(extreme_gap=1.0, affected_fraction=1.0, effective_fraction=0, loss_scale_minimum=0, sync_pearson=-1)
     sick = {names.PROB_GAP_MIN: -1.0, names.PHANTOM_CLIPPED: 1.0, names.LOSS_SCALE: 1.0, names.PROBS_PEARSON: -1.0}
-    assert feed(MismatchAlarm(off), sick, 1, 50) == []
+    assert feed(MismatchAlarm(AlarmSettings(**off)), sick, 1, 50) == []
 
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -233,11 +230,7 @@ def test_recorded_runs_that_were_fine_raise_none(precision, baseline_steps):
 @pytest.fixture(scope="module")
 def rates():
     """The benchmark behind the rates of docs/alarm.md; here with fewer seeds."""
-    path = Path(__file__).parents[2] / "benchmarks" / "alarm_rates.py"
-    spec = importlib.util.spec_from_file_location("alarm_rates", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "alarm_rates.py")))
 
 
 NOISES = ["Gaussian", "Student t(2)", "AR(1), phi 0.8"]

@@ -43,6 +43,7 @@ LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
 NEVER_BELOW = "actor_rollout_ref.actor.clip_ratio_low=10.0"
 CORRECTIONS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+CORRECTED = ("old_log_probs", "rollout_log_probs", "response_mask")
 # Beyond PPO's clip range on one token in nine, as BF16 does on models with rough weights; and FP16's.
 BF16, FP16 = 0.15, 1.8e-4
 PAGE = (Path(__file__).parents[2] / "docs" / "alarm.md").read_text().partition("## Known situations")[2]
@@ -214,14 +215,11 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
 def advantages_of(sessions: tuple[int, ...]) -> torch.Tensor:
     """Return what verl's trainer computes with `rloo`; keys are those of TransferQueue."""
     keys = [f"{prompt}_{session}_{i}" for prompt in "ab" for session, n in enumerate(sessions) for i in range(n)]
-    rewards = torch.tensor([float(key.split("_")[1] in "13") for key in keys])
-    data = DataProto.from_dict(
-        tensors={
-            "token_level_rewards": torch.nn.functional.pad(rewards.unsqueeze(-1), (TOKENS - 1, 0)),
-            "response_mask": torch.ones(RESPONSES, TOKENS),
-        },
-        non_tensors={"uid": np.array([key[0] for key in keys], dtype=object)},
-    )
+    rewards = torch.tensor([[float(key.split("_")[1] in "13")] for key in keys])
+    rewards = torch.nn.functional.pad(rewards, (TOKENS - 1, 0))
+    tensors = {"token_level_rewards": rewards, "response_mask": torch.ones(RESPONSES, TOKENS)}
+    uids = np.array([key[0] for key in keys], dtype=object)
+    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
     options = dict(adv_estimator="rloo", num_repeat=len(sessions), norm_adv_by_std_in_grpo=False, config={})
     with advantages_by_session():
         data = trainer_base.compute_advantage_for_multi_trajectories(data, batch_keys=keys, **options)
@@ -250,7 +248,7 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
     trainer, raised, metrics = trainer_of(config, monkeypatch, folder), set(), {}
     generator = torch.Generator().manual_seed(1)
     correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
-    bypass = correction.get("bypass_mode")
+    options = {key: correction[key] for key in CORRECTIONS if correction.get(key)}
     for step in range(1, situation.steps + 1):
         monitor, trainer.global_steps = trainer._monitor, step
         aggregator = MetricsAggregator()
@@ -262,12 +260,9 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             if situation.sessions:
                 batch.rows["advantages"] = advantages_of(situation.sessions)
             corrected: dict = {}
-            if not bypass:
+            if not correction.get("bypass_mode"):
                 _, batch.rows["response_mask"], corrected = compute_rollout_correction_and_rejection_mask(
-                    batch.rows["old_log_probs"],
-                    batch.rows["rollout_log_probs"],
-                    batch.rows["response_mask"],
-                    **{key: correction[key] for key in CORRECTIONS if correction.get(key)},
+                    *(batch.rows[name] for name in CORRECTED), **options
                 )
             monitor.measure_in_driver(batch, step)
             monitor.ask_the_worker(batch, step, number)
