@@ -39,9 +39,8 @@ def random_responses(rows, longest, seed, gap=1e-2, shortest=0):
     responses = []
     for length in rng.integers(shortest, longest + 1, rows):
         mu = -rng.exponential(2.5, length)
-        response = {"rollout": mu}
-        for name in ("trainer", "shadow"):
-            response[name] = np.minimum(mu + gap * rng.standard_normal(length), 0)
+        engines = {name: np.minimum(mu + gap * rng.standard_normal(length), 0) for name in ("trainer", "shadow")}
+        response = {"rollout": mu, **engines}
         response = {name: np.float32(values).astype(np.float64) for name, values in response.items()}
         response["advantage"] = np.full(length, rng.choice([-1.5, 0.0, 0.5]))
         responses.append({**response, "ended": np.full(length, rng.random() < 0.7)})
@@ -62,24 +61,17 @@ def padded(responses, junk=0.0, width=None, dtype=torch.float32):
 
 
 def jagged(responses):
-    found = {
-        name: torch.nested.nested_tensor(
-            [torch.tensor(r[name], dtype=torch.float32) for r in responses], layout=torch.jagged
-        )
-        for name in NAMES
-    }
-    return found, None
+    rows = {name: [torch.tensor(r[name], dtype=torch.float32) for r in responses] for name in NAMES}
+    return {name: torch.nested.nested_tensor(rows[name], layout=torch.jagged) for name in NAMES}, None
 
 
 def measured(responses, kind="mismatch", layout=padded, chunk_tokens=None, mask=None, **options):
     """Measure a batch; `options` are those of the layout."""
     statistics, names, _, more = KINDS[kind]
     tensors, valid = layout(responses, **options)
-    arguments = [tensors[name] for name in names]
-    mask = valid if mask is None else mask
+    arguments = [*(tensors[name] for name in names), valid if mask is None else mask, tensors["advantage"]]
     ended = torch.tensor([plain_statistics.ended(response) for response in responses], dtype=torch.bool)
-    more = {**more, "chunk_tokens": chunk_tokens, "ended": ended}
-    return statistics.measure(*arguments, mask, tensors["advantage"], **more)
+    return statistics.measure(*arguments, chunk_tokens=chunk_tokens, ended=ended, **more)
 
 
 def assert_close(found, expected, tolerance=1e-6):

@@ -3,17 +3,13 @@
 A batch is a list of responses; a response is a dict of 1-D arrays of its valid tokens.
 """
 
+import itertools
 import math
 
 import numpy as np
 
-BINS = {
-    "prob_1e-1_1": (1e-1, 1),
-    "prob_1e-2_1e-1": (1e-2, 1e-1),
-    "prob_1e-3_1e-2": (1e-3, 1e-2),
-    "prob_1e-4_1e-3": (1e-4, 1e-3),
-    "prob_0_1e-4": (0, 1e-4),
-}
+POWERS = ("1", "1e-1", "1e-2", "1e-3", "1e-4", "0")
+BINS = {f"prob_{low}_{high}": (float(low), float(high)) for high, low in itertools.pairwise(POWERS)}
 ONE_SIDE = [2.0**e * (1 + k / 16) for e in range(-30, 12) for k in range(16)] + [2.0**12]
 EDGES = np.array([-math.inf, *(-x for x in reversed(ONE_SIDE)), *ONE_SIDE, math.inf])
 ABS_EDGES = np.array([0.0, *ONE_SIDE, math.inf])
@@ -39,8 +35,7 @@ def histogram_quantile(values, q, absolute=False):
     above, _ = np.histogram(rounded[rounded >= 0], ABS_EDGES)
     below, _ = np.histogram(-rounded[rounded < 0], ABS_EDGES)
     if absolute:
-        edges, counts, low = ABS_EDGES, above + below, 0.0
-        high = np.abs(values).max()
+        edges, counts, low, high = ABS_EDGES, above + below, 0.0, np.abs(values).max()
     else:
         edges, counts = EDGES, np.concatenate([below[:0:-1], [above[0] + below[0]], above[1:]])
         low, high = values.min(), values.max()
@@ -51,11 +46,8 @@ def histogram_quantile(values, q, absolute=False):
 
 
 def bin_of(mu):
-    probability = np.exp(mu)
-    return {
-        name: (probability > low if low else probability >= 0) & (probability <= high)
-        for name, (low, high) in BINS.items()
-    }
+    p = np.exp(mu)
+    return {name: (p > low if low else p >= 0) & (p <= high) for name, (low, high) in BINS.items()}
 
 
 def mean(values):
@@ -117,8 +109,7 @@ def mismatch(responses, c=3.0):
         }
         found["sequence_ess_fraction"] = found["sequence_ess"] / len(s)
         if len(set(length)) > 1:
-            slope = np.polyfit(length / 1000, np.abs(s), 1)[0]
-            found["sequence_log_ratio_abs_per_1k_tokens"] = slope
+            found["sequence_log_ratio_abs_per_1k_tokens"] = np.polyfit(length / 1000, np.abs(s), 1)[0]
         found["final_token_gap_mean"] = mean([(r["trainer"] - r["rollout"])[-1] for r in whole if ended(r)])
     return {f"mismatch/{name}": float(value) for name, value in found.items() if value is not None}
 
@@ -153,10 +144,8 @@ def phantom(responses, clip=None, beta_in_ratio=True):
         for name, x in (("alpha", alpha), ("beta", beta)):
             found |= {f"{name}_mean": x.mean(), f"{name}_abs_mean": np.abs(x).mean(), f"{name}_std": x.std()}
             found |= {f"{name}_min": x.min(), f"{name}_max": x.max()}
-        found |= {
-            "beta_mean_positive_advantage": mean(beta[advantage > 0]),
-            "beta_mean_negative_advantage": mean(beta[advantage < 0]),
-        }
+        found["beta_mean_positive_advantage"] = mean(beta[advantage > 0])
+        found["beta_mean_negative_advantage"] = mean(beta[advantage < 0])
         for name, inside in bin_of(mu).items():
             found[f"{name}/beta_abs_mean"] = mean(np.abs(beta[inside]))
         if clip is not None:
@@ -169,12 +158,8 @@ def clipping(responses, advantage, mu, clip, beta_in_ratio):
     without = clipped(log_ratios(responses, "shadow", "rollout", clip), advantage, clip)
     ghost, beta = with_beta & ~without, log_ratios(responses, "trainer", "shadow", clip)
     if not beta_in_ratio:
-        final = mean(final_tokens(responses, without))
-        return {
-            "clipped_fraction": without.mean(),
-            "avoided_fraction": ghost.mean(),
-            "final_token_clip_fraction": final,
-        }
+        found = {"clipped_fraction": without.mean(), "avoided_fraction": ghost.mean()}
+        return {**found, "final_token_clip_fraction": mean(final_tokens(responses, without))}
     return {
         "final_token_clip_fraction": mean(final_tokens(responses, with_beta)),
         "beta_beyond_clip_fraction": ((beta > clip.high) | (beta < clip.low)).mean(),
