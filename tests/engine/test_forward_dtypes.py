@@ -1,4 +1,5 @@
 import logging
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -10,36 +11,28 @@ from verl_precision.base.errors import ConfigurationError, PrecisionContradictio
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(4, 8)
-        self.first = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)  # no matrix of its own
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.first(self.embedding(tokens))))
+def small_model():
+    """Two matrices that multiply; the embedding looks up, and the norm has no matrix of its own."""
+    square, head = nn.Linear(8, 8), nn.Linear(8, 4)
+    return nn.Sequential(OrderedDict(embedding=nn.Embedding(4, 8), first=square, norm=nn.LayerNorm(8), head=head))
 
 
 TOKENS = torch.tensor([0, 1, 2])
 
 
 def test_agreement_is_said_once(caplog):
-    model = Model()
+    model = small_model()
     dtypes = ForwardDtypes(model, "actor", torch.float32)
     with caplog.at_level(logging.INFO, logger="verl_precision.engine"):
         for _ in range(2):
             model(TOKENS)
             assert dtypes.seen == {torch.float32: 2}
             dtypes.check()
-    assert [record.getMessage() for record in caplog.records] == [
-        "actor forward verified: 2 matrix products, all in float32"
-    ]
+    assert caplog.messages == ["actor forward verified: 2 matrix products, all in float32"]
 
 
 def test_one_module_in_another_dtype_is_named():
-    model = Model()
+    model = small_model()
     dtypes = ForwardDtypes(model, "critic", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.head(torch.zeros(1, 8))
@@ -63,7 +56,7 @@ def test_a_router_of_experts_is_seen():
 
 
 def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():
-    model = Model()
+    model = small_model()
     model.get_output_embeddings = lambda: model.head
     dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=compute_head_in_fp32(model))
     hidden = torch.randn(3, 8).bfloat16()
@@ -77,7 +70,7 @@ def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():
 
 
 def test_nothing_seen_is_a_warning(caplog):
-    dtypes = ForwardDtypes(Model(), "actor", torch.float32)
+    dtypes = ForwardDtypes(small_model(), "actor", torch.float32)
     with caplog.at_level(logging.WARNING, logger="verl_precision.engine"):
         dtypes.check()
         dtypes.check()
@@ -85,7 +78,7 @@ def test_nothing_seen_is_a_warning(caplog):
 
 
 def test_fp32_head_needs_a_linear_layer():
-    model = Model()
+    model = small_model()
     model.get_output_embeddings = lambda: model.norm
     with pytest.raises(ConfigurationError, match="fp32_output_head=True.*LayerNorm"):
         compute_head_in_fp32(model)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from verl.utils import tensordict_utils as tu
+from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -13,13 +14,13 @@ from verl_precision.integration.engine.fsdp_engine import precision_variant
 
 LENGTHS, V, PAD = (3, 5), 20, 2
 MIXED = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+SETTINGS = {"dtype": "float32", "mixed_precision": MIXED}
+PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 
 
 def outputs(config, packed, dtype=torch.float32, **asked):
     engine = object.__new__(precision_variant(FSDPEngineWithLMHead, "Engine"))
     engine.engine_config, engine.use_ulysses_sp = config, False
-    from verl.utils.torch_functional import entropy_from_logits
-
     engine.compute_entropy_from_logits = entropy_from_logits
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, V, (n,), generator=generator) for n in LENGTHS]
@@ -40,12 +41,10 @@ def outputs(config, packed, dtype=torch.float32, **asked):
 
 
 @pytest.mark.parametrize("asked", [{}, {"calculate_entropy": False}, {"calculate_sum_pi_squared": True}], ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@PACKED
 def test_same_keys_shapes_and_values_as_verl(packed, asked):
     theirs = outputs(FSDPEngineConfig(), packed, **asked)
-    ours = outputs(
-        PrecisionFSDPConfig(dtype="float32", mixed_precision=MIXED, log_prob_chunk_tokens=2), packed, **asked
-    )
+    ours = outputs(PrecisionFSDPConfig(**SETTINGS, log_prob_chunk_tokens=2), packed, **asked)
     assert ours.keys() == theirs.keys() and "log_probs" in ours
     for key, value in theirs.items():
         assert ours[key].is_nested and torch.equal(ours[key].offsets(), value.offsets())
@@ -53,10 +52,9 @@ def test_same_keys_shapes_and_values_as_verl(packed, asked):
 
 
 @pytest.mark.parametrize("asked", [{}, {"calculate_sum_pi_squared": True}], ids=str)
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@PACKED
 def test_16_bit_logits_give_fp32_outputs_unless_switched_off(packed, asked):
-    settings = dict(dtype="float32", mixed_precision=MIXED)
-    on = outputs(PrecisionFSDPConfig(**settings), packed, torch.float16, **asked)
-    off = outputs(PrecisionFSDPConfig(**settings, fp32_log_probs=False), packed, torch.float16, **asked)
+    on = outputs(PrecisionFSDPConfig(**SETTINGS), packed, torch.float16, **asked)
+    off = outputs(PrecisionFSDPConfig(**SETTINGS, fp32_log_probs=False), packed, torch.float16, **asked)
     assert {value.dtype for value in on.values()} == {torch.float32}
     assert off["log_probs"].dtype == torch.float16
