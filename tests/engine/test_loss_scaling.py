@@ -9,14 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
-from verl_precision.engine.loss_scaling import (
-    FILE_NAME,
-    LossScaler,
-    ScalerStep,
-    load_scaler,
-    save_scaler,
-    underflow_fraction,
-)
+from verl_precision.engine import loss_scaling
+from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, load_scaler, save_scaler
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.engine.step_report import StepReport
 
@@ -57,9 +51,8 @@ def test_dynamic_scale_backs_off_grows_and_stays_within_bounds():
 
 
 def test_static_scale_stays_and_still_skips():
-    scaler = LossScaler(
-        LossScaleSettings(mode="static", initial=8.0, growth_interval=1, stop_after_steps_at_minimum=2), "cpu"
-    )
+    settings = dict(mode="static", initial=8.0, growth_interval=1, stop_after_steps_at_minimum=2)
+    scaler = LossScaler(LossScaleSettings(**settings), "cpu")
     scales, parameter = run(scaler, [1, INF, 1, INF])
     assert scales == [8] * 4 and parameter.tolist() == [-2.0] * 3
     assert not scaler.exhausted
@@ -87,11 +80,11 @@ def test_device_without_scaling_is_refused():
 
 def test_underflow_fraction_by_hand():
     """FP16's smallest normal number is 2^-14. Of four non-zero elements one is below."""
-    assert underflow_fraction([torch.tensor([0.0, 2**-14, -(2**-15)]), torch.tensor([[1.0, INF]])]) == 0.25
-    assert underflow_fraction([torch.zeros(5)]) == 0.0
-    assert underflow_fraction([]) == 0.0
+    assert loss_scaling.underflow_fraction([torch.tensor([0.0, 2**-14, -(2**-15)]), torch.tensor([[1.0, INF]])]) == 0.25
+    assert loss_scaling.underflow_fraction([torch.zeros(5)]) == 0.0
+    assert loss_scaling.underflow_fraction([]) == 0.0
     large = torch.full((1 << 20,), 2.0**-20)  # of which every 16th is sampled
-    assert underflow_fraction([large, torch.ones(1)]) == pytest.approx(1 - 1 / 65537)
+    assert loss_scaling.underflow_fraction([large, torch.ones(1)]) == pytest.approx(1 - 1 / 65537)
 
 
 class BusyDevice(torch.Tensor):
@@ -131,12 +124,10 @@ class BusyDevice(torch.Tensor):
 def test_overflow_of_an_offloaded_gradient_is_found_while_the_device_is_busy(kind, found, unscaled):
     """With `offload_policy` the scale is on the device and the gradients are on the CPU; pytorch#176429."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    for parameter, gradient in zip(parameters, (1.0, INF), strict=True):
-        parameter.grad = torch.full((2,), gradient)
+    parameters[0].grad, parameters[1].grad = torch.full((2,), 1.0), torch.full((2,), INF)
     scaler = LossScaler(LossScaleSettings(initial=4.0), "cpu") if kind is LossScaler else kind("cpu", init_scale=4.0)
-    flags = scaler._unscale_grads_(
-        torch.optim.SGD(parameters), BusyDevice(torch.tensor(0.25)), BusyDevice(torch.tensor([0.0]))
-    )
+    factor, flag = BusyDevice(torch.tensor(0.25)), BusyDevice(torch.tensor([0.0]))
+    flags = scaler._unscale_grads_(torch.optim.SGD(parameters), factor, flag)
     BusyDevice.catch_up()
     assert {device.type: float(flag) for device, flag in flags.items()} == {"cpu": found}
     assert parameters[0].grad.tolist() == pytest.approx([unscaled] * 2, nan_ok=True)
@@ -176,7 +167,7 @@ def test_report_adds_up_the_updates_of_a_step():
     scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
     assert not report.take_applied(), "nothing happened yet"
     for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
-        scaler.last_step = ScalerStep(ranks, underflow)
+        scaler.last_step = loss_scaling.ScalerStep(ranks, underflow)
         report.add(INF if ranks else 1.0, scaler)
     assert report.last_skipped and report.take_applied() and not report.take_applied()
     assert report.metrics(scaler) == {
