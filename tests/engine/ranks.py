@@ -81,41 +81,25 @@ def process_group():
 
 
 def make_engine(
-    dtype="fp16",
-    plain=False,
-    cls=None,
-    model_type="language_model",
-    fsdp_size=-1,
-    lora=None,
-    save=("model", "optimizer", "extra"),
-    strategy="fsdp2",
-    packed=False,
-    attention="sdpa",
-    ulysses=1,
-    architecture="qwen3",
-    **ours,
-):
+    dtype="fp16", plain=False, cls=None, model_type="language_model", fsdp_size=-1, lora=None,
+    save=("model", "optimizer", "extra"), strategy="fsdp2", packed=False, attention="sdpa", ulysses=1,
+    architecture="qwen3", **ours,
+):  # fmt: skip
     """Build an engine of ours with settings `ours`; `plain`: with verl's config; `packed`: as on a GPU."""
     settings = dict(strategy=strategy, ulysses_sequence_parallel_size=ulysses, fsdp_size=fsdp_size, dtype=long(dtype))
     settings["mixed_precision"] = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     settings["use_torch_compile"] = False
-    model = HFModelConfig(
-        path=str(cached_tiny_model(architecture)),
-        use_remove_padding=packed,
-        enable_gradient_checkpointing=packed,
-        override_config={"attn_implementation": attention},
-        **(lora or {}),
-    )
+    options = {"use_remove_padding": packed, "enable_gradient_checkpointing": packed, **(lora or {})}
+    options["override_config"] = {"attn_implementation": attention}
+    model = HFModelConfig(path=str(cached_tiny_model(architecture)), **options)
     model.model_type = model_type
     torch.manual_seed(0)  # the value head is drawn
     if cls is None:  # ours refuses FSDP1 on a CPU
         cls = FSDP1_ON_CPU[model_type] if strategy == "fsdp" else EngineRegistry.get_engine_cls(model_type, strategy)
-    engine = cls(
-        model_config=model,
-        engine_config=FSDPEngineConfig(**settings) if plain else PrecisionFSDPConfig(**settings, **ours),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=100),
-        checkpoint_config=CheckpointConfig(save_contents=list(save)),
-    )
+    config = FSDPEngineConfig(**settings) if plain else PrecisionFSDPConfig(**settings, **ours)
+    optimizer = FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=100)
+    checkpoint = CheckpointConfig(save_contents=list(save))
+    engine = cls(model_config=model, engine_config=config, optimizer_config=optimizer, checkpoint_config=checkpoint)
     engine.initialize()
     return engine
 
@@ -126,15 +110,9 @@ def fp16_engine(strategy="fsdp2", **settings):
 
 def batch(last=True, packed=False, lengths=(5, 8), seed=RANK):
     generator = torch.Generator().manual_seed(seed)
-    data = engine_batch(
-        [torch.randint(3, 90, (n,), generator=generator) for n in lengths],
-        use_dynamic_bsz=packed,
-        max_token_len_per_gpu=20,
-        micro_batch_size_per_gpu=1,
-        use_remove_padding=packed,
-        calculate_entropy=True,
-        update_lr_scheduler=last,
-    )
+    ids = [torch.randint(3, 90, (n,), generator=generator) for n in lengths]
+    sizes = {"use_dynamic_bsz": packed, "max_token_len_per_gpu": 20, "micro_batch_size_per_gpu": 1}
+    data = engine_batch(ids, **sizes, use_remove_padding=packed, calculate_entropy=True, update_lr_scheduler=last)
     data["temperature"] = torch.tensor([0.7, 1.3]).repeat(len(lengths) // 2)
     return data
 
@@ -360,21 +338,17 @@ def packed_attention(monkeypatch):
 def test_ulysses_over_two_ranks_gives_what_one_rank_gives(dtype, rounding, packed_attention):
     """And with sdpa it does not, without an error of verl's: rule `ulysses-needs-flash` refuses that."""
     same = {"packed": True, "lengths": (5, 8, 7, 11), "seed": 0}  # both ranks have half of the same sequences
-
-    def built(attention, ulysses):
-        scale = LossScaleSettings(initial=64.0)
-        return make_engine(dtype, packed=True, attention=attention, ulysses=ulysses, loss_scale=scale)
-
-    whole = built("sdpa", ulysses=1)
-    found = {}
+    build = functools.partial(make_engine, dtype, packed=True, loss_scale=LossScaleSettings(initial=64.0))
+    whole, found = build(), {}
     for attention in (packed_attention, "sdpa"):
-        split = built(attention, ulysses=WORLD)
+        split = build(attention=attention, ulysses=WORLD)
         assert split.get_data_parallel_size() == 1
         found[attention] = (predicted(split, **same) - predicted(whole, **same)).abs().mean()
     assert found[packed_attention] < 4 * rounding
     assert found["sdpa"] > 1e-3, "nats: each rank attends to its own half"
     reference = gradient(whole, summed, **same)
-    assert relative_error(gradient(built(packed_attention, WORLD), summed, **same), reference) < 8 * rounding
+    split = build(attention=packed_attention, ulysses=WORLD)
+    assert relative_error(gradient(split, summed, **same), reference) < 8 * rounding
 
 
 @STRATEGIES
@@ -426,12 +400,9 @@ def test_resume_goes_on_exactly_and_is_refused_with_another_number_of_ranks(stra
 
 
 def test_upstreams_resume_starts_with_a_new_scale(caplog):
-    def upstream():
-        engine = make_engine("fp16", plain=True)
+    theirs, again = make_engine("fp16", plain=True), make_engine("fp16", plain=True)
+    for engine in (theirs, again):
         engine.scaler = ShardedGradScaler("cpu", growth_interval=400)  # verl's own would be disabled on a CPU
-        return engine
-
-    theirs, again = upstream(), upstream()
     step(theirs)
     with poisoned(theirs):
         step(theirs)
@@ -473,8 +444,7 @@ def test_critic_scales(strategy, monkeypatch):
         )
 
     monkeypatch.setattr(verl_model, "load_valuehead_model", without_flash_attention)  # which needs CUDA
-    loss_scale = LossScaleSettings(initial=1024.0)
-    critic = make_engine("fp16", model_type="value_model", strategy=strategy, loss_scale=loss_scale)
+    critic = make_engine(model_type="value_model", strategy=strategy, loss_scale=LossScaleSettings(initial=1024.0))
     assert type(critic).__name__ == ("FSDPEngineWithValueHeadOnCPU" if strategy == "fsdp2" else "FSDP1CriticOnCPU")
     found = step(critic)
     assert found.changed and found.metrics["precision/loss_scale"] == [1024]
