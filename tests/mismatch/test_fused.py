@@ -1,5 +1,6 @@
 """The kernel gives what torch gives, whatever it is handed; where there is none, torch measures and the log says so."""
 
+import functools
 import math
 import shutil
 
@@ -16,11 +17,7 @@ from verl_precision.mismatch.statistics import MismatchStatistics
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GAPS = (0.0, 1e-9, 1e-4, 1e-2, 1.0, 50.0, 400.0, 1000.0)
 BAD = (math.nan, math.inf, -math.inf, 0.25, -1000.0, -5000.0, 0.0, -0.0)
-
-
-@pytest.fixture
-def every_size(monkeypatch):
-    monkeypatch.setattr(fused, "SMALLEST_BATCH", 0)
+jagged = functools.partial(torch.nested.nested_tensor, layout=torch.jagged)
 
 
 def by(way, *arguments):
@@ -85,15 +82,10 @@ def batches(draw):
     lengths = rng.integers(0, longest + 1, rows)
     tensors = [torch.tensor(values).to(dtype) for values, dtype in zip((pi, mu, advantages), dtypes, strict=True)]
     if draw(st.booleans()) and rows:
-        nested = [
-            torch.nested.nested_tensor([row[:n] for row, n in zip(tensor, lengths, strict=True)], layout=torch.jagged)
-            for tensor in tensors
-        ]
         mask = None
         if draw(st.booleans()):
-            masks = [torch.tensor(rng.random(n) < 0.8) for n in lengths]
-            mask = torch.nested.nested_tensor(masks, layout=torch.jagged)
-        pi, mu, advantages = nested
+            mask = jagged([torch.tensor(rng.random(n) < 0.8) for n in lengths])
+        pi, mu, advantages = (jagged([row[:n] for row, n in zip(x, lengths, strict=True)]) for x in tensors)
     else:
         mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
         if draw(st.booleans()):
@@ -136,9 +128,8 @@ def test_threads_change_nothing():
     generator = torch.Generator().manual_seed(0)
     mu = -torch.rand(40, 9000, generator=generator)
     pi = mu * (1 + 1e-3 * torch.rand(mu.shape, generator=generator))
-    before = torch.get_num_threads()
+    before, found = torch.get_num_threads(), []
     try:
-        found = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             found.append(by("kernel", pi, mu, torch.ones_like(mu)).metrics())
@@ -156,22 +147,19 @@ def test_exponential_is_exact_to_rounding():
     near = np.concatenate([np.log(2) / 2 * k + rng.uniform(-1e-3, 1e-3, 200) for k in range(-20, 21)])
     for x in np.concatenate([size, -size, near]).tolist():
         power, rest, r = fused_kernel.exponential(x)
-        for found, exact in (
-            (power * (r + rest) + (power - 1), np.expm1(np.longdouble(x))),
-            (power * (1 + (r + rest)), np.exp(np.longdouble(x))),
-        ):
+        y = np.longdouble(x)
+        for found, exact in ((power * (r + rest) + (power - 1), np.expm1(y)), (power * (1 + (r + rest)), np.exp(y))):
             assert abs(found - exact) <= 1e-15 * abs(exact), x
         if power == 1:
             # Here the oracle itself loses digits of a small x, so Taylor's series in 80 bits stands for it.
-            y = np.longdouble(x)
             series = sum(y**k / np.longdouble(math.factorial(k)) for k in range(18, 1, -1))
             assert abs(rest - series) <= 1e-15 * series, x
 
 
-def test_k3_of_a_tiny_gap_is_better_than_a_difference_of_sums(every_size):
+def test_k3_of_a_tiny_gap_is_better_than_a_difference_of_sums():
     mu = torch.full((1, 1000), -1.0, dtype=torch.float64)
     gap = (mu + 1e-7) - mu
-    found = MismatchStatistics.measure(mu + 1e-7, mu, torch.ones_like(mu)).metrics()["mismatch/k3_kl"]
+    found = by("kernel", mu + 1e-7, mu, torch.ones_like(mu)).metrics()["mismatch/k3_kl"]
     assert found == pytest.approx((gap**2 / 2 + gap**3 / 6).mean().item(), rel=1e-14)
 
 
