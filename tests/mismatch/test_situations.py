@@ -41,6 +41,8 @@ RESPONSES, TOKENS = 16, 32
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
+FROM_SHADOW = f"{SHADOW}.ratio_source=shadow"
+REJECTION = "algorithm.rollout_correction.rollout_rs"
 NEVER_BELOW = "actor_rollout_ref.actor.clip_ratio_low=10.0"
 CORRECTIONS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
 CORRECTED = ("old_log_probs", "rollout_log_probs", "response_mask")
@@ -88,20 +90,15 @@ SITUATIONS = {
         changes=(BYPASS, f"{LOSS}=vanilla", NEVER_BELOW)
     ),
     "large gap, bypass, a shadow": Situation(changes=(BYPASS, f"{SHADOW}.every_n_steps=1")),
-    "the same, `ratio_source=shadow`": Situation(changes=(BYPASS, f"{SHADOW}.ratio_source=shadow")),
-    "`ratio_source=shadow`, decoupled: the old log-probs are the shadow's": Situation(
-        changes=(f"{SHADOW}.ratio_source=shadow",)
-    ),
+    "the same, `ratio_source=shadow`": Situation(changes=(BYPASS, FROM_SHADOW)),
+    "`ratio_source=shadow`, decoupled: the old log-probs are the shadow's": Situation(changes=(FROM_SHADOW,)),
     "large gap, `pg_seq_is`: no clip": Situation("pg_seq_is"),
     "large gap, `grpo_unclipped`, bypass": Situation(changes=(BYPASS, f"{LOSS}=vp_grpo_unclipped")),
     "1% of the trainer's log-probs are NaN, decoupled": Situation(gap=FP16, broken="trainer", steps=3),
     "1% of the rollout's are, decoupled": Situation(gap=FP16, broken="rollout", steps=3),
     "1% of the rollout's are, bypass": Situation("pg_seq_is", gap=FP16, broken="rollout", steps=3),
     "verl's `rollout_rs` rejects most tokens: the gap is that before": Situation(
-        changes=(
-            "algorithm.rollout_correction.rollout_rs=token_k2",
-            "algorithm.rollout_correction.rollout_rs_threshold=0.002",
-        )
+        changes=(f"{REJECTION}=token_k2", f"{REJECTION}_threshold=0.002")
     ),
     "one response of 16 has a weight that underflows, and none is beyond C": Situation(
         "grpo_seq_mis", gap=FP16, far=120.0
