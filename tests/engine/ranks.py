@@ -7,7 +7,6 @@ Two things are arranged that only a CPU needs: torch lets FSDP1 share a CPU's we
 the device is one that torch can parse (`cpu:0`).
 """
 
-import contextlib
 import functools
 import json
 import logging
@@ -169,9 +168,8 @@ def local_parameters(engine):
     return torch.cat([local_part(p).flatten() for p in engine.module.parameters()]).detach().clone()
 
 
-@contextlib.contextmanager
-def poisoned(engine, value=INF, rank=0):
-    """Inside, the gradient of one rank's first parameter holds `value` after each backward."""
+def poisoned_step(engine, value=INF, rank=0, last=True):
+    """Train as `step` does; after the backward, the gradient of one rank's first parameter holds `value`."""
     verls = type(engine).forward_backward_batch
 
     def with_value(*args, **kwargs):
@@ -181,8 +179,9 @@ def poisoned(engine, value=INF, rank=0):
         return outputs
 
     engine.forward_backward_batch = with_value
-    yield
+    found = step(engine, last)
     del engine.forward_backward_batch
+    return found
 
 
 def step(engine, last=True):
@@ -225,10 +224,7 @@ def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_
 def test_inf_on_one_rank_skips_the_step_on_all_and_the_scale_halves_then_grows(strategy):
     """One good step, one with inf on rank 0, two good ones; the scale grows after two. The schedule waits."""
     engine = fp16_engine(strategy, growth_interval=2)
-    steps = [step(engine)]
-    with poisoned(engine):
-        steps.append(step(engine))
-    steps += [step(engine), step(engine)]
+    steps = [step(engine), poisoned_step(engine), step(engine), step(engine)]
     assert [s.changed for s in steps] == [True, False, True, True]
     assert all(s.finite for s in steps)
     assert [s.scale for s in steps] == [1024, 512, 512, 1024]
@@ -246,8 +242,7 @@ def test_inf_on_one_rank_skips_the_step_on_all_and_the_scale_halves_then_grows(s
 def test_several_updates_in_one_step_are_reported_once_and_advance_the_schedule_once():
     engine = fp16_engine()
     first = step(engine, last=False)
-    with poisoned(engine, math.nan, rank=WORLD - 1):
-        second = step(engine, last=False)
+    second = poisoned_step(engine, math.nan, rank=WORLD - 1, last=False)
     last = step(engine)
     assert not any(key.startswith("precision/") for s in (first, second) for key in s.metrics)
     assert last.metrics["precision/skipped_steps"] == last.metrics["precision/overflow_rank_count"] == [1]
@@ -265,10 +260,8 @@ def test_offloading_changes_nothing_and_misses_no_overflow(strategy, offloaded):
     found = []
     for asked in ({}, {offloaded: True, **settings}):
         engine = make_engine("fp16", strategy=strategy, loss_scale=loss_scale, **asked)
-        found.append([log_probs(engine), step(engine)])
-        with poisoned(engine, rank=WORLD - 1):
-            found[-1].append(step(engine))
-        found[-1] += [step(engine), log_probs(engine), local_parameters(engine)]
+        found.append([log_probs(engine), step(engine), poisoned_step(engine, rank=WORLD - 1), step(engine)])
+        found[-1] += [log_probs(engine), local_parameters(engine)]
     for kept, offloaded_too in zip(*found, strict=True):
         assert torch.equal(kept, offloaded_too) if isinstance(kept, torch.Tensor) else kept == offloaded_too
     good, skipped, again = (found[1][i] for i in (1, 2, 3))
@@ -357,18 +350,16 @@ def test_replicas_of_hsdp_agree(strategy):
     """Each rank is a replica: inf on one must stop the other."""
     engine = make_engine("fp16", fsdp_size=1, strategy=strategy, loss_scale=LossScaleSettings(initial=1024.0))
     assert engine.device_mesh.mesh.shape == (2, 1)
-    with poisoned(engine):
-        found = step(engine)
+    found = poisoned_step(engine)
     assert not found.changed and found.scale == 512
 
 
 @STRATEGIES
 def test_scale_at_its_minimum_stops_the_run_with_a_diagnosis(strategy):
     engine = fp16_engine(strategy, initial=2.0, minimum=1.0, stop_after_steps_at_minimum=2)
-    with poisoned(engine):
-        assert [step(engine).scale, step(engine).scale] == [1, 1], "2 -> 1, then one step at the minimum"
-        with pytest.raises(LossScaleError, match=r"loss_scale.minimum=1, on 1 rank\(s\)") as error:
-            step(engine)
+    assert [poisoned_step(engine).scale for _ in range(2)] == [1, 1], "2 -> 1, then one step at the minimum"
+    with pytest.raises(LossScaleError, match=r"loss_scale.minimum=1, on 1 rank\(s\)") as error:
+        poisoned_step(engine)
     message = str(error.value)
     assert "stop_after_steps_at_minimum=2" in message and "precision=bf16" in message
     named = {"fsdp2": "model.embed_tokens.weight", "fsdp": "on this rank: _flat_param"}  # the root's
@@ -379,8 +370,7 @@ def test_scale_at_its_minimum_stops_the_run_with_a_diagnosis(strategy):
 def test_resume_goes_on_exactly_and_is_refused_with_another_number_of_ranks(strategy):
     """Save after a skip and a good step, load into a fresh engine."""
     engine, folder = fp16_engine(strategy, growth_interval=4), SHARED / strategy
-    with poisoned(engine):
-        step(engine)
+    poisoned_step(engine)
     step(engine)
     engine.save_checkpoint(str(folder))
     saved = engine.scaler.state_dict()
@@ -404,8 +394,7 @@ def test_upstreams_resume_starts_with_a_new_scale(caplog):
     for engine in (theirs, again):
         engine.scaler = ShardedGradScaler("cpu", growth_interval=400)  # verl's own would be disabled on a CPU
     step(theirs)
-    with poisoned(theirs):
-        step(theirs)
+    poisoned_step(theirs)
     theirs.save_checkpoint(str(SHARED / "theirs"))
     assert theirs.scaler.get_scale() < 65536
     again.load_checkpoint(str(SHARED / "theirs"), del_local_after_load=False)
@@ -427,8 +416,7 @@ def test_without_our_config_the_engine_is_verls_bit_for_bit():
     assert torch.equal(log_probs(theirs), log_probs(ours)) and log_probs(theirs).dtype == torch.float16
     rates = []
     for value in (0.0, 0.0, INF):
-        with poisoned(theirs, value), poisoned(ours, value):
-            their_step, our_step = step(theirs), step(ours)
+        their_step, our_step = poisoned_step(theirs, value), poisoned_step(ours, value)
         assert our_step == their_step
         assert torch.equal(local_parameters(ours).nan_to_num(), local_parameters(theirs).nan_to_num())
         rates.append(their_step.lr)
@@ -452,9 +440,7 @@ def test_critic_scales(strategy, monkeypatch):
 
 def test_bf16_needs_no_scaler_and_skips_all_the_same():
     engine = make_engine("bf16")
-    good = step(engine)
-    with poisoned(engine):
-        bad = step(engine)
+    good, bad = step(engine), poisoned_step(engine)
     assert good.scale is None and good.metrics["precision/skipped_steps"] == [0]
     assert good.metrics["seen/log_probs_dtype"] == ["torch.float32"] * 2
     assert "precision/loss_scale" not in good.metrics
@@ -655,9 +641,8 @@ def test_an_export_is_the_models_weights_rounded_once(settings, request):
 @pytest.mark.parametrize("lora", [None, {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}])
 def test_a_rank_computes_with_the_experts_of_its_own_sequences(lora):
     """Packed, with gradient checkpointing: log-probs and gradient are those of the unsharded model, replayed alike."""
-    engine = make_engine(
-        "fp32", packed=True, architecture="qwen3_moe", lora=lora, router_replay=EngineRouterReplayConfig(mode="R3")
-    )
+    replay = EngineRouterReplayConfig(mode="R3")
+    engine = make_engine("fp32", packed=True, architecture="qwen3_moe", lora=lora, router_replay=replay)
     plain = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3_moe"), dtype=torch.float32)
     config, gradients, replayed = plain.config, [], {}
     routers = ReplayedRouters(plain)
