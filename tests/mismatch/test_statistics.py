@@ -36,19 +36,11 @@ def test_two_tokens_by_hand():
     mu, pi = torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     found = mismatch_of(pi, mu, None, torch.tensor([1.0]))
     expected = {
-        "log_prob_gap_abs_mean": math.log(2),
-        "log_prob_gap_std": math.log(2),
-        "k3_kl": 0.25,
-        "total_variation": 0.375,
-        "chi_square": 1.125,
-        "probs_diff_abs_mean": 0.25,
-        "probs_diff_min": -0.25,
-        "probs_diff_max": 0.25,
-        "probs_pearson": -1,
-        "sequence_ess": 1,
-        "sequence_ratio_within_c": 1,
-        "prob_1e-1_1/token_fraction": 1,
-    }
+        "log_prob_gap_abs_mean": math.log(2), "log_prob_gap_std": math.log(2), "k3_kl": 0.25,
+        "total_variation": 0.375, "chi_square": 1.125,
+        "probs_diff_abs_mean": 0.25, "probs_diff_min": -0.25, "probs_diff_max": 0.25, "probs_pearson": -1,
+        "sequence_ess": 1, "sequence_ratio_within_c": 1, "prob_1e-1_1/token_fraction": 1,
+    }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     for name in ("log_prob_gap_mean", "k1_kl", "sequence_log_ratio_mean", "log_prob_gap_mean_positive_advantage"):
         assert found[name] == pytest.approx(0, abs=1e-7), name
