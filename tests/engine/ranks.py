@@ -250,8 +250,7 @@ def test_several_updates_in_one_step_are_reported_once_and_advance_the_schedule_
 
 
 @pytest.mark.parametrize(
-    ("strategy", "offloaded"),
-    [("fsdp2", "param_offload"), ("fsdp2", "offload_policy"), ("fsdp", "param_offload")],
+    ("strategy", "offloaded"), [("fsdp2", "param_offload"), ("fsdp2", "offload_policy"), ("fsdp", "param_offload")]
 )
 def test_offloading_changes_nothing_and_misses_no_overflow(strategy, offloaded):
     """The inf is on the last rank only, in the gradient where offloading keeps it."""
