@@ -29,7 +29,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 
-from verl_precision.base.seeds import response_seed
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHIND, measure
@@ -302,9 +301,3 @@ def test_what_is_said(words, says, alarms, monkeypatch, tmp_path):
 
 def test_the_page_has_one_row_for_each_run():
     assert [words for words, *_ in ROWS] == list(SITUATIONS)
-
-
-def test_two_seeds_share_no_sample():
-    """Numbers of the offline commands: response i of one seed must not be response i + 1 of another."""
-    one, other = ({response_seed(seed, "a problem", index) for index in range(40)} for seed in (0, 1))
-    assert len(one) == len(other) == 40 and not one & other
