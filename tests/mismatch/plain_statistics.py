@@ -54,6 +54,10 @@ def mean(values):
     return float(np.mean(values)) if len(values) else None
 
 
+def spread(name, x):
+    return {f"{name}_mean": x.mean(), f"{name}_std": x.std(), f"{name}_min": x.min(), f"{name}_max": x.max()}
+
+
 def mismatch(responses, c=3.0):
     pi, mu, advantage = (np.concatenate([[], *(r[k] for r in responses)]) for k in ("trainer", "rollout", "advantage"))
     keep = usable(pi, mu)
@@ -66,11 +70,8 @@ def mismatch(responses, c=3.0):
         g, p, q = pi - mu, np.exp(pi), np.exp(mu)
         capped = np.minimum(g, 600.0)
         found |= {
-            "log_prob_gap_mean": g.mean(),
-            "log_prob_gap_std": g.std(),
+            **spread("log_prob_gap", g),
             "log_prob_gap_abs_mean": np.abs(g).mean(),
-            "log_prob_gap_min": g.min(),
-            "log_prob_gap_max": g.max(),
             "k1_kl": (-g).mean(),
             "k3_kl": (np.expm1(capped) - capped).mean(),
             "total_variation": np.abs(np.expm1(capped)).mean() / 2,
@@ -98,10 +99,7 @@ def mismatch(responses, c=3.0):
         length = np.array([len(r["rollout"]) for r in whole], dtype=np.float64)
         weights = np.exp(s - s.max())
         found |= {
-            "sequence_log_ratio_mean": s.mean(),
-            "sequence_log_ratio_std": s.std(),
-            "sequence_log_ratio_min": s.min(),
-            "sequence_log_ratio_max": s.max(),
+            **spread("sequence_log_ratio", s),
             "sequence_ratio_at_most_c": (s <= math.log(c)).mean(),
             "sequence_ratio_within_c": (np.abs(s) <= math.log(c)).mean(),
             "sequence_chi_square": np.expm1(2 * np.minimum(s, 300)).mean(),
@@ -142,8 +140,7 @@ def phantom(responses, clip=None, beta_in_ratio=True):
     if len(trainer):
         alpha, beta = shadow - mu, trainer - shadow
         for name, x in (("alpha", alpha), ("beta", beta)):
-            found |= {f"{name}_mean": x.mean(), f"{name}_abs_mean": np.abs(x).mean(), f"{name}_std": x.std()}
-            found |= {f"{name}_min": x.min(), f"{name}_max": x.max()}
+            found |= {**spread(name, x), f"{name}_abs_mean": np.abs(x).mean()}
         found["beta_mean_positive_advantage"] = mean(beta[advantage > 0])
         found["beta_mean_negative_advantage"] = mean(beta[advantage < 0])
         for name, inside in bin_of(mu).items():

@@ -178,6 +178,7 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
     loss, settings = get_policy_loss_fn(actor.policy_loss.loss_mode), OmegaConf.select(config, SHADOW) or {}
     from_shadow = settings.get("ratio_source") == "shadow"
     has_shadow = from_shadow or (settings.get("every_n_steps") or 0) > 0
+    options = {"loss_agg_mode": actor.loss_agg_mode, "config": actor}
     output: dict = {}
     for number, mini_batch in enumerate(torch.arange(RESPONSES).split(size)):
         reported: dict = {}
@@ -194,14 +195,9 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
                 whole, ghost = (nested(torch.cat([x[rows], torch.zeros(len(rows), 1)], -1)) for x in (trainer, shadow))
                 data = tu.get_tensordict(data, {})
                 found = measure(batch.extra_info[REQUEST], ghost if has_shadow else None, {"log_probs": whole}, data)
-            _, metrics = loss(
-                old_log_prob=part["old_log_probs"],
-                log_prob=(shadow if from_shadow else trainer)[rows].clone().requires_grad_(),
-                advantages=part["advantages"],
-                response_mask=part["response_mask"].bool(),
-                loss_agg_mode=actor.loss_agg_mode,
-                config=actor,
-            )
+            log_prob = (shadow if from_shadow else trainer)[rows].clone().requires_grad_()
+            given = {"advantages": part["advantages"], "response_mask": part["response_mask"].bool(), **options}
+            _, metrics = loss(old_log_prob=part["old_log_probs"], log_prob=log_prob, **given)
             append_to_dict(reported, Metric.from_dict({**metrics, **found}, aggregation=AggregationType.MEAN))
         append_to_dict(output, {key: Metric.aggregate_dp([metric]) for key, metric in reported.items()})
     with statistics_kept():
