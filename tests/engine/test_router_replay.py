@@ -40,11 +40,6 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def other_choice(routers: ReplayedRouters, own) -> torch.Tensor:
-    """Each token's next experts."""
-    return (routers.stacked(own) + 1) % EXPERTS
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_replayed_is_computed_with(family):
     """A model of each family with its own choice is itself; with another's it is another, until it is let go."""
@@ -56,7 +51,7 @@ def test_what_is_replayed_is_computed_with(family):
     assert own and all(choice.own.shape == (TOKENS.numel(), TOP_K) for choice in own.values())
     routers.replay(routers.stacked(own))
     assert torch.equal(model(input_ids=TOKENS).logits, plain)
-    other = other_choice(routers, own)
+    other = (routers.stacked(own) + 1) % EXPERTS
     routers.replay(other)
     with routers.watched() as seen:
         replayed = model(input_ids=TOKENS).logits
@@ -89,10 +84,8 @@ def test_gradients_flow_through_the_probabilities_of_the_replayed_experts(normal
         probabilities = (gate @ x).softmax(dim=-1)[chosen]
         if normalised:
             probabilities = probabilities / probabilities.sum()
-        outputs = []
-        for expert in chosen:
-            left, right = (up[expert] @ x).chunk(2)
-            outputs.append(down[expert] @ (nn.functional.silu(left) * right))
+        halves = [(expert, *(up[expert] @ x).chunk(2)) for expert in chosen]
+        outputs = [down[expert] @ (nn.functional.silu(left) * right) for expert, left, right in halves]
         total = total + (probabilities @ torch.stack(outputs)).square().sum()
     expected = torch.autograd.grad(total, (gate, up, down))
     for one, other in zip(found, expected, strict=True):
@@ -111,7 +104,7 @@ def test_gradient_checkpointing_replays_in_its_second_forward(family):
         routers = ReplayedRouters(model)
         with routers.watched() as own, torch.no_grad():
             model(input_ids=TOKENS)
-        routers.replay(other_choice(routers, own))
+        routers.replay((routers.stacked(own) + 1) % EXPERTS)
         with routers.watched():
             loss = model(input_ids=TOKENS).logits.square().sum()
         loss.backward()
@@ -127,7 +120,7 @@ def test_adapters_leave_the_routers_where_they_are():
     with routers.watched() as own:
         assert torch.equal(model(input_ids=TOKENS).logits, plain)
     assert sorted(own) == list(range(LAYERS))
-    routers.replay(other_choice(routers, own))
+    routers.replay((routers.stacked(own) + 1) % EXPERTS)
     assert not torch.equal(model(input_ids=TOKENS).logits, plain)
 
 
