@@ -25,7 +25,7 @@ from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.integrations import flash_attention
 from transformers.masking_utils import flash_attention_mask
 from verl.models.transformers import monkey_patch
@@ -206,12 +206,8 @@ def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}, "master weights"
     rope = {b.dtype for name, b in engine.module.named_buffers() if "inv_freq" in name}
     assert rope == {torch.float32}, "RoPE's frequencies"
-    seen = set()
-
-    def record(module, args, output):
-        seen.update((args[0].dtype, module.weight.dtype, output.dtype))
-
-    engine.module.model.layers[0].mlp.up_proj.register_forward_hook(record)
+    seen, up = set(), engine.module.model.layers[0].mlp.up_proj
+    up.register_forward_hook(lambda up, args, output: seen.update((args[0].dtype, up.weight.dtype, output.dtype)))
     reference = gradient(make_engine("fp32", strategy=strategy))
     error = relative_error(gradient(engine), reference)
     assert seen == {torch.float16}
@@ -241,8 +237,7 @@ def test_inf_on_one_rank_skips_the_step_on_all_and_the_scale_halves_then_grows(s
 
 def test_several_updates_in_one_step_are_reported_once_and_advance_the_schedule_once():
     engine = fp16_engine()
-    first = step(engine, last=False)
-    second = poisoned_step(engine, math.nan, rank=WORLD - 1, last=False)
+    first, second = step(engine, last=False), poisoned_step(engine, math.nan, rank=WORLD - 1, last=False)
     last = step(engine)
     assert not any(key.startswith("precision/") for s in (first, second) for key in s.metrics)
     assert last.metrics["precision/skipped_steps"] == last.metrics["precision/overflow_rank_count"] == [1]
@@ -320,8 +315,8 @@ def packed_attention(monkeypatch):
 
     monkeypatch.setattr(monkey_patch, "_flash_attention_forward", kernel)
     name = "packed_attention"
-    AttentionInterface.register(name, flash_attention.flash_attention_forward)
-    AttentionMaskInterface.register(name, flash_attention_mask)
+    transformers.AttentionInterface.register(name, flash_attention.flash_attention_forward)
+    transformers.AttentionMaskInterface.register(name, flash_attention_mask)
     return name
 
 
@@ -426,9 +421,7 @@ def test_without_our_config_the_engine_is_verls_bit_for_bit():
 @STRATEGIES
 def test_critic_scales(strategy, monkeypatch):
     def without_flash_attention(local_path, torch_dtype, model_config, trust_remote_code):
-        return transformers.AutoModelForTokenClassification.from_pretrained(
-            local_path, dtype=torch_dtype, config=model_config
-        )
+        return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
 
     monkeypatch.setattr(verl_model, "load_valuehead_model", without_flash_attention)  # which needs CUDA
     critic = make_engine(model_type="value_model", strategy=strategy, loss_scale=LossScaleSettings(initial=1024.0))
