@@ -7,14 +7,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.engine.router_replay import (
-    FAMILIES,
-    Choice,
-    ReplayedRouters,
-    known_tokens,
-    routing_agreement,
-    without_padding,
-)
+from verl_precision.engine import router_replay
+from verl_precision.engine.router_replay import FAMILIES, Choice, ReplayedRouters, known_tokens, routing_agreement
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 8, 2, 3, 32
 SMALL = {
@@ -155,12 +149,12 @@ def test_choices_of_padding_are_left_out():
     padded = torch.tensor([[3, 1, 4, 0], [5, 9, 2, 6]])
     with torch.no_grad(), routers.watched() as seen:
         model(padded, attention_mask=torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]))
-    found = without_padding(routers.stacked(seen), torch.tensor([0, 3, 7]))
+    found = router_replay.without_padding(routers.stacked(seen), torch.tensor([0, 3, 7]))
     for row, places in ((padded[:1, :3], slice(0, 3)), (padded[1:], slice(3, 7))):
         with torch.no_grad(), routers.watched() as alone:
             model(row)
         assert found[places].equal(routers.stacked(alone))
-    assert without_padding(found, torch.tensor([0, 3, 7])) is found, "packed sequences have no padding"
+    assert router_replay.without_padding(found, torch.tensor([0, 3, 7])) is found, "packed sequences have no padding"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
