@@ -10,10 +10,17 @@ import math
 import os
 import re
 import types
+from typing import get_args
 
+import numpy
 import pytest
+import torch
 from composer import ROOT, compose_recipe
 from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.tracking import Tracking
 from verl_says import objection
 
 from verl_precision.base.tiny_model import cached_tiny_model
@@ -101,28 +108,17 @@ folder-not-writable E quickstart cpu trainer.save_freq=5 trainer.default_local_d
 logger-not-installed    E quickstart  cpu      trainer.logger=clearml                   | logger
 model-missing E quickstart cpu algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
 """
-# The same for edits that verl survives: no error may be raised.
+# Edits that verl survives, each tried alone on the recipe and scale of its line: no error may be raised.
 SURVIVED = """
-sanity      1x8_a100 precision=fp32
-sanity      1x8_a100 rollout.n=4
-sanity      1x8_a100 rollout.tensor_model_parallel_size=4
-sanity      1x8_a100 actor.ulysses_sequence_parallel_size=2
-sanity      1x8_a100 data.train_batch_size=60
-sanity      1x8_a100 actor.ppo_max_token_len_per_gpu=32000
-sanity      1x8_a100 rollout.dtype=half
-sanity      1x8_a100 actor.optim.lr=0
-sanity      1x8_a100 actor.strategy=fsdp
+sanity      1x8_a100 precision=fp32 rollout.n=4 rollout.tensor_model_parallel_size=4 rollout.dtype=half
+sanity      1x8_a100 actor.ulysses_sequence_parallel_size=2 actor.ppo_max_token_len_per_gpu=32000 actor.optim.lr=0
+sanity      1x8_a100 actor.strategy=fsdp fsdp.fsdp_size=4 data.train_batch_size=60 trainer.resume_mode=disable
 sanity      2x8_h100 actor.use_kl_loss=True
-sanity      1x8_a100 trainer.resume_mode=disable
 sanity      cpu      actor.ppo_max_token_len_per_gpu=112
 moe         8x8_h100 rollout.tensor_model_parallel_size=8
-sanity      1x8_a100 fsdp.fsdp_size=4
-dense_14b   8x8_h100 rollout.enable_chunked_prefill=False
-dense_14b   8x8_h100 trainer.n_gpus_per_node=4
-lora        1x8_h100 model.lora_rank=24
-lora        1x8_h100 rollout.gpu_memory_utilization=0.7
-octothinker 1x8_h100 trainer.total_training_steps=1
-octothinker 1x8_h100 trainer.logger=tensorboard
+dense_14b   8x8_h100 rollout.enable_chunked_prefill=False trainer.n_gpus_per_node=4
+lora        1x8_h100 model.lora_rank=24 rollout.gpu_memory_utilization=0.7
+octothinker 1x8_h100 trainer.total_training_steps=1 trainer.logger=tensorboard
 quickstart  cpu      rollout.n=2
 """
 ROWS = [
@@ -172,16 +168,14 @@ def test_verl_would_have_refused_it(row):
     assert re.search(witness.removeprefix("verl: "), objection(composed(recipe, scale, edit)))
 
 
-@pytest.mark.parametrize("line", SURVIVED.split("\n")[1:-1])
-def test_what_verl_survives_raises_no_error(line):
-    recipe, scale, edit = line.split(maxsplit=2)
+@pytest.mark.parametrize(
+    ("recipe", "scale", "edit"),
+    [(recipe, scale, edit) for recipe, scale, *edits in map(str.split, SURVIVED.splitlines()[1:]) for edit in edits],
+)
+def test_what_verl_survives_raises_no_error(recipe, scale, edit):
     config = composed(recipe, scale, edit)
-    errors = [
-        str(fault)
-        for fault in find_faults(config, probe_environment(config), this_machine=False)
-        if fault.severity == "error"
-    ]
-    assert errors == [] and objection(config) == ""
+    found = find_faults(config, probe_environment(config), this_machine=False)
+    assert [str(fault) for fault in found if fault.severity == "error"] == [] and objection(config) == ""
 
 
 def test_each_row_has_a_witness():
@@ -202,8 +196,6 @@ def witness_arithmetic(config) -> None:
 
 
 def witness_padded(config) -> None:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
     trainer = types.SimpleNamespace(config=config, use_critic=False, global_steps=1)
     multiple = PPOTrainer._get_required_batch_multiple(trainer, config.trainer.n_gpus_per_node)
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % multiple
@@ -222,13 +214,9 @@ def witness_monkey_patch(config) -> None:
     from verl.models.transformers.monkey_patch import apply_monkey_patch
 
     _, size = engines(config)[0].ulysses
-    described = types.SimpleNamespace(**model_config(config))
-
-    class Model:
-        config = described
-
+    model = type("Model", (), {"config": types.SimpleNamespace(**model_config(config))})()
     with pytest.raises(AssertionError, match="num_attention_heads 12 must be divisible by ulysses_sp_size 8"):
-        apply_monkey_patch(Model(), ulysses_sp_size=size)
+        apply_monkey_patch(model, ulysses_sp_size=size)
 
 
 def witness_context(config) -> None:
@@ -241,10 +229,6 @@ def witness_context(config) -> None:
 
 
 def witness_bare_reward(config) -> None:
-    import numpy
-    import torch
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
     reward, mask = torch.tensor([[0.0, 0.7]]), torch.ones(1, 2)
     estimate = get_adv_estimator_fn(config.algorithm.adv_estimator)
     advantages, _ = estimate(token_level_rewards=reward, response_mask=mask, index=numpy.array(["a"]))
@@ -252,8 +236,6 @@ def witness_bare_reward(config) -> None:
 
 
 def witness_resume(config) -> None:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
     with pytest.raises((AssertionError, UnboundLocalError)):
         PPOTrainer._load_checkpoint(types.SimpleNamespace(config=config))
 
@@ -281,7 +263,6 @@ def witness_reward(config) -> None:
 
 
 def witness_steps_per_epoch(config) -> None:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils import hf_tokenizer
 
     tokenizer = hf_tokenizer(str(cached_tiny_model("qwen3")))
@@ -297,16 +278,12 @@ def witness_folder(config) -> None:
 
 
 def witness_logger(config) -> None:
-    from verl.utils.tracking import Tracking
-
     assert importlib.util.find_spec("clearml") is None
     with pytest.raises(ImportError):
         Tracking("project", "experiment", config.trainer.logger, config={})
 
 
 def witness_critic(config) -> None:
-    from verl.utils.config import omega_conf_to_dataclass
-
     OmegaConf.resolve(config.critic)
     with pytest.raises(Exception, match="no/such/folder/here"):
         omega_conf_to_dataclass(config.critic.model)
@@ -317,26 +294,18 @@ WITNESSES = {name.removeprefix("witness_"): value for name, value in globals().i
 
 def test_vllm_would_have_refused_it():
     """One test, since vLLM's import takes seconds."""
-    from typing import get_args
-
     from vllm.config.lora import MaxLoRARanks
     from vllm.config.model import ModelDType
     from vllm.engine.arg_utils import EngineArgs
 
-    def asked(rollout, heads: dict):
-        return EngineArgs(
-            model=str(cached_tiny_model("qwen2")),
-            hf_overrides=heads,
-            dtype=rollout.dtype,
-            max_model_len=256,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            tensor_parallel_size=rollout.tensor_model_parallel_size,
-            distributed_executor_backend="mp",
-        ).create_engine_config()
-
+    same = ("dtype", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     keys = ("num_attention_heads", "num_key_value_heads")
+
+    def asked(rollout, heads: dict):
+        settings = {name: rollout[name] for name in same} | {"tensor_parallel_size": rollout.tensor_model_parallel_size}
+        tiny = {"model": str(cached_tiny_model("qwen2")), "max_model_len": 256, "hf_overrides": heads}
+        return EngineArgs(**tiny, **settings, distributed_executor_backend="mp").create_engine_config()
+
     for *_, recipe, scale, edit, witness in ROWS:
         if witness.startswith("vllm: "):
             config = composed(recipe, scale, edit)
