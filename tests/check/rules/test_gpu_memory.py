@@ -1,46 +1,37 @@
 """Arithmetic of docs/scales.md, by hand; sizes of published models."""
 
-from verl_precision.check.rules.gpu_memory import (
-    GIB,
-    REST,
-    ModelShape,
-    activation_bytes,
-    gathered_bytes,
-    gpu_memory,
-    kv_tokens,
-    rollout_bytes,
-    state_bytes,
-)
+from verl_precision.check.rules import gpu_memory as memory
+from verl_precision.check.rules.gpu_memory import GIB, REST, ModelShape
 
 # 2 layers; attention 2*8*4*(2+1) = 192, MLP 3*8*16 = 384, ends 2*10*8 = 160
 SMALL = ModelShape(2, 8, 10, 2, 1, 4, 16)
+EXPERTS = ModelShape(2, 8, 10, 2, 1, 4, 16, experts=4, experts_per_token=2)
 
 
 def test_parameters_by_hand():
     assert SMALL.layer_parameters == 192 + 384
     assert SMALL.parameters == 2 * 576 + 160
     assert ModelShape(2, 8, 10, 2, 1, 4, 16, tied=True).parameters == 2 * 576 + 80
-    experts = ModelShape(2, 8, 10, 2, 1, 4, 16, experts=4, experts_per_token=2)
-    assert experts.layer_parameters == 192 + 8 * 4 + 4 * 384
+    assert EXPERTS.layer_parameters == 192 + 8 * 4 + 4 * 384
 
 
 def test_bytes_by_hand():
-    assert state_bytes(SMALL, 4) == 16 * 1312 // 4
-    assert gathered_bytes(SMALL) == 8 * 160 + 10 * 576
+    assert memory.state_bytes(SMALL, 4) == 16 * 1312 // 4
+    assert memory.gathered_bytes(SMALL) == 8 * 160 + 10 * 576
     # inputs 2*2*8*5, layer 34*8*5, logits 4*10*5, chunk 5*4*512*10
-    assert activation_bytes(SMALL, 5) == 160 + 1360 + 200 + 102400
-    experts = ModelShape(2, 8, 10, 2, 1, 4, 16, experts=4, experts_per_token=2)
-    assert activation_bytes(experts, 5) - activation_bytes(SMALL, 5) == 2 * 2 * (2 * 8 + 3 * 16) * 5
-    assert rollout_bytes(SMALL, 4, 0.5, GIB) == 12 * 1312 // 4 + GIB // 2 + REST
-    assert rollout_bytes(SMALL, 4, 0.5, GIB, width=0) == GIB // 2 + REST
-    assert state_bytes(SMALL, 2) == 16 * 1312 // 2
+    assert memory.activation_bytes(SMALL, 5) == 160 + 1360 + 200 + 102400
+    assert memory.activation_bytes(EXPERTS, 5) - memory.activation_bytes(SMALL, 5) == 2 * 2 * (2 * 8 + 3 * 16) * 5
+    assert memory.rollout_bytes(SMALL, 4, 0.5, GIB) == 12 * 1312 // 4 + GIB // 2 + REST
+    assert memory.rollout_bytes(SMALL, 4, 0.5, GIB, width=0) == GIB // 2 + REST
+    assert memory.state_bytes(SMALL, 2) == 16 * 1312 // 2
 
 
 def test_memory_of_a_gpu_by_its_name():
     sizes = {"H200": 141, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-40GB": 40, "A100": 80, "L40S": 48}
-    assert {name: gpu_memory(name) for name in (*sizes, "?")} == {n: gb * GIB for n, gb in sizes.items()} | {"?": None}
+    found = {name: memory.gpu_memory(name) for name in (*sizes, "?")}
+    assert found == {name: gb * GIB for name, gb in sizes.items()} | {"?": None}
 
 
 def test_kv_cache_by_hand():
     # 0.9*0.5*10000 = 4500, weights 2*1312/2 = 1312; a token: 2 * 2 bytes * 2 layers * max(1/2, 1) heads * 4
-    assert kv_tokens(SMALL, 2, 0.5, 10_000) == (4500 - 1312) // 32
+    assert memory.kv_tokens(SMALL, 2, 0.5, 10_000) == (4500 - 1312) // 32
