@@ -1,15 +1,20 @@
-"""The audit of a checkpoint: exact counts, in slices, within a bound of memory."""
+"""`check --model`: weights counted exactly, in slices, within a bound of memory; headroom of activations and gradients.
+
+A planted overflow of an activation, and one of a gradient, is found where it is.
+"""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import checkpoint
+from verl_precision.check.activations import measure_activations
 from verl_precision.check.checkpoint import audit_checkpoint
 from verl_precision.cli import app
 
@@ -48,15 +53,13 @@ def test_by_hand(tmp_path):
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (50, 3), (3, 50), (2, 3, 40), (1, 200)])
 def test_counts_are_those_of_the_cast_however_it_is_cut(tmp_path, monkeypatch, dtype, shape):
     monkeypatch.setattr(checkpoint, "SLICE_ELEMENTS", 16)
-    generator = torch.Generator().manual_seed(1)
-    exponents = torch.empty(shape, dtype=torch.float64).uniform_(-30, 17, generator=generator)
+    exponents = torch.empty(shape, dtype=torch.float64).uniform_(-30, 17, generator=torch.Generator().manual_seed(1))
     weights = torch.exp2(exponents).to(dtype)
     save_file({"w": weights}, tmp_path / "model.safetensors")
     (found,) = audit_checkpoint(tmp_path).tensors
     finite = weights[torch.isfinite(weights)].double()
     cast = finite.to(torch.float16).double()
-    assert found.elements == weights.numel()
-    assert found.overflows == int(torch.isinf(cast).sum())
+    assert (found.elements, found.overflows) == (weights.numel(), int(torch.isinf(cast).sum()))
     assert found.not_finite == int((~torch.isfinite(weights)).sum())
     assert found.flushed * max(found.elements, 1) == pytest.approx(int(((cast == 0) & (finite != 0)).sum()))
     # a value just below 2**-14 may round up to it: it lost bits all the same
@@ -119,8 +122,7 @@ print(max(peak) - before, max(peak))
 """)
     assert done.returncode == 0, done.stderr
     grown, resident = (int(part) for part in done.stdout.split()[-2:])
-    assert grown < 256 << 20, grown
-    assert resident < 2 << 30, resident
+    assert grown < 256 << 20 and resident < 2 << 30, (grown, resident)
 
 
 def test_command_line(tmp_path):
@@ -132,3 +134,75 @@ def test_command_line(tmp_path):
     assert content["ok"] is False and content["activations"] is None
     assert content["weights"]["tensors"][0]["overflows"] == 3
     assert runner.invoke(app, ["check", "--model", str(tmp_path / "none")]).exit_code == 1
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """Save the tiny model with some weights changed."""
+
+    def save(change):
+        source = cached_tiny_model("qwen3")
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        with torch.no_grad():
+            change(model)
+        model.save_pretrained(tmp_path)
+        AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
+        return tmp_path
+
+    return save
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_tied", "qwen3_moe"])
+def test_a_sane_model_fits(architecture):
+    report = measure_activations(cached_tiny_model(architecture), loss_scale=1024.0)
+    assert report.ok and not report.forward_overflows
+    layers = {layer.name: layer for layer in report.layers}
+    assert {"model.layers.0.self_attn", "model.layers.3.mlp", "lm_head", "model.embed_tokens"} <= layers.keys()
+    assert all(layers[name].output_gradient > 0 for name in ("model.layers.0", "lm_head"))
+    assert layers["model.embed_tokens"].weight_gradient > 0
+
+
+def test_gradients_are_autograds(planted):
+    """The weight gradient of the output head, recomputed without any hook."""
+    folder = planted(lambda model: None)
+    (found,) = [x for x in measure_activations(folder, ["hello world"]).layers if x.name == "lm_head"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("hello world", return_tensors="pt").input_ids
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    assert found.weight_gradient == pytest.approx(float(model.lm_head.weight.grad.abs().max()), rel=1e-5)
+    assert found.activation == pytest.approx(float(output.logits.detach().abs().max()), rel=1e-5)
+
+
+def test_planted_activation_overflow(planted):
+    report = measure_activations(planted(lambda model: model.model.layers[2].mlp.down_proj.weight.mul_(1e9)))
+    assert not report.ok and "model.layers.2.mlp.down_proj" in report.forward_overflows
+    assert "model.layers.1" not in report.forward_overflows
+    assert report.verdict.startswith("not for FP16: the output of")
+
+
+def test_planted_gradient_overflow_that_the_forward_pass_does_not_show(planted):
+    """Norm x 1e-6 and head x 1e6 compute the same logits; the gradient between them is a million times larger."""
+
+    def change(model):
+        model.model.norm.weight.mul_(1e-6)
+        model.lm_head.weight.mul_(1e6)
+
+    folder = planted(change)
+    report = measure_activations(folder)
+    assert report.forward_overflows == []
+    assert "model.norm" in report.backward_overflows and "model.norm" in [layer.name for layer in report.layers[:3]]
+    assert report.largest_safe_scale < 65536 and f"loss scale of {report.largest_safe_scale:g}" in report.verdict
+    assert measure_activations(folder, loss_scale=report.largest_safe_scale).backward_overflows == []
+
+
+def test_command_line_reports_both(planted):
+    folder = planted(lambda model: model.model.layers[2].mlp.down_proj.weight.mul_(1e9))
+    done = runner.invoke(app, ["check", "--model", str(folder), "--activations", "--json"])
+    assert done.exit_code == 1
+    content = json.loads(done.stdout)
+    assert content["activations"]["ok"] is False
+    keys = {"name", "activation", "output_gradient", "weight_gradient", "headroom", "gradient_headroom"}
+    assert set(content["activations"]["layers"][0]) == keys
+    shown = runner.invoke(app, ["check", "--model", str(cached_tiny_model("qwen3")), "--activations"])
+    assert shown.exit_code == 0 and "gradient x 65536" in " ".join(shown.output.split())
