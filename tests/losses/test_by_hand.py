@@ -6,26 +6,17 @@ import pytest
 import torch
 from conftest import PER_TOKEN, run
 
+from verl_precision import losses
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.losses import (
-    POLICY_LOSSES,
-    Aggregation,
-    cispo,
-    grpo,
-    gspo,
-    pg_seq_is,
-    pg_seq_mis,
-    pg_seq_tis,
-    seq_mis_weights,
-    token_tis_weights,
-)
+from verl_precision.losses import POLICY_LOSSES, Aggregation
 
 LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
+WEIGHTS = [losses.token_tis_weights, losses.seq_mis_weights]
 
 
 @pytest.mark.parametrize(
     ("loss", "value", "second", "largest"),
-    [(pg_seq_is, 0.5, 0.75, 6), (pg_seq_tis, 0.125, 0.375, 3), (pg_seq_mis, -0.25, 0.0, 2)],
+    [(losses.pg_seq_is, 0.5, 0.75, 6), (losses.pg_seq_tis, 0.125, 0.375, 3), (losses.pg_seq_mis, -0.25, 0.0, 2)],
 )
 def test_policy_gradient_by_hand(loss, value, second, largest):
     """Two responses of two tokens, N = 2, C_norm = 4, so each token's factor is -1/8 of w A.
@@ -45,7 +36,7 @@ def test_policy_gradient_by_hand(loss, value, second, largest):
 def test_threshold_is_inclusive():
     """ρ = C exactly is kept: 1{ρ ≤ C}. Shown at 1, where exp is exact."""
     trainer = torch.zeros(1, 1, dtype=torch.float64)
-    _, gradient, _ = run(pg_seq_mis, trainer, trainer, [1.0], threshold=1.0)
+    _, gradient, _ = run(losses.pg_seq_mis, trainer, trainer, [1.0], threshold=1.0)
     assert gradient.item() == -1.0
 
 
@@ -56,7 +47,7 @@ def test_grpo_by_hand():
     """
     trainer = torch.tensor([[math.log(1.5), math.log(0.5)]])
     for advantage, value, slopes in ((1.0, -1.78, [0.0, -0.5]), (-1.0, 2.3, [1.5, 0.0])):
-        found, gradient, metrics = run(grpo, trainer, torch.zeros(1, 2), [advantage])
+        found, gradient, metrics = run(losses.grpo, trainer, torch.zeros(1, 2), [advantage])
         assert found == pytest.approx(value, rel=1e-6)
         torch.testing.assert_close(gradient, torch.tensor([slopes]))
         side = "high" if advantage > 0 else "low"
@@ -65,7 +56,7 @@ def test_grpo_by_hand():
 
 def test_grpo_has_no_dual_clip():
     """A = -1, r = 100: verl's vanilla loss is held at clip_ratio_c = 3, its gradient 0; equation (8) says slope rA."""
-    _, gradient, _ = run(grpo, torch.tensor([[math.log(100.0)]]), torch.zeros(1, 1), [-1.0])
+    _, gradient, _ = run(losses.grpo, torch.tensor([[math.log(100.0)]]), torch.zeros(1, 1), [-1.0])
     assert gradient.item() == pytest.approx(100.0, rel=1e-5)
 
 
@@ -73,17 +64,17 @@ def test_gspo_by_hand():
     """Log-ratios 2e-4 and 4e-4, 2 tokens: s = e^3e-4, inside (1 - 3e-4, 1 + 4e-4): slope -s/2 each, value -s."""
     trainer = torch.tensor([[2e-4, 4e-4]], dtype=torch.float64)
     aggregation = Aggregation("seq-mean-token-mean")
-    found, gradient, _ = run(gspo, trainer, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
+    found, gradient, _ = run(losses.gspo, trainer, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
     assert found == pytest.approx(-math.exp(3e-4), rel=1e-12)
     torch.testing.assert_close(gradient, torch.full_like(trainer, -math.exp(3e-4) / 2))
-    _, gradient, _ = run(gspo, trainer + 2e-4, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
+    _, gradient, _ = run(losses.gspo, trainer + 2e-4, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
     assert not gradient.any()
 
 
 def test_cispo_by_hand():
     """r = e, e^2, 1/e with bounds [0, 6]: weights e, 6 (held at the bound), 1/e, and no gradient is lost."""
     trainer = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
-    _, gradient, metrics = run(cispo, trainer, torch.zeros_like(trainer), [1.0])
+    _, gradient, metrics = run(losses.cispo, trainer, torch.zeros_like(trainer), [1.0])
     torch.testing.assert_close(gradient, -torch.tensor([[math.e, 6.0, 1 / math.e]], dtype=torch.float64))
     assert metrics["actor/truncated_fraction"] == pytest.approx(1 / 3)
 
@@ -93,15 +84,15 @@ def test_weights_by_hand():
     two, quarter = math.log(2.0), -math.log(4.0)
     log_ratio = torch.tensor([[two, quarter, torch.nan], [two, two, torch.inf]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
-    torch.testing.assert_close(
-        token_tis_weights(log_ratio, mask, 1.5), torch.tensor([[1.5, 0.25, 0.0], [1.5, 1.5, 0.0]])
-    )
-    torch.testing.assert_close(seq_mis_weights(log_ratio, mask, 3.0), torch.tensor([[0.5, 0.5, 0], [0, 0, 0]]))
+    of_tokens = losses.token_tis_weights(log_ratio, mask, 1.5)
+    torch.testing.assert_close(of_tokens, torch.tensor([[1.5, 0.25, 0.0], [1.5, 1.5, 0.0]]))
+    torch.testing.assert_close(losses.seq_mis_weights(log_ratio, mask, 3.0), torch.tensor([[0.5, 0.5, 0], [0, 0, 0]]))
 
 
 def test_small_ratio_is_never_rejected():
     log_ratio = torch.full((1, 2), -30.0, dtype=torch.float64)
-    assert seq_mis_weights(log_ratio, torch.ones(1, 2), 3.0)[0, 0].item() == pytest.approx(math.exp(-60), rel=1e-12)
+    weights = losses.seq_mis_weights(log_ratio, torch.ones(1, 2), 3.0)
+    assert weights[0, 0].item() == pytest.approx(math.exp(-60), rel=1e-12)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -113,9 +104,8 @@ def test_extreme_responses_stay_finite(loss, sign, advantage):
     single = torch.full((1, 20480), -1.0)
     single[0, 7] += sign * 1000
     trainer = torch.cat([even, single])
-    value, gradient, metrics = run(
-        loss, trainer, torch.full_like(trainer, -1.0), [advantage] * 2, aggregation=Aggregation(normalizer=20480)
-    )
+    other, aggregation = torch.full_like(trainer, -1.0), Aggregation(normalizer=20480)
+    value, gradient, metrics = run(loss, trainer, other, [advantage] * 2, aggregation=aggregation)
     assert math.isfinite(value) and gradient.isfinite().all()
     assert all(math.isfinite(number) for number in metrics.values()), metrics
 
@@ -182,7 +172,7 @@ def test_wrong_tensors_are_refused(loss, bad):
         loss(*tensors, aggregation=PER_TOKEN)
 
 
-@pytest.mark.parametrize("weights", [token_tis_weights, seq_mis_weights])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_wrong_log_ratios_are_refused(weights):
     integer, wide = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4)
     for log_ratio, message in ((integer, "log_ratio is torch.int64"), (wide, r"has shape \(2, 4\)")):
@@ -191,7 +181,7 @@ def test_wrong_log_ratios_are_refused(weights):
 
 
 @pytest.mark.parametrize("threshold", [0, -3.0, 0.55, "0.5_5", "3", None, True, math.nan, math.inf])
-@pytest.mark.parametrize("loss", [pg_seq_tis, pg_seq_mis, token_tis_weights, seq_mis_weights])
+@pytest.mark.parametrize("loss", [losses.pg_seq_tis, losses.pg_seq_mis, *WEIGHTS])
 def test_bad_threshold_is_refused(loss, threshold):
     tensors = [torch.zeros(1, 1)] * (4 if loss in LOSSES else 2)
     aggregation = {"aggregation": PER_TOKEN} if loss in LOSSES else {}
@@ -202,7 +192,7 @@ def test_bad_threshold_is_refused(loss, threshold):
 @pytest.mark.parametrize(
     ("low", "high", "name"), [(0, 0.28, "low"), (1.5, 0.28, "low"), ("0.2", 0.28, "low"), (0.2, 0, "high")]
 )
-@pytest.mark.parametrize("loss", [grpo, gspo])
+@pytest.mark.parametrize("loss", [losses.grpo, losses.gspo])
 def test_bad_clip_range_is_refused(loss, low, high, name):
     with pytest.raises(ConfigurationError) as error:
         loss(*[torch.zeros(1, 1)] * 4, aggregation=PER_TOKEN, clip_low=low, clip_high=high)

@@ -1,5 +1,8 @@
 """Each preset through verl's own call: its gradient is automatic differentiation of the plain equation in float64.
 
+Then the metrics: those of pieces, merged, are those of the whole mini-batch. Last the whole of verl's `ppo_loss`, on
+nested tensors as engines hand them over: loss, gradient and metrics arrive.
+
 A new preset is tested here and in test_invariance.py once its equation is in plain_equations.py.
 """
 
@@ -8,8 +11,12 @@ import importlib
 
 import pytest
 import torch
-from conftest import ESTIMATORS, OURS, gradient_through_verl, loss_through_verl
+from composer import actor_config
+from conftest import ESTIMATORS, OURS, composed, gradient_through_verl, loss_through_verl
 from plain_equations import case_for, plain_gradient, random_case, relative_error
+from tensordict import TensorDict
+
+PROMPT = 3  # tokens
 
 
 @pytest.mark.parametrize("module", ["aggregation", "policy_gradient", "grpo", "registry"])
@@ -56,3 +63,77 @@ def test_without_mismatch_at_the_first_update_all_are_reinforce(estimator):
     case.proximal.copy_(case.trainer)
     case.rollout.copy_(case.trainer)
     assert relative_error(gradient_through_verl(estimator, case), plain_gradient("ratio_one", case)) < 1e-12
+
+
+@pytest.mark.parametrize("estimator", ["pg_seq_tis", "pg_seq_mis", "grpo", "grpo_seq_mis", "gspo"])
+def test_pieces_give_the_metrics_of_the_whole(estimator):
+    whole = random_case(11, spread=2e-3 if estimator == "gspo" else 0.25)
+    _, expected = loss_through_verl(estimator, whole, whole.trainer)
+    pieces = [whole.rows(rows) for rows in torch.arange(16).split([4, 4, 2, 4, 2])]
+    found = [loss_through_verl(estimator, piece, piece.trainer, whole)[1] for piece in pieces]
+    for key, metric in expected.items():
+        merged = metric.init_list()
+        for piece in found:
+            merged.append(piece[key])
+        assert merged.aggregate() == pytest.approx(metric.aggregate(), rel=1e-9, abs=1e-12), key
+
+
+@pytest.mark.parametrize("estimator", [name for name in OURS if name != "trm"])  # verl's rejection leaves the mask
+def test_responses_without_loss_or_gradient_are_counted(estimator):
+    """Two responses without an advantage; of short ones with a wide spread, some are clipped or rejected as a whole."""
+    case = random_case(5, responses=64, width=2, spread=1.0)
+    case.advantages[3:5] = 0
+    trainer = case.trainer.clone().requires_grad_()
+    loss, metrics = loss_through_verl(estimator, case, trainer)
+    (gradient,) = torch.autograd.grad(loss, trainer)
+    silent = int((case.mask.any(dim=-1) & (gradient == 0).all(dim=-1)).sum())
+    assert metrics["actor/zero_gradient_responses"].aggregate() == silent
+    zero_loss = metrics["actor/zero_loss_responses"].aggregate()
+    assert 2 <= zero_loss <= silent
+    if estimator in ("grpo", "gspo"):
+        assert zero_loss == 2 < silent, "clipped responses have a loss"
+    if estimator in ("pg_seq_mis", "grpo_seq_mis"):
+        assert zero_loss > 2, "rejected ones have none"
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def micro_batch(case, trainer):
+    """Return responses with their prompts; log-probs are shifted by one against the sequence, as by a model."""
+    from verl.utils import tensordict_utils as tu
+
+    rows = range(len(case.mask))
+    lengths = [int(row.nonzero().max()) + 1 for row in case.mask]
+
+    def unpadded(values):
+        return nested([values[row][: lengths[row]] for row in rows])
+
+    data = {
+        "prompts": nested([torch.ones(PROMPT, dtype=torch.long) for _ in rows]),
+        "responses": unpadded(torch.ones_like(case.mask, dtype=torch.long)),
+        "response_mask": unpadded(case.mask),
+        "old_log_probs": unpadded(case.rollout),
+        "advantages": unpadded(case.advantages.unsqueeze(-1).expand_as(case.mask).clone()),
+    }
+    batch = TensorDict(data, batch_size=len(rows))
+    counts = {"batch_num_tokens": int(case.mask.sum()), "global_batch_size": len(rows)}
+    tu.assign_non_tensor(batch, dp_size=1, max_response_len=-1, **counts)
+    before, after = torch.zeros(PROMPT - 1), torch.zeros(1)
+    return {"log_probs": nested([torch.cat([before, trainer[row][: lengths[row]], after]) for row in rows])}, batch
+
+
+@pytest.mark.parametrize("estimator", ["pg_seq_is", "pg_seq_tis", "pg_seq_mis"])
+def test_policy_gradient_through_ppo_loss(estimator):
+    from verl.workers.utils.losses import ppo_loss
+
+    case = random_case(3)
+    case = case.rows(case.mask.any(dim=-1)).to(torch.float32)
+    trainer = case.trainer.clone().requires_grad_()
+    loss, metrics = ppo_loss(actor_config(composed(estimator)), *micro_batch(case, trainer))
+    loss.backward()
+    assert relative_error(trainer.grad, plain_gradient(estimator, case)) < 1e-5
+    assert metrics["actor/pg_loss"].aggregate() == pytest.approx(loss.item())
+    log_ratios = torch.where(case.mask, case.trainer - case.rollout, 0).sum(dim=-1)
+    assert metrics["actor/seq_log_ratio_q50"].aggregate() == pytest.approx(log_ratios.quantile(0.5).item(), rel=1e-5)
