@@ -6,19 +6,11 @@ import pytest
 from composer import PAPER, ROOT, compose_recipe
 
 from verl_precision.check.probe import known_models
+from verl_precision.check.rules import gpu_memory as memory
 from verl_precision.check.rules.checkpoints import checkpoint_bytes
-from verl_precision.check.rules.gpu_memory import (
-    GIB,
-    REST,
-    activation_bytes,
-    gathered_bytes,
-    kv_tokens,
-    rollout_bytes,
-    shape_of,
-    state_bytes,
-)
+from verl_precision.check.rules.gpu_memory import GIB, REST
 
-SHAPES = {name: shape_of(described) for name, described in known_models().items()}
+SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
 PUBLISHED = {  # billions of parameters, from the model cards
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
     "Qwen/Qwen3-30B-A3B-Base": 30.5,
@@ -38,8 +30,8 @@ def composed(recipe: str, scale: str):
 
 def training_bytes(model, gpus: int, tokens: int, offloaded: bool = False) -> int:
     """Return the peak of a GPU while the trainer works and vLLM sleeps."""
-    state = 0 if offloaded else state_bytes(model, gpus)
-    return state + gathered_bytes(model) + activation_bytes(model, tokens) + REST
+    state = 0 if offloaded else memory.state_bytes(model, gpus)
+    return state + memory.gathered_bytes(model) + memory.activation_bytes(model, tokens) + REST
 
 
 def row(recipe: str, scale: str) -> dict[str, float]:
@@ -51,13 +43,13 @@ def row(recipe: str, scale: str) -> dict[str, float]:
     away = fsdp.offload_policy or (fsdp.param_offload and fsdp.optimizer_offload)
     share, parallel = rollout.gpu_memory_utilization, rollout.tensor_model_parallel_size
     return {
-        "state": 0 if fsdp.offload_policy else state_bytes(model, gpus) / GIB,
-        "gathered": gathered_bytes(model) / GIB,
-        "activations": activation_bytes(model, tokens) / GIB,
+        "state": 0 if fsdp.offload_policy else memory.state_bytes(model, gpus) / GIB,
+        "gathered": memory.gathered_bytes(model) / GIB,
+        "activations": memory.activation_bytes(model, tokens) / GIB,
         "training": training_bytes(model, gpus, tokens, fsdp.offload_policy) / GIB,
-        "rollout": rollout_bytes(model, gpus, share, GPU, 0 if away else 12) / GIB,
-        "host": state_bytes(model, config.trainer.nnodes) / GIB if away else 0,
-        "longest responses at a time": kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
+        "rollout": memory.rollout_bytes(model, gpus, share, GPU, 0 if away else 12) / GIB,
+        "host": memory.state_bytes(model, config.trainer.nnodes) / GIB if away else 0,
+        "longest responses at a time": memory.kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
     }
 
 
@@ -91,7 +83,7 @@ def test_a_recipe_says_truly_whether_its_state_fits_8_gpus(recipe):
     config = composed(recipe, "1x8_h100")
     model = SHAPES[config.actor_rollout_ref.model.path]
     tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    peak = max(training_bytes(model, 8, tokens), rollout_bytes(model, 8, 0.6, GPU))
+    peak = max(training_bytes(model, 8, tokens), memory.rollout_bytes(model, 8, 0.6, GPU))
     assert bool(config.get("state_exceeds_8_gpus")) is (peak >= FILLED * GPU)
 
 
