@@ -61,12 +61,9 @@ def test_what_the_driver_lacks_is_no_fault_of_a_node():
 
 def test_needs_of_a_recipe(compose_recipe, root, monkeypatch):
     monkeypatch.chdir(root)
-    config = compose_recipe("recipes/moe/moe.yaml")
-    assert needs_of(config, ["checkpoints"]) == Needs(
-        8, 8, ("data/moe/dapo_math_17k.parquet", "data/moe/aime_2024.parquet", "checkpoints")
-    )
-    config = compose_recipe("recipes/moe/moe.yaml", "scale=cpu_2nodes")
-    needs = needs_of(config, [])
+    files = ("data/moe/dapo_math_17k.parquet", "data/moe/aime_2024.parquet", "checkpoints")
+    assert needs_of(compose_recipe("recipes/moe/moe.yaml"), ["checkpoints"]) == Needs(8, 8, files)
+    needs = needs_of(compose_recipe("recipes/moe/moe.yaml", "scale=cpu_2nodes"), [])
     stand_in = ("recipes/data/stand_in.jsonl", "recipes/data/stand_in_reward.py")
     assert (needs.nodes, needs.gpus_per_node, needs.paths[:2]) == (2, 1, stand_in), "each file once"
     assert "qwen3_moe" in needs.paths[2], "the tiny model's folder"

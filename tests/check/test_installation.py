@@ -1,5 +1,7 @@
 """What `verl-precision check` says of this installation, and of a broken one."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -38,11 +40,8 @@ def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(installation, "installed_version", lambda name: None)
     monkeypatch.setattr(installation.metadata, "entry_points", lambda group: [])
     found = {finding.what: finding for finding in installation.findings()}
-    for what, command in (
-        ("verl", 'pip install "verl'),
-        ("entry point in group verl.plugins", "pip install ."),
-        ("vLLM", "make venv"),
-    ):
+    commands = {"verl": 'pip install "verl', "entry point in group verl.plugins": "pip install .", "vLLM": "make venv"}
+    for what, command in commands.items():
         assert not found[what].ok and command in found[what].detail
     assert found["plugin loaded by `import verl`"].ok and not any(what.startswith("vllm.") for what in found)
 
@@ -52,10 +51,7 @@ def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch):
     [(EnvironmentMismatchError("a", remedy="Do b."), "a. Do b."), (ImportError("no libc"), "ImportError: no libc")],
 )
 def test_what_a_question_raises_is_a_finding(error, detail):
-    def question():
-        raise error
-
-    assert installation._asked("x", question) == installation.Finding("x", False, detail)
+    assert installation._asked("x", Mock(side_effect=error)) == installation.Finding("x", False, detail)
 
 
 def test_versions_do_not_name_what_only_answers_to_another_name():

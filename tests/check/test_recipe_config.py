@@ -34,8 +34,7 @@ def errors(config) -> list[str]:
 def test_every_precision_passes_on_verls_own_config(compose_verl, precision):
     """Estimators: tests/presets/test_presets.py. Both on a recipe: tests/recipes/test_recipes.py."""
     overrides = [f"+precision={precision}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
-    config = compose_verl(*overrides, return_hydra_config=True)
-    assert errors(config) == []
+    assert errors(compose_verl(*overrides, return_hydra_config=True)) == []
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 from composer import compose_estimator, compose_verl, differing
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_adv_estimator_fn
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_precision.check.rules.registry import find_faults
@@ -25,6 +28,8 @@ PRESETS = [(group, name) for group in PROMISED for name in preset_names(group)]
 DTYPES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16"), "fp32": ("fp32", "float32")}
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 FP16 = "+precision=fp16"
+# Rollouts that do not read the manifest of the weights.
+UNREAD = ("name=sglang", "checkpoint_engine.backend=nccl", "engine_kwargs.vllm.worker_extension_cls=somebody.Else")
 
 
 def estimator(name: str, length: int = 20480):
@@ -53,8 +58,7 @@ def test_precision_sets_actor_ref_critic_and_rollout_together(precision):
     rollout_dtype = DTYPES[rollout or train][1]
     for engine in (actor, ref, config.critic.fsdp):
         assert engine.mixed_precision == {"param_dtype": short, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        assert engine.dtype == long
-        assert engine.model_dtype == "fp32", "master weights"
+        assert engine.dtype == long and engine.model_dtype == "fp32", "and FP32 master weights"
         typed = omega_conf_to_dataclass(engine)
         assert isinstance(typed, PrecisionFSDPConfig)
         assert typed.compute_dtype == short and typed.fp32_log_probs
@@ -88,18 +92,10 @@ def test_nothing_else_changes(precision):
     assert not {key for key in changed if not any(word in key for word in allowed)}
 
 
-@pytest.mark.parametrize(
-    ("override", "sent"),
-    [
-        ("name=vllm", True),
-        ("name=sglang", False),
-        ("checkpoint_engine.backend=nccl", False),
-        ("engine_kwargs.vllm.worker_extension_cls=somebody.Else", False),
-    ],
-)
-def test_the_manifest_is_sent_only_to_who_reads_it(override, sent):
+@pytest.mark.parametrize("override", ["name=vllm", *UNREAD])
+def test_the_manifest_is_sent_only_to_who_reads_it(override):
     config = compose_verl(FP16, VLLM, f"actor_rollout_ref.rollout.{override}")
-    assert config.actor_rollout_ref.actor.fsdp_config.send_weight_manifest is sent
+    assert config.actor_rollout_ref.actor.fsdp_config.send_weight_manifest is (override not in UNREAD)
 
 
 def test_unknown_preset_lists_the_allowed():
@@ -109,8 +105,6 @@ def test_unknown_preset_lists_the_allowed():
 
 @pytest.mark.parametrize("name", preset_names("estimator"))
 def test_estimator_is_valid_and_has_its_loss(name):
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
     config = estimator(name)
     validate_config(config, use_reference_policy=False, use_critic=False)
     assert [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"] == []
@@ -154,8 +148,6 @@ def test_interventions_differ_from_grpo_in_the_loss_only(name):
 @pytest.mark.parametrize("name", sorted(set(preset_names("estimator")) - {"dapo"}))
 def test_advantage_leaves_the_response_out_of_its_baseline(name):
     """Rewards 1, 0, 0, 2 of one group: A_i = R_i - mean of the others, not divided by a standard deviation."""
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
     rewards = torch.tensor([1.0, 0.0, 0.0, 2.0]).unsqueeze(-1)
     advantages_of = get_adv_estimator_fn(estimator(name).algorithm.adv_estimator)
     groups = np.array(["a"] * 4)
@@ -210,9 +202,6 @@ def test_two_cpu_nodes_are_scale_cpu_in_a_cluster():
 
 
 def test_search_path_is_registered_once():
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
     register_search_path(None)
     names = [plugin.__name__ for plugin in Plugins.instance().discover(SearchPathPlugin)]
     assert names.count("VerlPrecisionSearchPath") == 1
