@@ -38,12 +38,9 @@ def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
     """Return weights, mask and metrics of verl's rollout-correction step."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    proto, new_mask, metrics = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=torch.where(mask, old, 0),
-        rollout_log_prob=torch.where(mask, rollout, 0),
-        response_mask=mask,
-        **settings,
-    )
+    log_probs = {"old_log_prob": torch.where(mask, old, 0), "rollout_log_prob": torch.where(mask, rollout, 0)}
+    found = compute_rollout_correction_and_rejection_mask(response_mask=mask, **log_probs, **settings)
+    proto, new_mask, metrics = found
     return None if proto is None else proto.batch["rollout_is_weights"], new_mask, metrics
 
 
@@ -75,12 +72,7 @@ def call(name: str, config, old: Tensor, trainer: Tensor, advantages: Tensor, ma
 def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case | None = None, dp_size: int = 1):
     """Call the loss of a preset as verl's `ppo_loss` does: weights from verl's rollout-correction step, then the loss.
 
-    Args:
-        estimator: Preset, or `VERL_DEFAULT`.
-        case: The rows at hand.
-        trainer: Their log-probs, the tensor that wants a gradient.
-        whole: The global mini-batch, if it is more than the rows at hand.
-        dp_size: Number of ranks.
+    `case` holds the rows at hand, `whole` the global mini-batch if it is more; `trainer` is what wants a gradient.
     """
     whole = case if whole is None else whole
     counts = {"batch_num_tokens": int(whole.mask.sum()), "global_batch_size": len(whole.mask)}

@@ -74,8 +74,9 @@ def case_for(estimator: str, seed: int) -> Case:
     return case
 
 
-def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, advantage: Tensor, c: float) -> Tensor:
+def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, advantage: Tensor) -> Tensor:
     """J of one response from the log-probs of its valid tokens; weights are constants where the paper has constants."""
+    c = 2.0 if name == "grpo_token_tis" else 3.0
     rho = (pi - mu).sum().exp()
     log_pi = pi.sum()
     r = (pi - proximal).exp()
@@ -122,9 +123,6 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
     raise KeyError(name)
 
 
-THRESHOLDS = {"grpo_token_tis": 2.0}
-
-
 def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:
     """Gradient of the loss with respect to the trainer's log-probs, in float64."""
     case = case.to(torch.float64)
@@ -134,14 +132,8 @@ def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:
     for row in range(responses):
         valid = case.mask[row]
         if valid.any():
-            total = total + objective_of_response(
-                name,
-                trainer[row][valid],
-                case.proximal[row][valid],
-                case.rollout[row][valid],
-                case.advantages[row],
-                THRESHOLDS.get(name, 3.0),
-            )
+            policies = (tensor[row][valid] for tensor in (trainer, case.proximal, case.rollout))
+            total = total + objective_of_response(name, *policies, case.advantages[row])
     scale = {"gspo": 1 / responses, "dapo": 1 / tokens, "cispo": 1 / tokens}.get(name, 1 / (responses * normalizer))
     (gradient,) = torch.autograd.grad(-total * scale, trainer)
     return gradient

@@ -34,7 +34,8 @@ def test_every_registered_loss_has_stated_its_ratio():
 @pytest.mark.parametrize("name", sorted({*POLICY_LOSSES, *VERLS_RATIOS}))
 def test_a_token_has_no_gradient_exactly_where_the_statement_says(config, name):
     """The log-ratio of a token has a spread of 0.7, so that a third of them are beyond the range."""
-    actor_node = config.actor_rollout_ref.actor.copy()
+    whole = config.copy()
+    actor_node = whole.actor_rollout_ref.actor
     OmegaConf.update(actor_node, "policy_loss", {"loss_mode": name, "dro_beta": 0.1})
     clip = clip_range(ratio_of(actor_node), actor_node)
     generator = torch.Generator().manual_seed(3)
@@ -42,8 +43,6 @@ def test_a_token_has_no_gradient_exactly_where_the_statement_says(config, name):
     trainer = (old + 0.7 * torch.randn(old.shape, generator=generator)).requires_grad_()
     advantages = torch.tensor([1.0, -1.0]).repeat(200).unsqueeze(-1).expand(400, 2).double()
     mask = torch.ones(400, 2, dtype=torch.bool)
-    whole = config.copy()
-    whole.actor_rollout_ref.actor = actor_node
     actor = actor_config(whole, dp_size=1, batch_num_tokens=800, global_batch_size=400)
     call(name, actor, old, trainer, advantages, mask, mode="token-mean")[0].backward()
     silenced = trainer.grad == 0

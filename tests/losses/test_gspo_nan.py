@@ -71,10 +71,9 @@ def test_weight_of_a_masked_token_that_is_impossible(loss, case, masked):
     assert_same(ours, both(case, loss, weights=clean)[1])
 
 
-JUNK = [("advantages", torch.nan), ("advantages", torch.inf), ("trainer", -torch.inf)]
-
-
-@pytest.mark.parametrize(("tensor", "junk"), JUNK)
+@pytest.mark.parametrize(
+    ("tensor", "junk"), [("advantages", torch.nan), ("advantages", torch.inf), ("trainer", -torch.inf)]
+)
 def test_advantage_and_log_prob_of_a_masked_token(tensor, junk, case, masked):
     """Of the log-prob verl loses the whole response, loss NaN, without a word; for ours the token is not there."""
     clean, row = both(case)[1], masked[0]

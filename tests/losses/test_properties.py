@@ -4,7 +4,7 @@ import math
 
 import torch
 from conftest import run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_precision.losses import POLICY_LOSSES, Aggregation, seq_mis_weights, token_tis_weights
@@ -15,8 +15,6 @@ ANY_FLOAT32 = st.floats(allow_nan=True, allow_infinity=True, width=32)
 FINITE_FLOAT32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 LOG_PROB = st.one_of(st.floats(-30, 0, width=32), st.floats(-1000, 0, width=32), FINITE_FLOAT32)
 ADVANTAGE = st.one_of(st.floats(-5, 5, width=32), FINITE_FLOAT32)
-
-few = settings(max_examples=100, derandomize=True)
 
 
 @st.composite
@@ -30,7 +28,6 @@ def batches(draw, log_prob=LOG_PROB, advantage=ADVANTAGE):
 
 
 @given(batch=batches(), mode=st.sampled_from(MODES))
-@few
 def test_finite_in_finite_out(batch, mode):
     for loss in LOSSES:
         value, gradient, metrics = run(loss, *batch, Aggregation(mode, normalizer=3))
@@ -39,7 +36,6 @@ def test_finite_in_finite_out(batch, mode):
 
 
 @given(batch=batches(ANY_FLOAT32, ANY_FLOAT32))
-@few
 def test_even_anything_in_finite_out(batch):
     for loss in LOSSES:
         value, gradient, _ = run(loss, *batch)
@@ -47,7 +43,6 @@ def test_even_anything_in_finite_out(batch):
 
 
 @given(batch=batches(), junk=ANY_FLOAT32)
-@few
 def test_masked_tokens_never_matter(batch, junk):
     *tensors, mask = batch
     with_junk = [torch.where(mask, tensor, junk) for tensor in tensors]
@@ -57,7 +52,6 @@ def test_masked_tokens_never_matter(batch, junk):
 
 
 @given(batch=batches(), threshold=st.floats(1, 100))
-@few
 def test_weights_are_bounded(batch, threshold):
     proximal, rollout, _, mask = batch
     for weights_of in (token_tis_weights, seq_mis_weights):
