@@ -33,50 +33,33 @@ def test_policy_gradient_by_hand(loss, value, second, largest):
     assert metrics["actor/is_weight_max"] == pytest.approx(largest, rel=1e-6)
 
 
-def test_threshold_is_inclusive():
-    """ρ = C exactly is kept: 1{ρ ≤ C}. Shown at 1, where exp is exact."""
-    trainer = torch.zeros(1, 1, dtype=torch.float64)
-    _, gradient, _ = run(losses.pg_seq_mis, trainer, trainer, [1.0], threshold=1.0)
-    assert gradient.item() == -1.0
+RATIOS = [math.log(1.5), math.log(0.5)]
+MEAN = {"aggregation": Aggregation("seq-mean-token-mean")}
+# One response: loss, log-ratios, A, settings; value (None: not looked at), gradient, metrics of actor/.
+BY_HAND = {
+    # ρ = C exactly is kept: 1{ρ ≤ C}. Shown at 1, where exp is exact.
+    "the threshold is inclusive": (losses.pg_seq_mis, [0], 1.0, {"threshold": 1.0}, None, [-1], {}),
+    # ε 0.2/0.28: r = 1.5 is clipped for A > 0 only, r = 0.5 for A < 0 only. Values 1.28 + 0.5 and -1.5 - 0.8.
+    "grpo, A > 0": (losses.grpo, RATIOS, 1.0, {}, -1.78, [0, -0.5], {"clip_fraction_high": 0.5}),
+    "grpo, A < 0": (losses.grpo, RATIOS, -1.0, {}, 2.3, [1.5, 0], {"clip_fraction_low": 0.5}),
+    # r = 100: verl's vanilla loss is held at clip_ratio_c = 3, its gradient 0; equation (8) says slope rA.
+    "grpo has no dual clip": (losses.grpo, [math.log(100)], -1.0, {}, None, [100], {}),
+    # 2 tokens: s = e^3e-4, inside (1 - 3e-4, 1 + 4e-4): slope -s/2 each, value -s. Then s = e^5e-4, beyond.
+    "gspo": (losses.gspo, [2e-4, 4e-4], 1.0, MEAN, -math.exp(3e-4), [-math.exp(3e-4) / 2] * 2, {}),
+    "gspo, clipped": (losses.gspo, [4e-4, 6e-4], 1.0, MEAN, None, [0, 0], {}),
+    # r = e, e^2, 1/e with bounds [0, 6]: weights e, 6 (held at the bound), 1/e, and no gradient is lost.
+    "cispo": (losses.cispo, [1, 2, -1], 1.0, {}, None, [-math.e, -6, -1 / math.e], {"truncated_fraction": 1 / 3}),
+}
 
 
-def test_grpo_by_hand():
-    """One response, A = 1 then -1, ε 0.2/0.28: r = 1.5 is clipped for A > 0 only, r = 0.5 for A < 0 only.
-
-    A = 1:  value 1.28 + 0.5, slopes 0 and 0.5.    A = -1: value -1.5 - 0.8, slopes -1.5 and 0.
-    """
-    trainer = torch.tensor([[math.log(1.5), math.log(0.5)]])
-    for advantage, value, slopes in ((1.0, -1.78, [0.0, -0.5]), (-1.0, 2.3, [1.5, 0.0])):
-        found, gradient, metrics = run(losses.grpo, trainer, torch.zeros(1, 2), [advantage])
-        assert found == pytest.approx(value, rel=1e-6)
-        torch.testing.assert_close(gradient, torch.tensor([slopes]))
-        side = "high" if advantage > 0 else "low"
-        assert metrics[f"actor/clip_fraction_{side}"] == 0.5
-
-
-def test_grpo_has_no_dual_clip():
-    """A = -1, r = 100: verl's vanilla loss is held at clip_ratio_c = 3, its gradient 0; equation (8) says slope rA."""
-    _, gradient, _ = run(losses.grpo, torch.tensor([[math.log(100.0)]]), torch.zeros(1, 1), [-1.0])
-    assert gradient.item() == pytest.approx(100.0, rel=1e-5)
-
-
-def test_gspo_by_hand():
-    """Log-ratios 2e-4 and 4e-4, 2 tokens: s = e^3e-4, inside (1 - 3e-4, 1 + 4e-4): slope -s/2 each, value -s."""
-    trainer = torch.tensor([[2e-4, 4e-4]], dtype=torch.float64)
-    aggregation = Aggregation("seq-mean-token-mean")
-    found, gradient, _ = run(losses.gspo, trainer, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
-    assert found == pytest.approx(-math.exp(3e-4), rel=1e-12)
-    torch.testing.assert_close(gradient, torch.full_like(trainer, -math.exp(3e-4) / 2))
-    _, gradient, _ = run(losses.gspo, trainer + 2e-4, torch.zeros_like(trainer), [1.0], aggregation=aggregation)
-    assert not gradient.any()
-
-
-def test_cispo_by_hand():
-    """r = e, e^2, 1/e with bounds [0, 6]: weights e, 6 (held at the bound), 1/e, and no gradient is lost."""
-    trainer = torch.tensor([[1.0, 2.0, -1.0]], dtype=torch.float64)
-    _, gradient, metrics = run(losses.cispo, trainer, torch.zeros_like(trainer), [1.0])
-    torch.testing.assert_close(gradient, -torch.tensor([[math.e, 6.0, 1 / math.e]], dtype=torch.float64))
-    assert metrics["actor/truncated_fraction"] == pytest.approx(1 / 3)
+@pytest.mark.parametrize("case", BY_HAND)
+def test_one_response_by_hand(case):
+    loss, log_ratios, advantage, settings, expected, slopes, counted = BY_HAND[case]
+    trainer = torch.tensor([log_ratios], dtype=torch.float64)
+    value, gradient, metrics = run(loss, trainer, torch.zeros_like(trainer), [advantage], **settings)
+    assert expected is None or value == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(gradient, torch.tensor([slopes], dtype=torch.float64), rtol=1e-10, atol=0)
+    assert {key: metrics[f"actor/{key}"] for key in counted} == pytest.approx(counted)
 
 
 def test_weights_by_hand():
