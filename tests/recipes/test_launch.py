@@ -17,60 +17,48 @@ RECIPE, OVERRIDES = "recipes/moe/moe.yaml", ["scale=2x8_h100", "precision=bf16",
 
 @pytest.fixture
 def launch(tmp_path, executable):
-    """Run a launcher whose ray and python print their arguments, one a line."""
+    """Run a launcher whose ray and python print their arguments, one a line; it must succeed, or fail."""
     fake = str(executable("fake", 'printf "%s\\n" "$@"'))
 
-    def launch(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    def launch(script: str, *arguments: str, fails: bool = False, **environment: str) -> subprocess.CompletedProcess:
         environment = {"PATH": os.environ["PATH"], "RAY": fake, "PYTHON": fake, **environment}
         command = ["bash", LAUNCH / script, *arguments]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert bool(done.returncode) is fails, done.stderr
+        return done
 
     return launch
 
 
-@pytest.fixture
-def launched(launch):
-    """Run a launcher that must succeed, and return the lines it prints."""
-
-    def launched(*arguments: str, **environment: str) -> list[str]:
-        done = launch(*arguments, **environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    return launched
-
-
-def test_run_checks_then_runs(launched):
+def test_run_checks_then_runs(launch):
     run = ["-m", "verl.trainer.main_ppo", "--config-dir", "recipes/moe", "--config-name", "moe", *OVERRIDES]
     check = ["-m", "verl_precision.cli", "check", RECIPE, *OVERRIDES]
-    assert launched("run.sh", RECIPE, *OVERRIDES) == check + run
-    assert launched("run.sh", RECIPE, *OVERRIDES, DRY_RUN="1") == check
+    assert launch("run.sh", RECIPE, *OVERRIDES).stdout.splitlines() == check + run
+    assert launch("run.sh", RECIPE, *OVERRIDES, DRY_RUN="1").stdout.splitlines() == check
 
 
 def test_a_failed_check_stops_the_run(launch, executable):
-    done = launch("run.sh", RECIPE, PYTHON=str(executable("broken", "echo once; exit 1")))
+    done = launch("run.sh", RECIPE, fails=True, PYTHON=str(executable("broken", "echo once; exit 1")))
     assert done.returncode == 1 and done.stdout == "once\n"
 
 
 @pytest.mark.parametrize("script", ["run.sh", "job_submit.sh", "cpu_2nodes.sh"])
 def test_a_missing_recipe_is_said(script, launch):
-    done = launch(script)
-    assert done.returncode != 0 and "give a recipe" in done.stderr
+    assert "give a recipe" in launch(script, fails=True).stderr
 
 
-def test_ray_start_is_head_or_worker(launched):
-    head = launched("ray_start.sh")
+def test_ray_start_is_head_or_worker(launch):
+    head = launch("ray_start.sh").stdout.splitlines()
     assert head[0] == "start" and {"--head", "--port=6379"} <= set(head)
-    assert "--address=10.0.0.1:6379" in launched("ray_start.sh", "10.0.0.1")
-    worker = launched("ray_start.sh", "10.0.0.1:7000", GPUS="4", IP="10.0.0.2")
+    assert "--address=10.0.0.1:6379" in launch("ray_start.sh", "10.0.0.1").stdout.splitlines()
+    worker = launch("ray_start.sh", "10.0.0.1:7000", GPUS="4", IP="10.0.0.2").stdout.splitlines()
     assert {"--address=10.0.0.1:7000", "--num-gpus=4", "--node-ip-address=10.0.0.2"} <= set(worker)
     assert "--head" not in worker
 
 
-def test_job_submit_runs_the_same_with_a_cluster_check(launched):
+def test_job_submit_runs_the_same_with_a_cluster_check(launch):
     environment = {"DASHBOARD": "http://head:8265", "ON_CLUSTER": "/shared/vp"}
-    said = launched("job_submit.sh", RECIPE, *OVERRIDES, **environment)
-    assert said == [
+    assert launch("job_submit.sh", RECIPE, *OVERRIDES, **environment).stdout.splitlines() == [
         *("job", "submit", "--address", "http://head:8265", "--", "env", "CLUSTER=auto"),
         *("bash", "/shared/vp/recipes/launch/run.sh", RECIPE, *OVERRIDES),
     ]
