@@ -32,7 +32,7 @@ for log, level in before.items():
 LONG = (
     *("test_recipes.py", "test_ranks.py", "test_planted_edits.py", "test_situations.py", "test_witnesses.py"),
     *("test_fused.py", "test_estimators_train.py", "test_releases.py", "test_install.py", "test_fork_server.py"),
-    *("test_selftest_session.py", "test_rules.py", "test_presets.py", "test_worker.py", "test_arithmetic_model.py"),
+    *("test_selftest_session.py", "test_rules.py", "test_presets.py", "test_worker.py", "test_sanity_arithmetic.py"),
     *("test_compare_runs.py", "test_change.py", "test_cli.py", "test_plugin.py", "test_checks.py"),
     *("test_properties.py", "test_scales.py", "test_tensor_parallel.py"),
 )
