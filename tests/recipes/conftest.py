@@ -16,13 +16,19 @@ def _at_root(monkeypatch):
 def load_script():
     """Load a script under recipes/ as a module."""
 
-    def load(path: str):
+    def load(path):
         specification = importlib.util.spec_from_file_location("script", ROOT / path)
         module = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)
         return module
 
     return load
+
+
+@pytest.fixture
+def make_task(request, load_script):
+    """The script that makes the task of the recipe that a file of tests names."""
+    return load_script(request.module.RECIPE.with_name("make_task.py"))
 
 
 @pytest.fixture

@@ -12,11 +12,6 @@ RECIPE = ROOT / "recipes/collapse/collapse.yaml"
 
 
 @pytest.fixture
-def make_task(load_script):
-    return load_script("recipes/collapse/make_task.py")
-
-
-@pytest.fixture
 def compute_score(load_script):
     reward = load_script("recipes/collapse/reward.py")
     return lambda text, truth: reward.compute_score("collapse", text, truth)

@@ -13,11 +13,6 @@ ARMS = OmegaConf.to_container(OmegaConf.load(RECIPE).arms)
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
 
 
-@pytest.fixture
-def make_task(load_script):
-    return load_script("recipes/phantom_clipping/make_task.py")
-
-
 def test_on_the_grid_each_weight_is_a_bf16_number_and_its_own_off_the_grid(make_task):
     on, off = (dict(make_task.build_model(1, on_grid).named_parameters()) for on_grid in (True, False))
     assert all(weight.dtype is torch.float32 for weight in (*on.values(), *off.values()))
