@@ -8,6 +8,8 @@ from composer import actor_config, compose_estimator
 from omegaconf import DictConfig
 from plain_equations import C_NORM, Case
 from torch import Tensor
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
 from verl_precision.losses import Aggregation
 from verl_precision.presets import preset_names
@@ -36,8 +38,6 @@ def _typed(estimator: str) -> bytes:
 
 def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
     """Return weights, mask and metrics of verl's rollout-correction step."""
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-
     log_probs = {"old_log_prob": torch.where(mask, old, 0), "rollout_log_prob": torch.where(mask, rollout, 0)}
     found = compute_rollout_correction_and_rejection_mask(response_mask=mask, **log_probs, **settings)
     proto, new_mask, metrics = found
@@ -56,8 +56,6 @@ def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **se
 
 def call(name: str, config, old: Tensor, trainer: Tensor, advantages: Tensor, mask: Tensor, weights=None, mode=None):
     """Call a loss that is registered with verl as `ppo_loss` does; return it with its metrics."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
     return get_policy_loss_fn(name)(
         old_log_prob=old,
         log_prob=trainer,

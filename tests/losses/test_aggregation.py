@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.aggregation import MODES, NORM_MODE, Aggregation, aggregate
@@ -25,8 +26,6 @@ def test_by_hand(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_is_verls_where_verl_is_given_all_constants(mode):
-    from verl.trainer.ppo.core_algos import agg_loss
-
     theirs = agg_loss(VALUES, MASK, mode, dp_size=4, batch_num_tokens=50, global_batch_size=20, loss_scale_factor=6)
     ours = aggregate(VALUES, MASK, Aggregation(mode, normalizer=6, num_responses=20, num_tokens=50, dp_size=4))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-7)
@@ -42,8 +41,6 @@ def test_micro_batches_add_up_and_ranks_average(mode, ranks):
 
 def test_rejected_response_stays_in_the_denominator():
     """verl without global information divides by the responses that have tokens left: 1 instead of 2."""
-    from verl.trainer.ppo.core_algos import agg_loss
-
     rejected = MASK * torch.tensor([[1], [0]])
     assert aggregate(VALUES, rejected, Aggregation(normalizer=6)).item() == pytest.approx(3 / 2 / 6)
     assert agg_loss(VALUES, rejected, NORM_MODE, loss_scale_factor=6).item() == pytest.approx(3 / 1 / 6)

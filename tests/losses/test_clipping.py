@@ -7,6 +7,7 @@ import torch
 from composer import actor_config, compose_estimator
 from conftest import call
 from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
 from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, ClipRange, Ratio, clip_range
@@ -23,8 +24,6 @@ def config():
 
 
 def test_every_registered_loss_has_stated_its_ratio():
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-
     assert set(POLICY_LOSS_REGISTRY) == {*POLICY_LOSSES, *FORMER_NAMES, *VERLS_RATIOS}
     # other tests register losses of their own, without a statement, in the same process
     ours = [entry for entry in POLICY_LOSSES.values() if entry.function.__module__.startswith("verl_precision.")]

@@ -15,6 +15,8 @@ from composer import actor_config
 from conftest import ESTIMATORS, OURS, composed, gradient_through_verl, loss_through_verl
 from plain_equations import case_for, plain_gradient, random_case, relative_error
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.losses import ppo_loss
 
 PROMPT = 3  # tokens
 
@@ -102,8 +104,6 @@ def nested(rows):
 
 def micro_batch(case, trainer):
     """Return responses with their prompts; log-probs are shifted by one against the sequence, as by a model."""
-    from verl.utils import tensordict_utils as tu
-
     rows = range(len(case.mask))
     lengths = [int(row.nonzero().max()) + 1 for row in case.mask]
 
@@ -126,8 +126,6 @@ def micro_batch(case, trainer):
 
 @pytest.mark.parametrize("estimator", ["pg_seq_is", "pg_seq_tis", "pg_seq_mis"])
 def test_policy_gradient_through_ppo_loss(estimator):
-    from verl.workers.utils.losses import ppo_loss
-
     case = random_case(3)
     case = case.rows(case.mask.any(dim=-1)).to(torch.float32)
     trainer = case.trainer.clone().requires_grad_()

@@ -15,6 +15,7 @@ import torch
 from composer import actor_config
 from conftest import call, composed
 from plain_equations import random_case
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
 from verl_precision.losses import Aggregation, gspo
 
@@ -59,8 +60,6 @@ def test_both_agree_on_a_clean_batch(case):
 @pytest.mark.parametrize("loss", ["gspo", "cispo"])
 def test_weight_of_a_masked_token_that_is_impossible(loss, case, masked):
     """Through verl's own token-level weights: their gradient is NaN, ours is as if the token were not there."""
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
     log_ratio = case.proximal - case.rollout
     clean, _ = compute_rollout_correction_weights(log_ratio, case.mask, "token", 2.0)
     log_ratio[masked] = torch.tensor(-torch.inf) - torch.tensor(-torch.inf)

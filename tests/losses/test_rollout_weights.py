@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import composed, corrected
 from plain_equations import random_case
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as wrapped
 
 from verl_precision.base.errors import ConfigurationError
 
@@ -100,8 +101,6 @@ def test_verls_own_k2_and_k3_reject_what_they_say(level, statistic, batch):
 
 @pytest.mark.parametrize("settings", [("token", 2.0), ("sequence", "0.5_5.0", True)])
 def test_verls_own_levels_pass_through_unchanged(settings, batch):
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as wrapped
-
     ours, theirs = wrapped(*batch, *settings), wrapped.__wrapped__(*batch, *settings)
     assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
 
