@@ -18,9 +18,13 @@ import torch
 from composer import ROOT, compose_recipe
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tracking import Tracking
+from verl.workers.rollout.base import get_rollout_class
 from verl_says import objection
 
 from verl_precision.base.tiny_model import cached_tiny_model
@@ -241,30 +245,22 @@ def witness_resume(config) -> None:
 
 
 def witness_rollout_registry(config) -> None:
-    from verl.workers.rollout.base import get_rollout_class
-
     with pytest.raises(AssertionError, match="Rollout vlm with mode async not found"):
         get_rollout_class(config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode)
 
 
 def witness_dataset(config) -> None:
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
     files = config.data.val_files if config.data.val_files is None else config.data.train_files
     with pytest.raises((AttributeError, TypeError, ValueError)):
         RLHFDataset(files, None, config.data)
 
 
 def witness_reward(config) -> None:
-    from verl.trainer.ppo.reward import get_custom_reward_fn
-
     with pytest.raises(AttributeError, match="score"):
         get_custom_reward_fn(config)
 
 
 def witness_steps_per_epoch(config) -> None:
-    from verl.utils import hf_tokenizer
-
     tokenizer = hf_tokenizer(str(cached_tiny_model("qwen3")))
     trainer = types.SimpleNamespace(config=config, tokenizer=tokenizer, processor=None, trainer_mode="sync")
     trainer.parameter_sync_step = 1
