@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from composer import CPU_ONLY, PAPER, RECIPES, ROOT, compose_recipe
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from verl.utils.config import omega_conf_to_dataclass
 from verl_says import objection
 
 from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
@@ -121,9 +123,6 @@ def test_on_a_cpu_a_recipe_keeps_what_it_is_about(recipe):
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_the_moe_recipe_says_how_experts_are_computed_and_verl_builds_that(implementation):
     """The key begins with an underscore, as the property of transformers' config that verl sets."""
-    from transformers import AutoModelForCausalLM
-    from verl.utils.config import omega_conf_to_dataclass
-
     key = "actor_rollout_ref.model.override_config._experts_implementation"
     change = () if implementation == "grouped_mm" else (f"{key}={implementation}",)
     config = compose_recipe("recipes/moe/moe.yaml", "scale=cpu", *change)
@@ -156,8 +155,6 @@ def test_rollout_correction_can_be_switched_off_as_in_verl():
 
 
 def test_stand_in_is_in_verls_format_and_fits_the_scale(load_script):
-    from transformers import AutoTokenizer
-
     score = load_script("recipes/data/stand_in_reward.py").compute_score
     rows = [json.loads(line) for line in (ROOT / "recipes/data/stand_in.jsonl").read_text().splitlines()]
     assert 20 <= len(rows) <= 60 and len({row["prompt"][0]["content"] for row in rows}) == len(rows)

@@ -11,6 +11,8 @@ import torch
 from composer import ROOT, compose_recipe
 from make_task import KNOWN, PROMPT_LENGTH, RESPONSE_LENGTH, Sum, all_sums, build_model, encode, response_log_probs
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_precision.check.recipe_config import check_recipe
 from verl_precision.tools.jobs.problems import read_data_set
@@ -152,8 +154,6 @@ def test_script_goes_on_with_a_filter_that_was_stopped(script):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train once for this module; return folder, progress reports and the loaded model."""
-    from transformers import AutoModelForCausalLM
-
     seen: list[tuple[int, float]] = []
     folder = tmp_path_factory.mktemp("arithmetic") / "model"
     build_model(folder, lambda step, known: seen.append((step, known)))
@@ -193,8 +193,6 @@ def test_training_stops_when_it_knows_enough(trained):
 
 
 def test_prompt_is_the_sum_itself(trained):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(trained[0])
     prompt = [{"role": "user", "content": "47+8="}]
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
@@ -203,8 +201,6 @@ def test_prompt_is_the_sum_itself(trained):
 
 
 def test_first_steps_are_the_same_twice(tmp_path, monkeypatch):
-    from safetensors.torch import load_file
-
     monkeypatch.setattr(make_task, "KNOWN", 0.0)  # stop at the first look
     for name in "ab":
         torch.manual_seed(ord(name))  # the caller's random state has no say
