@@ -32,6 +32,13 @@ def make_task(request, load_script):
 
 
 @pytest.fixture
+def reader(request, load_script):
+    """The script that reads the runs of that recipe."""
+    (script,) = request.module.RECIPE.parent.glob("read_*.py")
+    return load_script(script)
+
+
+@pytest.fixture
 def executable(tmp_path):
     """Write a command that does what a few lines of shell say."""
 

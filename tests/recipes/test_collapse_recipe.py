@@ -88,11 +88,6 @@ def test_a_response_has_room_and_the_dose_is_the_models():
 
 
 @pytest.fixture
-def reader(load_script):
-    return load_script("recipes/collapse/read_doses.py")
-
-
-@pytest.fixture
 def outcomes(reader, write_run, tmp_path):
     """A run that rises and falls in BF16 while its mismatch grows, and one that rises in FP16."""
     same = {"mismatch/probs_pearson": 0.99, "mismatch/sequence_log_ratio_std": 1.1, "mismatch/sequence_ess": 40.0}

@@ -89,7 +89,6 @@ def run_job(tmp_path, executable):
 
 
 def test_slurm_starts_head_workers_and_recipe(run_job):
-    """The commands it gives, in order."""
     worker_has_started = 'until [ -e "$STAND_IN_SLURM/worker" ]; do sleep 0.05; done'
     code, log = run_job(f'{worker_has_started}; printf "%s\\n" "said $*"')
     assert code == 0, log
@@ -99,9 +98,8 @@ def test_slurm_starts_head_workers_and_recipe(run_job):
         "said recipes/launch/watched_run.py auto python -m verl.trainer.main_ppo --config-dir recipes/moe "
         f"--config-name moe {overrides}",
     ], "the user's overrides come last, so that they win over the number of nodes"
-    starts = [line for line in log.splitlines() if line.startswith("ray start")]
     shared = "ray start --num-gpus=1 --temp-dir=/tmp/ray-12345-0 --disable-usage-stats --block"
-    assert sorted(starts) == [
+    assert sorted(line for line in log.splitlines() if line.startswith("ray start")) == [
         f"{shared} --address=10.0.0.1:22345",
         f"{shared} --head --node-ip-address=10.0.0.1 --port=22345 --include-dashboard=false",
     ]

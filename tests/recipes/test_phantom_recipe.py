@@ -78,11 +78,6 @@ def test_the_run_script_names_arms_that_are_there():
 
 
 @pytest.fixture
-def reader(load_script):
-    return load_script("recipes/phantom_clipping/read_stall.py")
-
-
-@pytest.fixture
 def runs(write_run, tmp_path):
     """Write a stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
 
