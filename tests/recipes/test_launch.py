@@ -77,9 +77,8 @@ def run_job(tmp_path, executable):
     """Run slurm.sbatch with a Slurm of one machine, a Ray that prints its arguments, and a python of shell lines."""
 
     def run_job(python: str, **environment: str) -> tuple[int, str]:
-        executable("hostname", "echo 10.0.0.1 10.0.0.2")
-        executable("ray", RAY)
-        executable("python", python)
+        for name, script in {"hostname": "echo 10.0.0.1 10.0.0.2", "ray": RAY, "python": python}.items():
+            executable(name, script)
         environment = {**slurm.install(tmp_path), "ACTIVATE": "/dev/null", **environment}
         command = [tmp_path / "sbatch", "--nodes=2", f"--output={tmp_path}/job-%j.log", *JOB]
         done = subprocess.run(command, env=environment, cwd=ROOT, timeout=60, check=False)
@@ -99,10 +98,9 @@ def test_slurm_starts_head_workers_and_recipe(run_job):
         f"--config-name moe {overrides}",
     ], "the user's overrides come last, so that they win over the number of nodes"
     shared = "ray start --num-gpus=1 --temp-dir=/tmp/ray-12345-0 --disable-usage-stats --block"
-    assert sorted(line for line in log.splitlines() if line.startswith("ray start")) == [
-        f"{shared} --address=10.0.0.1:22345",
-        f"{shared} --head --node-ip-address=10.0.0.1 --port=22345 --include-dashboard=false",
-    ]
+    head = f"{shared} --head --node-ip-address=10.0.0.1 --port=22345 --include-dashboard=false"
+    starts = sorted(line for line in log.splitlines() if line.startswith("ray start"))
+    assert starts == [f"{shared} --address=10.0.0.1:22345", head]
     assert log.index("--nodelist=node1") > log.index("ray status"), "workers wait for the head"
     text = (LAUNCH / "slurm.sbatch").read_text()
     assert text.index("#SBATCH") < text.index("set -euo pipefail"), "sbatch reads options up to the first command"
@@ -127,14 +125,8 @@ def test_slurm_queues_a_job_again_after_a_loss_and_at_its_time_limit(run_job):
     assert code == 3, "an error of the run itself ends the job"
     said = [line for line in log.splitlines() if line.startswith(("start", "verl_precision"))]
     again = "The job goes back to the queue and will go on from its last checkpoint."
-    assert said == [
-        "start 0",
-        f"verl_precision: a node was lost. {again}",
-        "start 1",
-        "start 2",
-        f"verl_precision: the time limit is near. {again}",
-        "start 3",
-    ]
+    lost, late = (f"verl_precision: {why}. {again}" for why in ("a node was lost", "the time limit is near"))
+    assert said == ["start 0", lost, "start 1", "start 2", late, "start 3"]
 
 
 def test_slurm_does_not_queue_a_job_for_ever(run_job):
@@ -175,9 +167,8 @@ def rayjob(load_script):
 def test_rayjob_has_hosts_gpus_image_and_command_keeps_what_a_run_writes_and_tries_again(rayjob):
     job, pods = rayjob()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert shlex.split(job["spec"]["entrypoint"]) == [
-        *("env", "CLUSTER=auto", "bash", "recipes/launch/run.sh", RECIPE, *OVERRIDES)
-    ]
+    command = ["env", "CLUSTER=auto", "bash", "recipes/launch/run.sh", RECIPE, *OVERRIDES]
+    assert shlex.split(job["spec"]["entrypoint"]) == command
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 2
     assert job["spec"]["backoffLimit"] > 0

@@ -181,14 +181,11 @@ def test_scripts_parse_and_are_clean(script):
 @pytest.mark.parametrize("recipe", PAPER, **ids)
 def test_run_scripts_run_their_recipe(recipe, tmp_path, executable):
     """With a python that prints its arguments: what is checked is what is run."""
-    fake = executable("python", 'echo "$@"')
+    fake = str(executable("python", 'echo "$@"'))
     (script,) = recipe.parent.glob("*.sh")
-    environment = {"PATH": os.environ["PATH"], "PYTHON": str(fake), "SCALE": "cpu", "CLUSTER": "head:1"}
-    done = subprocess.run(
-        ["bash", script, "data.seed=7"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    lines = done.stdout.splitlines()
-    name = recipe.stem
+    environment = {"PATH": os.environ["PATH"], "PYTHON": fake, "SCALE": "cpu", "CLUSTER": "head:1"}
+    command, name = ["bash", script, "data.seed=7"], recipe.stem
+    lines = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True).splitlines()
     estimator = compose_recipe(recipe, return_hydra_config=True).hydra.runtime.choices.estimator
     for check, run in zip(lines[::2], lines[1::2], strict=True):
         words = check.split()
@@ -196,7 +193,7 @@ def test_run_scripts_run_their_recipe(recipe, tmp_path, executable):
         assert words[-2:] == ["--cluster", "head:1"]
         overrides = words[4:-2]
         assert run.split() == [
-            *("recipes/launch/watched_run.py", "head:1", str(fake)),  # ends the run when a node of the cluster is lost
+            *("recipes/launch/watched_run.py", "head:1", fake),  # ends the run when a node of the cluster is lost
             *("-m", "verl.trainer.main_ppo", "--config-dir", f"recipes/{name}", "--config-name", name),
             *overrides,
         ]
