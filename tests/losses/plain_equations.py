@@ -77,50 +77,34 @@ def case_for(estimator: str, seed: int) -> Case:
 def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, advantage: Tensor) -> Tensor:
     """J of one response from the log-probs of its valid tokens; weights are constants where the paper has constants."""
     c = 2.0 if name == "grpo_token_tis" else 3.0
-    rho = (pi - mu).sum().exp()
-    log_pi = pi.sum()
-    r = (pi - proximal).exp()
-    rho_t = (proximal - mu).exp().detach()
-    rho_proximal = (proximal - mu).sum().exp().detach()
+    rho, log_pi = (pi - mu).sum().exp(), pi.sum()
+    r, s = (pi - proximal).exp(), (pi - proximal).mean().exp()
+    rho_t, rho_proximal = (proximal - mu).exp().detach(), (proximal - mu).sum().exp().detach()
     clipped = torch.minimum(r * advantage, r.clamp(1 - 0.2, 1 + 0.28) * advantage)
-    match name:
-        case "pg_seq_is":
-            return rho * advantage
-        case "pg_seq_tis":
-            return rho.detach().clamp(max=c) * log_pi * advantage
-        case "pg_seq_mis":
-            return rho.detach() * float(rho <= c) * log_pi * advantage
-        case "grpo":
-            return clipped.sum()
-        case "grpo_token_tis":
-            return (rho_t.clamp(max=c) * clipped).sum()
-        case "grpo_seq_mis":
-            return rho_proximal * float(rho_proximal <= c) * clipped.sum()
-        case "grpo_unclipped":
-            return (r * advantage).sum()
-        case "ratio_one":
-            return log_pi * advantage
-        case "gspo":
-            s = (pi - proximal).mean().exp()
-            return torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
-        case "cispo":
-            return (r.detach().clamp(0.0, 6.0) * pi * advantage).sum()
-        case "dppo_tv" | "dppo_kl":
-            p, q = pi.exp().detach(), mu.exp()
-            other = (1 - q) * ((1 - q) / (1 - p)).log()
-            distance, limit = ((p - q).abs(), 0.15) if name == "dppo_tv" else (q * (q / p).log() + other, 0.05)
-            kept = (distance <= limit) | ((p - q) * advantage <= 0)
-            return ((p / q).clamp(max=20.0) * kept * pi * advantage).sum()
-        case "icepop":
-            return (torch.where((rho_t >= 0.5) & (rho_t <= 5.0), rho_t, 0) * clipped).sum()
-        case "trm":
-            return float((rho_t - 1 - rho_t.log()).max() <= 0.3) * clipped.sum()
-        case "geo_mask":
-            return float(0.999 <= rho_proximal ** (1 / len(pi)) <= 1.001) * clipped.sum()
-        case "dapo":  # with the dual clip of verl's vanilla loss at 10
-            dual = torch.maximum(clipped, 10.0 * advantage) if advantage < 0 else clipped
-            return dual.sum()
-    raise KeyError(name)
+    if name in ("dppo_tv", "dppo_kl"):
+        p, q = pi.exp().detach(), mu.exp()
+        other = (1 - q) * ((1 - q) / (1 - p)).log()
+        distance, limit = ((p - q).abs(), 0.15) if name == "dppo_tv" else (q * (q / p).log() + other, 0.05)
+        kept = (distance <= limit) | ((p - q) * advantage <= 0)
+        return ((p / q).clamp(max=20.0) * kept * pi * advantage).sum()
+    objectives = {
+        "pg_seq_is": lambda: rho * advantage,
+        "pg_seq_tis": lambda: rho.detach().clamp(max=c) * log_pi * advantage,
+        "pg_seq_mis": lambda: rho.detach() * float(rho <= c) * log_pi * advantage,
+        "grpo": lambda: clipped.sum(),
+        "grpo_token_tis": lambda: (rho_t.clamp(max=c) * clipped).sum(),
+        "grpo_seq_mis": lambda: rho_proximal * float(rho_proximal <= c) * clipped.sum(),
+        "grpo_unclipped": lambda: (r * advantage).sum(),
+        "ratio_one": lambda: log_pi * advantage,
+        "gspo": lambda: torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage),
+        "cispo": lambda: (r.detach().clamp(0.0, 6.0) * pi * advantage).sum(),
+        "icepop": lambda: (torch.where((rho_t >= 0.5) & (rho_t <= 5.0), rho_t, 0) * clipped).sum(),
+        "trm": lambda: float((rho_t - 1 - rho_t.log()).max() <= 0.3) * clipped.sum(),
+        "geo_mask": lambda: float(0.999 <= rho_proximal ** (1 / len(pi)) <= 1.001) * clipped.sum(),
+        # with the dual clip of verl's vanilla loss at 10
+        "dapo": lambda: (torch.maximum(clipped, 10.0 * advantage) if advantage < 0 else clipped).sum(),
+    }
+    return objectives[name]()
 
 
 def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:
