@@ -39,8 +39,8 @@ def _typed(estimator: str) -> bytes:
 def corrected(old: Tensor, rollout: Tensor, mask: Tensor, **settings):
     """Return weights, mask and metrics of verl's rollout-correction step."""
     log_probs = {"old_log_prob": torch.where(mask, old, 0), "rollout_log_prob": torch.where(mask, rollout, 0)}
-    found = compute_rollout_correction_and_rejection_mask(response_mask=mask, **log_probs, **settings)
-    proto, new_mask, metrics = found
+    step = compute_rollout_correction_and_rejection_mask
+    proto, new_mask, metrics = step(response_mask=mask, **log_probs, **settings)
     return None if proto is None else proto.batch["rollout_is_weights"], new_mask, metrics
 
 
@@ -56,15 +56,9 @@ def run(loss, trainer, other, advantages, mask=None, aggregation=PER_TOKEN, **se
 
 def call(name: str, config, old: Tensor, trainer: Tensor, advantages: Tensor, mask: Tensor, weights=None, mode=None):
     """Call a loss that is registered with verl as `ppo_loss` does; return it with its metrics."""
-    return get_policy_loss_fn(name)(
-        old_log_prob=old,
-        log_prob=trainer,
-        advantages=advantages,
-        response_mask=mask,
-        loss_agg_mode=mode or config.loss_agg_mode,
-        config=config,
-        rollout_is_weights=weights,
-    )
+    tensors = {"old_log_prob": old, "log_prob": trainer, "advantages": advantages, "response_mask": mask}
+    settings = {"loss_agg_mode": mode or config.loss_agg_mode, "config": config, "rollout_is_weights": weights}
+    return get_policy_loss_fn(name)(**tensors, **settings)
 
 
 def loss_through_verl(estimator: str, case: Case, trainer: Tensor, whole: Case | None = None, dp_size: int = 1):
