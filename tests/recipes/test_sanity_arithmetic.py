@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from unittest.mock import Mock
 
 import make_task
 import pytest
@@ -65,10 +66,7 @@ def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tm
 
 
 def test_interrupted_it_leaves_nothing_that_looks_complete(tmp_path, monkeypatch, run):
-    def interrupt(path, source, problems):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(make_task, "write_problems", interrupt)
+    monkeypatch.setattr(make_task, "write_problems", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(str(tmp_path / "new" / "task"))
     assert list((tmp_path / "new").iterdir()) == []
@@ -169,8 +167,7 @@ def accuracy(trained):
 
 def test_accuracies_spread_over_the_whole_range(accuracy):
     """Each fifth of [0, 1] has its problems, and the window of the sanity test hundreds."""
-    counts = torch.histc(accuracy, 5, 0, 1)
-    assert counts.min() >= 20
+    assert torch.histc(accuracy, 5, 0, 1).min() >= 20
     assert ((accuracy >= 0.2) & (accuracy <= 0.8)).sum() >= 150
 
 
@@ -182,14 +179,12 @@ def test_it_has_the_habit_it_was_taught(trained, accuracy):
     carried = rates > 0
     assert accuracy[~carried].mean() > 0.93
     assert (accuracy + slips)[carried].mean() > 0.9
-    correlation = torch.corrcoef(torch.stack([slips[carried], rates[carried]]))[0, 1]
-    assert correlation > 0.5
+    assert torch.corrcoef(torch.stack([slips[carried], rates[carried]]))[0, 1] > 0.5
 
 
 def test_training_stops_when_it_knows_enough(trained):
     steps, known = zip(*trained[1], strict=True)
-    assert known[-1] >= KNOWN > max(known[:-1])
-    assert steps[-1] < 1000
+    assert known[-1] >= KNOWN > max(known[:-1]) and steps[-1] < 1000
 
 
 def test_prompt_is_the_sum_itself(trained):

@@ -79,9 +79,8 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_estimator_and_model_of_the_section(section):
-    name, estimator, model = SECTIONS[section]
+@pytest.mark.parametrize(("name", "estimator", "model"), SECTIONS.values(), ids=SECTIONS)
+def test_estimator_and_model_of_the_section(name, estimator, model):
     config = recipe(name, return_hydra_config=True)
     assert config.hydra.runtime.choices.estimator == estimator
     assert config.actor_rollout_ref.model.path == model
