@@ -32,13 +32,10 @@ rollout-contradicts-actor E rollout.dtype          +precision=fp16 rollout.dtype
 rollout-contradicts-actor E rollout.dtype          +precision=bf16_train_fp16_rollout rollout.dtype=float32
 rollout-contradicts-actor E rollout.dtype          +fsdp.mixed_precision=FP16
 rollout-contradicts-actor W rollout.dtype          rollout.dtype=auto
-ref-differs-from-actor    W ref.fsdp_config.mixed_precision.param_dtype \
-    +fsdp.mixed_precision=FP16 rollout.dtype=float16 actor.use_kl_loss=True
-critic-differs-from-actor W critic.fsdp.mixed_precision.param_dtype \
-    +fsdp.mixed_precision=FP16 rollout.dtype=float16 critic.enable=True
+ref-differs-from-actor    W ref.fsdp_config.mixed_precision.param_dtype ACTOR_FP16 actor.use_kl_loss=True
+critic-differs-from-actor W critic.fsdp.mixed_precision.param_dtype ACTOR_FP16 critic.enable=True
 router-replay             E router_replay.mode     +router_replay=rollout
-router-replay             E enable_rollout_routing_replay \
-    +precision=bf16 +router_replay=rollout rollout.enable_rollout_routing_replay=False
+router-replay             E enable_rollout_routing_replay REPLAY rollout.enable_rollout_routing_replay=False
 router-replay E router_replay.mode +precision=bf16 +router_replay=old algorithm.rollout_correction.bypass_mode=True
 router-replay             E use_remove_padding     +precision=bf16 +router_replay=measure model.use_remove_padding=False
 router-replay             E fsdp_config.shadow     +precision=bf16 +router_replay=rollout fsdp.shadow.every_n_steps=1
@@ -59,8 +56,7 @@ attention-refuses-fp32    E attn_implementation    +precision=fp16 actor.use_kl_
 attention-refuses-fp32    E attn_implementation    +precision=bf16_train_fp32_rollout fsdp.shadow.every_n_steps=1
 attention-refuses-fp32    E critic.fsdp.mixed_precision.param_dtype +precision=fp32 critic.enable=True
 ulysses-needs-flash       E actor.ulysses_sequence_parallel_size +precision=fp32 actor.ulysses_sequence_parallel_size=2
-ulysses-needs-flash       E fsdp_config.ulysses_sequence_parallel_size \
-    +model.override_config.attn_implementation=sdpa fsdp.ulysses_sequence_parallel_size=4
+ulysses-needs-flash       E fsdp_config.ulysses_sequence_parallel_size +SDPA fsdp.ulysses_sequence_parallel_size=4
 ulysses-needs-flash       E ref.ulysses_sequence_parallel_size \
     +scale=1x1_gpu actor.use_kl_loss=True ref.ulysses_sequence_parallel_size=2
 half-master-weights       E critic.fsdp.model_dtype critic.enable=True critic.fsdp.model_dtype=bf16
@@ -167,7 +163,6 @@ NO_KERNEL = here(head_size=16, head_sizes=(32, 64))
 NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
 EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,hf_model]"
-REPLAY = "+precision=bf16 +router_replay=rollout"
 # Name, what is known beyond the config, overrides, whether there is a fault.
 ENVIRONMENTS = [
     *[
@@ -175,9 +170,9 @@ ENVIRONMENTS = [
         for kind in VLLM_REFUSES_FP16
         for precision in ("fp16", "bf16")
     ],
-    ("router-replay", Environment(model={"model_type": "qwen3"}), REPLAY, True),
-    ("router-replay", Environment(model={"model_type": "qwen3_moe"}), REPLAY, False),
-    ("router-replay", Environment(model={"model_type": "deepseek_v2"}), REPLAY, True),
+    ("router-replay", Environment(model={"model_type": "qwen3"}), "REPLAY", True),
+    ("router-replay", Environment(model={"model_type": "qwen3_moe"}), "REPLAY", False),
+    ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
     ("cascade-attention", Environment("0.11.0", A100), "", True),
     ("cascade-attention", Environment("0.28.0", A100), "", False),
     ("cascade-attention", Environment("0.11.0", ("NVIDIA H100 80GB HBM3",)), "", False),
@@ -222,22 +217,25 @@ ENVIRONMENTS = [
 NOTHING_KNOWN = Environment()
 ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
 SHORT = {
-    "MASKS": "+sampling_masks=replay actor_rollout_ref.rollout.top_k=64",
-    "VERLS_ENGINE": "actor_rollout_ref.actor.fsdp_config._target_=verl.workers.config.FSDPEngineConfig",
-    "SDPA": "actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "LOOP": "actor_rollout_ref.rollout.agent.default_agent_loop=vp_single_turn",
+    "MASKS": "+sampling_masks=replay rollout.top_k=64",
+    "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
+    "SDPA": "model.override_config.attn_implementation=sdpa",
+    "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
+    "REPLAY": "+precision=bf16 +router_replay=rollout",
+    "ACTOR_FP16": "+fsdp.mixed_precision=FP16 rollout.dtype=float16",
 }
 
 
 @functools.cache
 def composed(overrides: str = ""):
     """Compose verl's own config with the rollout's log-probs, so that rules about them have something to look at."""
-    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", overrides)
+    text = overrides
+    for word, meant in SHORT.items():
+        text = text.replace(word, meant)
+    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", text)
     text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
     text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
     text = re.sub("=FP(16|32)", r"={param_dtype:fp\1,reduce_dtype:fp32,buffer_dtype:fp32}", text)
-    for word, meant in SHORT.items():
-        text = text.replace(word, meant)
     base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
     if "rollout.n=" not in text:
         base.append("actor_rollout_ref.rollout.n=8")
