@@ -129,8 +129,7 @@ def test_guard_does_not_touch_what_is_in_range(loss):
         trainer = torch.full((1, 1), log_ratio, dtype=dtype)
         _, gradient, _ = run(loss, trainer, torch.zeros_like(trainer), [-1.0])
         held = {"pg_seq_tis": 3.0, "pg_seq_mis": 0.0, "ratio_one": 1.0, "cispo": 6.0, "dppo_tv": 20.0, "dppo_kl": 20.0}
-        weight = held.get(loss.__name__, math.exp(log_ratio))
-        assert gradient.item() == pytest.approx(weight, rel=1e-5)
+        assert gradient.item() == pytest.approx(held.get(loss.__name__, math.exp(log_ratio)), rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -151,9 +150,8 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("bad", BAD_TENSORS)
-def test_wrong_tensors_are_refused(loss, bad):
-    place, tensor, message = BAD_TENSORS[bad]
+@pytest.mark.parametrize(("place", "tensor", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_wrong_tensors_are_refused(loss, place, tensor, message):
     tensors = [torch.zeros(2, 3) for _ in range(4)]
     tensors[place] = tensor
     with pytest.raises(ConfigurationError, match=message):

@@ -31,8 +31,7 @@ def test_a_rare_token_keeps_its_gradient_and_a_likely_one_loses_it(loss, advanta
     kept = [1, 0, 1] if advantage > 0 else [1, 1, 0]
     expected = [keep * advantage * new / old for keep, new, old in zip(kept, trainer, rollout, strict=True)]
     torch.testing.assert_close(slopes, torch.tensor(expected, dtype=torch.float64))
-    side = "high" if advantage > 0 else "low"
-    assert metrics[f"actor/clip_fraction_{side}"] == pytest.approx(1 / 3)
+    assert metrics[f"actor/clip_fraction_{'high' if advantage > 0 else 'low'}"] == pytest.approx(1 / 3)
 
 
 def test_the_ratio_is_truncated_at_c():
