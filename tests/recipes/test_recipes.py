@@ -74,8 +74,7 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
     presets = f"precision={precision}", f"estimator={estimator}", f"scale={scale}"
     config = compose_recipe(recipe, *presets, return_hydra_config=True)
     on_cpu = scale.startswith("cpu")
-    assert (config.trainer.device == "cpu") is on_cpu
-    assert config.actor_rollout_ref.actor.strategy == "fsdp2"
+    assert (config.trainer.device == "cpu") is on_cpu and config.actor_rollout_ref.actor.strategy == "fsdp2"
     found = find_faults(config, probe_environment(config), this_machine=False)
     errors = [fault for fault in found if fault.severity == "error"]
     refused = [str(fault) for fault in errors if not fault.name.startswith("memory-")]
@@ -83,10 +82,8 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
         said, of_verl = objection(config), [fault for fault in refused if "actor's shadow" not in fault]
         assert bool(said) is bool(of_verl), (said, refused)  # verl has no shadow
     assert not refused or (recipe.stem in CPU_ONLY and not on_cpu), refused
-    too_large = precision.startswith("fp32") and (
-        (recipe.stem == "dense_14b" and scale in {"1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100"})
-        or (recipe.stem == "moe" and scale == "2x8_h100")
-    )
+    large = {"dense_14b": {"1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100"}, "moe": {"2x8_h100"}}
+    too_large = precision.startswith("fp32") and scale in large.get(recipe.stem, ())
     memory = {(fault.name, fault.severity) for fault in found if fault.name.startswith("memory-")}
     severity = "error" if scale == "2x8_h100" else "warning"  # docs/scales.md
     assert memory == ({("memory-training", severity)} if too_large else set())
