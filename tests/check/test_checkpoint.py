@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -21,6 +21,7 @@ from verl_precision.cli import app
 runner = CliRunner()
 # A 7B model's largest tensor: vocabulary x hidden; here as one shard of its own.
 SEVEN_B_EMBEDDING = (152064, 3584)
+WHOLE = save({"a": torch.ones(100)})
 
 
 def _shards(folder, *shards):
@@ -31,11 +32,6 @@ def _shards(folder, *shards):
         weight_map |= dict.fromkeys(tensors, name)
     (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return folder
-
-
-def _cut(file):
-    save_file({"a": torch.ones(100)}, file)
-    file.write_bytes(file.read_bytes()[:-100])
 
 
 def test_by_hand(tmp_path):
@@ -92,7 +88,7 @@ def test_progress_ends_at_the_total(tmp_path):
         (lambda folder: None, "no safetensors file there"),
         (lambda folder: _shards(folder, {"a": torch.ones(1)}, {"b": torch.ones(1)}), "is missing"),
         (lambda folder: (folder / "x.safetensors").write_bytes(b"\0" * 32), "not a readable safetensors file"),
-        (lambda folder: _cut(folder / "x.safetensors"), "ends within the tensor a"),
+        (lambda folder: (folder / "x.safetensors").write_bytes(WHOLE[:-100]), "ends within the tensor a"),
     ],
 )
 def test_what_cannot_be_audited_is_named(tmp_path, prepare, words):

@@ -86,8 +86,7 @@ def test_unreadable_model(config, model):
 def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkeypatch):
     """The disk of the folder, which the run would make; a model of a trillion parameters."""
     config.trainer.update(save_freq=5, default_local_dir=str(tmp_path / "not" / "there"), max_actor_ckpt_to_keep=2)
-    asked = []
-    usage = psutil.disk_usage
+    asked, usage = [], psutil.disk_usage
     monkeypatch.setattr(psutil, "disk_usage", lambda path: asked.append(path) or usage(path))
     assert find_problems(config) == [] and str(tmp_path) in asked
     change(model / "config.json", vocab_size=10**10)
