@@ -69,8 +69,7 @@ def test_the_geometric_mask_keeps_the_band_that_is_asked_for():
     log_ratio = torch.zeros(4, 8, dtype=torch.float64)
     log_ratio[:3, 0] = torch.tensor([0.6, 1.5, 1.9]).log()
     log_ratio[3] = math.log(2) / 2
-    mask = torch.zeros(4, 8, dtype=torch.bool)
-    mask[:3, 0], mask[3] = True, True
+    mask = log_ratio != 0
     weights, kept_by_ours, metrics = through_verl(log_ratio, mask, "vp_geo_mask", "0.8_1.6")
     assert weights.amax(dim=-1).tolist() == [0, 1, 0, 1] and torch.equal(kept_by_ours, mask)
     assert metrics["rollout_corr/rollout_is_beyond_fraction"] == 0.5
