@@ -29,13 +29,11 @@ def test_the_teacher_is_right_as_often_as_he_says_and_every_lesson_is_in_order(m
     texts = [tokenizer.decode(row, skip_special_tokens=True) for _ in range(8) for row in batch()]
     scores = []
     for question, equals, *response in map(str.split, texts):
-        assert equals == "="
-        # whatever the answer, the reasoning is right
-        assert compute_score(" ".join(response), response[-1]) == 1
+        assert equals == "=" and compute_score(" ".join(response), response[-1]) == 1, "the reasoning is always right"
         scores.append(compute_score(" ".join(response), answers[question]))
     *_, rates = make_task.teacher(torch.Generator().manual_seed(0))
     assert torch.tensor(scores).mean() == pytest.approx(float(rates.mean()), abs=0.08)
-    assert bool(((rates >= 0.3) & (rates <= 0.7)).all())
+    assert 0.3 <= rates.min() and rates.max() <= 0.7
 
 
 def test_a_response_is_right_with_all_steps_in_order_and_the_right_answer(compute_score):
@@ -75,10 +73,9 @@ def test_the_same_seed_writes_the_same_model(barely_trained):
 
 
 def test_every_dose_has_an_arm_in_each_precision(make_task):
-    arms = OmegaConf.to_container(OmegaConf.load(RECIPE).arms)
     sizes, precisions = make_task.LOGIT_SIZES, ("bf16", "fp16")
     expected = {f"{each}_{size}": [f"precision={each}", f"logit_size={size}"] for size in sizes for each in precisions}
-    assert arms == expected
+    assert OmegaConf.to_container(OmegaConf.load(RECIPE).arms) == expected
 
 
 def test_a_response_has_room_and_the_dose_is_the_models():
