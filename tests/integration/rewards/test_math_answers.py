@@ -7,6 +7,7 @@ which was run on these rows with math-verify 0.9.0 and its limits of a second.
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,70 +17,8 @@ from verl_precision.integration.rewards.math_answers import _Judge
 pytest.importorskip("math_verify", reason="of the extra `dev`")
 
 # Right or wrong, response, ground truth.
-TABLE = r"""
-1 | so \boxed{\dfrac{1}{2}}.                    | \frac{1}{2}
-1 | \boxed{\tfrac12}                            | \frac{1}{2}
-1 | \boxed{1/2}                                 | \frac{1}{2}
-1 | \boxed{.5}                                  | \frac{1}{2}
-1 | \boxed{\frac{2}{4}}                         | \frac{1}{2}
-1 | \boxed{\frac{1}{-2}}                        | -\frac{1}{2}
-0 | \boxed{1}                                   | \frac{1}{2}
-1 | \boxed{(1, 2)}                              | (1,2)
-1 | \boxed{\left(1,2\right)}                    | (1, 2)
-1 | \boxed{\left(\frac{1}{2}, 3\right)}         | (0.5,3)
-0 | \boxed{[1,2]}                               | (1,2)
-0 | \boxed{(2,1)}                               | (1,2)
-1 | \boxed{\{1,2\}}                             | \{2,1\}
-1 | \boxed{2,1}                                 | 1,2
-0 | \boxed{1, 2, 3}                             | 1,2
-1 | \boxed{x^2+2x+1}                            | (x+1)^2
-0 | \boxed{x^2+1}                               | x^2+2
-1 | \boxed{\sqrt{8}}                            | 2\sqrt{2}
-0 | \boxed{2.828}                               | 2\sqrt{2}
-1 | \boxed{10,000}                              | 10000
-1 | \boxed{10000}                               | 10,\!000
-1 | \boxed{5\%}                                 | 5
-0 | \boxed{5\%}                                 | 0.05
-1 | \boxed{\$5}                                 | 5
-1 | \boxed{5 \text{ cm}}                        | 5
-1 | \boxed{5\,\text{cm}}                        | 5\text{ cm}
-1 | \boxed{90^\circ}                            | 90
-1 | \boxed{\text{East}}                         | \text{east}
-1 | \boxed{Evelyn}                              | \text{Evelyn}
-1 | \boxed{C}                                   | \text{(C)}
-0 | \boxed{\text{No}}                           | \text{Yes}
-1 | \boxed{x = 5}                               | 5
-1 | \boxed{5}                                   | x=5
-1 | \boxed{3+2x = y}                            | y=2x+3
-1 | \boxed{(-\infty, 2]}                        | (-\infty,2]
-0 | \boxed{x \le 2}                             | (-\infty,2]
-1 | \boxed{2^{10}}                              | 1024
-1 | \boxed{\binom{5}{2}}                        | 10
-1 | \boxed{\pi/4}                               | \frac{\pi}{4}
-0 | \boxed{\frac{\pi}{4}}                       | 0.785
-1 | \boxed{3 \frac12}                           | \frac{7}{2}
-1 | \boxed{11}                                  | 11_2
-1 | \boxed{\begin{pmatrix}1 & 2\end{pmatrix}}   | \begin{pmatrix} 1&2 \end{pmatrix}
-0 | \boxed{\begin{pmatrix}1\\2\end{pmatrix}}    | \begin{pmatrix}2\\1\end{pmatrix}
-1 | \boxed{1+i}                                 | i+1
-1 | \boxed{3+\sqrt{2}, 3-\sqrt{2}}              | 3 \pm \sqrt{2}
-1 | \boxed{204.0}                               | 204
-1 | \boxed{33}                                  | 033
-0 | \boxed{-7}                                  | 7
-1 | \boxed{6 \times 10^3}                       | 6000
-1 | \boxed{4\text{ or }5}                       | 4,5
-0 | \boxed{1.33333}                             | \frac{4}{3}
-1 | \boxed{3}, no: \boxed{4}                    | 4
-0 | \boxed{4}, no: \boxed{3}                    | 4
-1 | \boxed{\boxed{4}}                           | 4
-0 | \boxed{4}, so \boxed{4                      | 4
-0 | \boxed{4                                    | 4
-0 | \boxed{}                                    | 4
-0 | \boxed 4                                    | 4
-0 | \fbox{4}                                    | 4
-0 | no box, but 4                               | 4
-"""
-PAIRS = [tuple(cell.strip() for cell in line.split(" | ")) for line in TABLE.strip().splitlines()]
+ROWS = (Path(__file__).parent / "recorded" / "verdicts.txt").read_text().splitlines()
+PAIRS = [tuple(cell.strip() for cell in row.split(" | ")) for row in ROWS]
 
 
 def test_the_verdicts_of_the_authors():
