@@ -34,31 +34,28 @@ def type_in(root, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "words"),
-    [
-        ("check --activations", 2, "Give --model PATH too"),
-        ("check setup.py --model m", 2, "allowed is one of them"),
-        ("check --cluster auto --json", 2, "not with --model or --json"),
-        ("check --path data", 2, "Give --cluster ADDRESS too"),
-        ("compare nowhere.yaml --output OUT", 1, "nowhere.yaml: there is no such recipe"),
-        ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
-        ("compare setup.py -p fp16 -p fp16 --output OUT", 1, "Allowed: each preset once"),
-        ("compare recipes/quickstart/quickstart.yaml --seed 1 --output OUT", 1, "has no top-level key `seed`"),
-        ("compare recipes/quickstart/quickstart.yaml --arm all --output OUT", 1, "quickstart.yaml has no arms"),
-        ("compare recipes/quickstart/quickstart.yaml --arm x -p bf16 --output OUT", 1, "--estimator, not both"),
-        ("compare recipes/quickstart/quickstart.yaml -e gpro --output OUT", 1, "--estimator gpro: there is no such"),
-        ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
-        ("report RUN --output OUT/report.html", 1, "is not a folder"),
-        ("patch", 2, "give --list, or one of"),
-        ("patch tree", 2, "give --list, or one of"),
-        ("patch --list tree", 2, "give --list, or one of"),
-        ("patch --apply", 2, "give --list, or one of"),
-        ("patch --apply --check tree", 2, "give --list, or one of"),
-        ("patch --check OUT", 1, "unknown tree"),
-        ("tiny-model gpt9 OUT", 1, "Allowed: qwen3"),
-    ],
-)
+@pytest.mark.parametrize(("command", "code", "words"), [
+    ("check --activations", 2, "Give --model PATH too"),
+    ("check setup.py --model m", 2, "allowed is one of them"),
+    ("check --cluster auto --json", 2, "not with --model or --json"),
+    ("check --path data", 2, "Give --cluster ADDRESS too"),
+    ("compare nowhere.yaml --output OUT", 1, "nowhere.yaml: there is no such recipe"),
+    ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
+    ("compare setup.py -p fp16 -p fp16 --output OUT", 1, "Allowed: each preset once"),
+    ("compare recipes/quickstart/quickstart.yaml --seed 1 --output OUT", 1, "has no top-level key `seed`"),
+    ("compare recipes/quickstart/quickstart.yaml --arm all --output OUT", 1, "quickstart.yaml has no arms"),
+    ("compare recipes/quickstart/quickstart.yaml --arm x -p bf16 --output OUT", 1, "--estimator, not both"),
+    ("compare recipes/quickstart/quickstart.yaml -e gpro --output OUT", 1, "--estimator gpro: there is no such"),
+    ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
+    ("report RUN --output OUT/report.html", 1, "is not a folder"),
+    ("patch", 2, "give --list, or one of"),
+    ("patch tree", 2, "give --list, or one of"),
+    ("patch --list tree", 2, "give --list, or one of"),
+    ("patch --apply", 2, "give --list, or one of"),
+    ("patch --apply --check tree", 2, "give --list, or one of"),
+    ("patch --check OUT", 1, "unknown tree"),
+    ("tiny-model gpt9 OUT", 1, "Allowed: qwen3"),
+])  # fmt: skip
 def test_refused_by_name_before_anything_starts(type_in, tmp_path, command, code, words):
     found, output = type_in(*command.split())
     assert found == code and words in " ".join(output.replace("│", " ").split())

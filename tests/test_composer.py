@@ -12,14 +12,11 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "choices"),
-    [
-        (None, ("model_engine=megatron",)),
-        (None, ("+precision=fp16", "+scale=1x1_gpu", "+tiny_architecture=qwen3_rough")),
-        ("recipes/moe/moe.yaml", ("precision=bf16", "estimator=grpo")),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "choices"), [
+    (None, ("model_engine=megatron",)),
+    (None, ("+precision=fp16", "+scale=1x1_gpu", "+tiny_architecture=qwen3_rough")),
+    ("recipes/moe/moe.yaml", ("precision=bf16", "estimator=grpo")),
+])  # fmt: skip
 def test_settings_on_top_of_composed_choices(recipe, choices):
     overrides = choices[0], *SETTINGS, *choices[1:]
     compose = compose_recipe if recipe else lambda _, *overrides, **kwargs: compose_verl(*overrides, **kwargs)

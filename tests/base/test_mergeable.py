@@ -17,24 +17,21 @@ def merged(kind, pieces):
     return functools.reduce(kind.merge, [kind(*(tensor(part).double() for part in piece)) for piece in pieces])
 
 
-@pytest.mark.parametrize(
-    ("kind", "pieces", "expected"),
-    [
-        (Count, [(2,), (3,)], 5),
-        (Mean, [(3, 2), (6, 1)], 3),
-        (Mean, [([1, 2], [1, 1]), ([4, 5], [1, 1])], 3),  # elements are pieces too
-        (Mean, [(0, 0)], NAN),
-        (Deviation, [(1, 1, 1), (5, 2, 13)], math.sqrt(14 / 3 - 4)),  # 1 and 2, 3
-        (Maximum, [(1,), (6,)], 6),
-        (Maximum, [(-INF,)], NAN),
-        (Minimum, [(1,), (6,), (INF,)], 1),
-        (Minimum, [(INF,)], NAN),
-        (EffectiveSampleSize, [(3, 5, 2), (6, 36, 1)], 81 / (41 * 3)),
-        (EffectiveSampleSize, [(0, 0, 4)], 0),  # everything rejected
-        (Correlation, [(1, 1, 1, -2, 4, -2), (1, -1, 1, 2, 4, -2)], -1),  # (1, -1), (-1, 1); d = y - x
-        (Correlation, [(2, 2, 2, 0, 0, 0)], NAN),  # (1, 1) twice
-    ],
-)
+@pytest.mark.parametrize(("kind", "pieces", "expected"), [
+    (Count, [(2,), (3,)], 5),
+    (Mean, [(3, 2), (6, 1)], 3),
+    (Mean, [([1, 2], [1, 1]), ([4, 5], [1, 1])], 3),  # elements are pieces too
+    (Mean, [(0, 0)], NAN),
+    (Deviation, [(1, 1, 1), (5, 2, 13)], math.sqrt(14 / 3 - 4)),  # 1 and 2, 3
+    (Maximum, [(1,), (6,)], 6),
+    (Maximum, [(-INF,)], NAN),
+    (Minimum, [(1,), (6,), (INF,)], 1),
+    (Minimum, [(INF,)], NAN),
+    (EffectiveSampleSize, [(3, 5, 2), (6, 36, 1)], 81 / (41 * 3)),
+    (EffectiveSampleSize, [(0, 0, 4)], 0),  # everything rejected
+    (Correlation, [(1, 1, 1, -2, 4, -2), (1, -1, 1, 2, 4, -2)], -1),  # (1, -1), (-1, 1); d = y - x
+    (Correlation, [(2, 2, 2, 0, 0, 0)], NAN),  # (1, 1) twice
+])  # fmt: skip
 def test_value_by_hand(kind, pieces, expected):
     assert merged(kind, pieces).value() == pytest.approx(expected, nan_ok=True)
 

@@ -35,14 +35,11 @@ def records(monkeypatch, name, *options):
     return module, module.parse()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "rows"),
-    [
-        ("losses", ("--rows", "4", "--tokens", "32", "--repeats", "2"), 14),
-        ("digest", ("--megabytes", "1", "--tensors", "8", "--repeats", "2"), 2),
-        ("grouped_experts", ("--tokens", "8", "--repeats", "2"), 4),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "rows"), [
+    ("losses", ("--rows", "4", "--tokens", "32", "--repeats", "2"), 14),
+    ("digest", ("--megabytes", "1", "--tensors", "8", "--repeats", "2"), 2),
+    ("grouped_experts", ("--tokens", "8", "--repeats", "2"), 4),
+])  # fmt: skip
 def test_benchmark_runs_in_a_small_size(monkeypatch, name, options, rows):
     module, arguments = records(monkeypatch, name, *options)
     found = list(module.records(arguments))

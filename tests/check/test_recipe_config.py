@@ -79,14 +79,11 @@ def test_terminal_shows_table_finding_and_remedy():
     assert "Set actor_rollout_ref.rollout.top_p=1.0" in text and "0 error(s)" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-        ([RECIPE, "precision=fp61"], "precision/fp61"),
-        ([RECIPE, "actor_rollout_ref.rolout.dtype=half"], "rolout"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+    ([RECIPE, "precision=fp61"], "precision/fp61"),
+    ([RECIPE, "actor_rollout_ref.rolout.dtype=half"], "rolout"),
+])  # fmt: skip
 def test_what_does_not_compose_is_said_in_hydras_words(arguments, words):
     code, text = check(*arguments)
     assert code == 1 and words in text

@@ -8,16 +8,13 @@ from rich.console import Console
 from verl_precision.tools.selftest.session import REPORT, run_selftest
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("lost_tensor", "model.embed_tokens.weight: sent by the trainer, never received"),
-        pytest.param(  # with a real vLLM in tests/weight_sync/test_witnesses.py
-            *("bf16_sender", ".weight: arrived in bfloat16, too coarse for a rollout in float16"),
-            marks=pytest.mark.matrix,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "message"), [
+    ("lost_tensor", "model.embed_tokens.weight: sent by the trainer, never received"),
+    pytest.param(  # with a real vLLM in tests/weight_sync/test_witnesses.py
+        *("bf16_sender", ".weight: arrived in bfloat16, too coarse for a rollout in float16"),
+        marks=pytest.mark.matrix,
+    ),
+])  # fmt: skip
 def test_a_planted_fault_stops_its_run_and_names_a_tensor(tmp_path, own_processes, fault, message):
     (outcome,) = run_selftest(tmp_path, "cpu", [fault], 1, Console())
     assert outcome.status == "passed" and message in str(outcome.figures["message"]), outcome

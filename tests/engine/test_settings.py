@@ -40,35 +40,29 @@ def test_a_typed_config_is_verls_with_more_fields():
     assert ours.compute_dtype == "fp16"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mixed_precision": None}, r"mixed_precision=None: .*silently.*bf16.*precision=fp16"),
-        ({"mixed_precision": {"param_dtype": "fp16"}}, r"mixed_precision=.*Allowed: all of"),
-        ({"mixed_precision": {**MIXED, "param_dtype": "fp61"}}, r"mixed_precision.param_dtype='fp61'.*'bf16', 'fp16'"),
-        ({"dtype": "bfloat16"}, r"dtype='bfloat16'.*contradicts.*'fp16'"),
-        ({"model_dtype": "fp16"}, r"model_dtype='fp16'.*Allowed: 'fp32'.*Adam"),
-        ({"loss_scale": {"initial": 1.0}}, r"loss_scale=.*_target_"),
-        ({"shadow": {"every_n_steps": 1}}, r"shadow=.*_target_.*ShadowSettings"),
-        ({"log_prob_chunk_tokens": 0}, r"log_prob_chunk_tokens=0.*Allowed: greater than or equal to 1"),
-        ({"log_prob_chunk_tokens": True}, r"log_prob_chunk_tokens=True.*Allowed: a valid integer"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"mixed_precision": None}, r"mixed_precision=None: .*silently.*bf16.*precision=fp16"),
+    ({"mixed_precision": {"param_dtype": "fp16"}}, r"mixed_precision=.*Allowed: all of"),
+    ({"mixed_precision": {**MIXED, "param_dtype": "fp61"}}, r"mixed_precision.param_dtype='fp61'.*'bf16', 'fp16'"),
+    ({"dtype": "bfloat16"}, r"dtype='bfloat16'.*contradicts.*'fp16'"),
+    ({"model_dtype": "fp16"}, r"model_dtype='fp16'.*Allowed: 'fp32'.*Adam"),
+    ({"loss_scale": {"initial": 1.0}}, r"loss_scale=.*_target_"),
+    ({"shadow": {"every_n_steps": 1}}, r"shadow=.*_target_.*ShadowSettings"),
+    ({"log_prob_chunk_tokens": 0}, r"log_prob_chunk_tokens=0.*Allowed: greater than or equal to 1"),
+    ({"log_prob_chunk_tokens": True}, r"log_prob_chunk_tokens=True.*Allowed: a valid integer"),
+])  # fmt: skip
 def test_contradictions_are_refused(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         config(**changes)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ratio_source": "rollout"}, r"shadow.ratio_source='rollout'.*Allowed: 'training' or 'shadow'"),
-        ({"every_n_steps": -1, "dtype": "bf16"}, r"shadow.every_n_steps=-1.*Allowed: greater than or equal to 0"),
-        ({"every_n_steps": True, "dtype": "bf16"}, r"shadow.every_n_steps=True.*Allowed: a valid integer"),
-        ({"every_n_steps": 1}, r"shadow.dtype=None. Allowed: bf16, fp16, fp32"),
-        ({"ratio_source": "shadow", "dtype": "auto"}, r"shadow.dtype='auto'.*actor_rollout_ref.rollout.dtype"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"ratio_source": "rollout"}, r"shadow.ratio_source='rollout'.*Allowed: 'training' or 'shadow'"),
+    ({"every_n_steps": -1, "dtype": "bf16"}, r"shadow.every_n_steps=-1.*Allowed: greater than or equal to 0"),
+    ({"every_n_steps": True, "dtype": "bf16"}, r"shadow.every_n_steps=True.*Allowed: a valid integer"),
+    ({"every_n_steps": 1}, r"shadow.dtype=None. Allowed: bf16, fp16, fp32"),
+    ({"ratio_source": "shadow", "dtype": "auto"}, r"shadow.dtype='auto'.*actor_rollout_ref.rollout.dtype"),
+])  # fmt: skip
 def test_shadow_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         ShadowSettings(**settings)
@@ -88,20 +82,16 @@ OUT_OF_BOUNDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "refused"),
-    [
-        ([f"{ACTOR}.dtype=float16"], []),  # not ours: verl's business
-        (["+precision=fp16", *(f"++{setting}={value}" for setting, value in OUT_OF_BOUNDS.items())], OUT_OF_BOUNDS),
-        (["+precision=fp32_train_bf16_rollout", f"{ACTOR}.shadow.ratio_source=shadow"], {}),
-        (
-            ["+precision=bf16", f"{ACTOR}.shadow.every_n_steps=1", f"{ACTOR}.shadow.dtype=fp16"]
-            + [f"{CRITIC}.shadow.every_n_steps=1"],
-            {f"{ACTOR}.shadow.dtype": "fp16", f"{CRITIC}.shadow.every_n_steps": 1},
-        ),
-    ],
-    ids=["no preset", "out of bounds", "shadow of the rollout", "shadows of something else"],
-)
+@pytest.mark.parametrize(("overrides", "refused"), [
+    ([f"{ACTOR}.dtype=float16"], []),  # not ours: verl's business
+    (["+precision=fp16", *(f"++{setting}={value}" for setting, value in OUT_OF_BOUNDS.items())], OUT_OF_BOUNDS),
+    (["+precision=fp32_train_bf16_rollout", f"{ACTOR}.shadow.ratio_source=shadow"], {}),
+    (
+        ["+precision=bf16", f"{ACTOR}.shadow.every_n_steps=1", f"{ACTOR}.shadow.dtype=fp16"]
+        + [f"{CRITIC}.shadow.every_n_steps=1"],
+        {f"{ACTOR}.shadow.dtype": "fp16", f"{CRITIC}.shadow.every_n_steps": 1},
+    ),
+], ids=["no preset", "out of bounds", "shadow of the rollout", "shadows of something else"])  # fmt: skip
 def test_rules_ask_the_bounds_and_name_the_block(compose_verl, overrides, refused):
     faults = find_faults(compose_verl("actor_rollout_ref.rollout.name=vllm", *overrides), Environment())
     assert {fault.setting: fault.value for fault in faults if fault.name == "engine-settings"} == dict(refused)

@@ -234,21 +234,18 @@ def test_symbol_looks_as_tested(entry: LedgerEntry):
     assert all((entry.why, entry.how, entry.upstream, entry.until))
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "refusal"),
-    [
-        ("JSONDecoder", type, ""),
-        ("JSONDecoder.object_hook", None, ""),
-        ("__all__", list, ""),
-        ("detect_encoding", ("b",), ""),
-        ("dumps", ("other",), r"json\.dumps takes \('obj', .*the tested releases take \('other',\)"),
-        ("JSONDecoder", dict, "JSONDecoder is of type type; in the tested releases it is a dict"),
-        ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
-        ("nothing", dict, "nothing does not exist"),
-        ("nothing.here", (), "nothing.here does not exist"),
-        ("__all__", ("self",), "__all__ does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("name", "form", "refusal"), [
+    ("JSONDecoder", type, ""),
+    ("JSONDecoder.object_hook", None, ""),
+    ("__all__", list, ""),
+    ("detect_encoding", ("b",), ""),
+    ("dumps", ("other",), r"json\.dumps takes \('obj', .*the tested releases take \('other',\)"),
+    ("JSONDecoder", dict, "JSONDecoder is of type type; in the tested releases it is a dict"),
+    ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
+    ("nothing", dict, "nothing does not exist"),
+    ("nothing.here", (), "nothing.here does not exist"),
+    ("__all__", ("self",), "__all__ does not exist"),
+])  # fmt: skip
 def test_a_symbol_that_changed_is_refused(name, form, refusal):
     entry = LedgerEntry("json", name, form, "used", "a test needs it", "-", "-", "-")
     expected = pytest.raises(RegistrationError, match=f"{refusal}.*a test needs it") if refusal else nullcontext()

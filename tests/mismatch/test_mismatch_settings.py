@@ -15,17 +15,14 @@ def test_block_with_alarm():
     assert settings.alarm.on_alarm == "stop" and settings.alarm.baseline_steps == 9
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
-        ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
-        ({"histograms": 1}, "mismatch.histograms=1.*Allowed: a valid boolean"),
-        ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
-        ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
-        ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log' or 'stop'"),
-    ],
-)
+@pytest.mark.parametrize(("block", "message"), [
+    ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
+    ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
+    ({"histograms": 1}, "mismatch.histograms=1.*Allowed: a valid boolean"),
+    ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
+    ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
+    ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log' or 'stop'"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(block, message):
     with pytest.raises(ConfigurationError, match=message):
         MismatchSettings.from_block(block)

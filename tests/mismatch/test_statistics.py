@@ -247,19 +247,16 @@ def test_another_threshold_is_refused():
 NESTED = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2)), r"rollout_log_probs is torch.float32, \(1, 3\)"),
-        ((torch.zeros(1, 2).long(), torch.zeros(1, 2), torch.ones(1, 2)), "trainer_log_probs is torch.int64"),
-        ((torch.zeros(1, 2), torch.zeros(1, 2), None), "response_mask is None"),
-        ((torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(3)), r"advantages is .*\(3,\)"),
-        ((torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), None, 3.0, 0), "chunk_tokens=0"),
-        ((torch.nested.nested_tensor([torch.zeros(2)]), torch.zeros(1, 2), None), "nested, torch.strided"),
-        ((NESTED, torch.zeros(1, 2), None), "nest all"),
-        ((NESTED, torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged), None), "same lengths"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2)), r"rollout_log_probs is torch.float32, \(1, 3\)"),
+    ((torch.zeros(1, 2).long(), torch.zeros(1, 2), torch.ones(1, 2)), "trainer_log_probs is torch.int64"),
+    ((torch.zeros(1, 2), torch.zeros(1, 2), None), "response_mask is None"),
+    ((torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.zeros(3)), r"advantages is .*\(3,\)"),
+    ((torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), None, 3.0, 0), "chunk_tokens=0"),
+    ((torch.nested.nested_tensor([torch.zeros(2)]), torch.zeros(1, 2), None), "nested, torch.strided"),
+    ((NESTED, torch.zeros(1, 2), None), "nest all"),
+    ((NESTED, torch.nested.nested_tensor([torch.zeros(3)], layout=torch.jagged), None), "same lengths"),
+])  # fmt: skip
 def test_bad_input_is_named(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         MismatchStatistics.measure(*arguments)

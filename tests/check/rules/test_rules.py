@@ -274,30 +274,27 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "",  # verl's own config
-        "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_2.0",
-        "correction.rollout_rs=seq_mean_k1 correction.rollout_rs_threshold=0.999_1.001",
-        "correction.rollout_rs=seq_mean_k3 correction.rollout_rs_threshold=0.01",
-        "correction.rollout_is=token correction.rollout_is_threshold=0.5_5.0",
-        "fsdp.model_dtype=bf16 actor.optim.optimizer_impl=torchao.optim",
-        "actor.loss_agg_mode=seq-mean-token-sum-norm actor.loss_scale_factor=512",
-        "rollout.logprobs_mode=raw_logprobs rollout.calculate_log_probs=False",
-        "rollout.dtype=half +precision=fp16 trainer.device=cuda trainer.save_freq=-1",
-        "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=naive",
-        "+precision=fp16 model.lora.merge=True model.lora.rank=8",  # our engine merges in FP32
-        "+precision=bf16_train_fp16_rollout",  # the preset names the pair
-        "+precision=fp32",  # it chooses sdpa
-        "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
-        "+precision=bf16 +router_replay=old",
-        "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
-        "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
-        "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
-        "actor.strategy=fsdp2 fsdp.offload_policy=True",
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    "",  # verl's own config
+    "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_2.0",
+    "correction.rollout_rs=seq_mean_k1 correction.rollout_rs_threshold=0.999_1.001",
+    "correction.rollout_rs=seq_mean_k3 correction.rollout_rs_threshold=0.01",
+    "correction.rollout_is=token correction.rollout_is_threshold=0.5_5.0",
+    "fsdp.model_dtype=bf16 actor.optim.optimizer_impl=torchao.optim",
+    "actor.loss_agg_mode=seq-mean-token-sum-norm actor.loss_scale_factor=512",
+    "rollout.logprobs_mode=raw_logprobs rollout.calculate_log_probs=False",
+    "rollout.dtype=half +precision=fp16 trainer.device=cuda trainer.save_freq=-1",
+    "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=naive",
+    "+precision=fp16 model.lora.merge=True model.lora.rank=8",  # our engine merges in FP32
+    "+precision=bf16_train_fp16_rollout",  # the preset names the pair
+    "+precision=fp32",  # it chooses sdpa
+    "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
+    "+precision=bf16 +router_replay=old",
+    "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
+    "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
+    "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
+    "actor.strategy=fsdp2 fsdp.offload_policy=True",
+])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []
 

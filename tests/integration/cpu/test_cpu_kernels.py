@@ -74,16 +74,13 @@ def test_asking_for_a_kernel_does_not_import_vllm(run_python):
 WITH_HEAD_DIM = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}
 
 
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        ({"model_type": "qwen3", **WITH_HEAD_DIM}, 32),
-        ({"model_type": "qwen2", **WITH_HEAD_DIM}, 16),  # does not read head_dim
-        ({"model_type": "llama", **WITH_HEAD_DIM, "head_dim": None}, 16),
-        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 16}, None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("config", "size"), [
+    ({"model_type": "qwen3", **WITH_HEAD_DIM}, 32),
+    ({"model_type": "qwen2", **WITH_HEAD_DIM}, 16),  # does not read head_dim
+    ({"model_type": "llama", **WITH_HEAD_DIM, "head_dim": None}, 16),
+    ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 16}, None),
+    ({}, None),
+])  # fmt: skip
 def test_head_size_as_vllm_takes_it(config, size):
     assert kernels.head_size(config) == size
 

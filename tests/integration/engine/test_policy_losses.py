@@ -162,21 +162,18 @@ def test_contradiction_is_refused_before_the_run(bad):
     assert any(re.search(message, text) for text in found), found
 
 
-@pytest.mark.parametrize(
-    ("estimator", "counts", "changes", "message"),
-    [
-        ("grpo", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
-        ("pg_seq_is", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
-        ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "batch_num_tokens"),
-        (
-            "pg_seq_is",
-            {},
-            {"rollout_is_weights": torch.ones(2, 3)},
-            r"rollout_correction\.rollout_is made weights that",
-        ),
-        ("grpo", {}, {"config": None}, "config=None"),
-    ],
-)
+@pytest.mark.parametrize(("estimator", "counts", "changes", "message"), [
+    ("grpo", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
+    ("pg_seq_is", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
+    ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "batch_num_tokens"),
+    (
+        "pg_seq_is",
+        {},
+        {"rollout_is_weights": torch.ones(2, 3)},
+        r"rollout_correction\.rollout_is made weights that",
+    ),
+    ("grpo", {}, {"config": None}, "config=None"),
+])  # fmt: skip
 def test_call_that_cannot_work_is_refused(estimator, counts, changes, message):
     with pytest.raises(ConfigurationError, match=message):
         call(estimator, actor_config(compose_estimator(estimator), **counts), **changes)

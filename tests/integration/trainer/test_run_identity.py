@@ -28,24 +28,21 @@ def folder_of(*overrides):
     return named(*overrides).trainer.default_local_dir
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "actor_rollout_ref.actor.optim.lr=2e-6",
-        "actor_rollout_ref.actor.clip_ratio_high=0.3",
-        "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source=shadow",
-        "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=vp_single_turn",
-        "actor_rollout_ref.rollout.n=4",
-        f"data.train_files={DATA}",
-        "data.max_response_length=6000",
-        "data.seed=1",
-        "estimator=grpo",
-        "precision=bf16",
-        "scale=8x8_h100",
-        "trainer.v1.trainer_mode=colocate_async",
-    ],
-)
+@pytest.mark.parametrize("override", [
+    "actor_rollout_ref.actor.optim.lr=2e-6",
+    "actor_rollout_ref.actor.clip_ratio_high=0.3",
+    "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source=shadow",
+    "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=vp_single_turn",
+    "actor_rollout_ref.rollout.n=4",
+    f"data.train_files={DATA}",
+    "data.max_response_length=6000",
+    "data.seed=1",
+    "estimator=grpo",
+    "precision=bf16",
+    "scale=8x8_h100",
+    "trainer.v1.trainer_mode=colocate_async",
+])  # fmt: skip
 def test_what_changes_the_training_is_another_folder(override):
     assert folder_of(override) != folder_of()
 

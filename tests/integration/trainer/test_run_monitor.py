@@ -61,17 +61,14 @@ COMMON = {"ratio_threshold": 3.0, "longest_response": 4}
 ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param((), None, id="the driver has all of it"),
-        pytest.param((BYPASS,), (True, True, True, GRPO, True), id="bypass"),
-        pytest.param((BYPASS, SHADOW), (True, False, True, GRPO, True), id="bypass with a shadow"),
-        pytest.param((BYPASS, loss("ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
-        pytest.param((SHADOW,), (False, False, False, None, True), id="a shadow, the ratio against the trainer's own"),
-        pytest.param((SHADOW_RATIO,), (True, False, False, None, False), id="the old log-probs are the shadow's"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    pytest.param((), None, id="the driver has all of it"),
+    pytest.param((BYPASS,), (True, True, True, GRPO, True), id="bypass"),
+    pytest.param((BYPASS, SHADOW), (True, False, True, GRPO, True), id="bypass with a shadow"),
+    pytest.param((BYPASS, loss("ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
+    pytest.param((SHADOW,), (False, False, False, None, True), id="a shadow, the ratio against the trainer's own"),
+    pytest.param((SHADOW_RATIO,), (True, False, False, None, False), id="the old log-probs are the shadow's"),
+])  # fmt: skip
 def test_the_worker_is_asked_only_where_the_driver_cannot_measure(changes, expected):
     request = expected and Request(**dict(zip(ASKED_FOR, expected, strict=True)), **COMMON)
     assert asked_of(monitor(*changes)) == request
@@ -103,15 +100,12 @@ def measured_by(judge: RunMonitor, batch, step: int = 1) -> dict:
     return metrics
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ((), (0.5, 0.5)),  # same weights: the gap is beta
-        ((SHADOW,), (0.5, None)),
-        ((SHADOW_RATIO,), (None, None)),
-        ((BYPASS,), (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ((), (0.5, 0.5)),  # same weights: the gap is beta
+    ((SHADOW,), (0.5, None)),
+    ((SHADOW_RATIO,), (None, None)),
+    ((BYPASS,), (None, None)),
+])  # fmt: skip
 def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
     stored(monkeypatch, (-1.0, -2.0))
     metrics = measured_by(monitor(*changes), batch_of(0))

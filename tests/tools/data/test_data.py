@@ -40,17 +40,14 @@ def write(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("so $\\boxed{3}$.", "3"),
-        ("first $\\boxed{1}$, then $\\boxed{\\frac{1}{\\sqrt{2}}}$", "\\frac{1}{\\sqrt{2}}"),
-        ("it is $\\boxed{\\left\\{1, 2\\right\\}}$.", "\\left\\{1, 2\\right\\}"),
-        ("which is $\\boxed 2$.", "2"),
-        ("which is $\\fbox{7}$.", "7"),
-        *((solution, None) for solution in ("no answer", "", "open \\boxed{\\frac{1}{2}")),
-    ],
-)
+@pytest.mark.parametrize(("solution", "answer"), [
+    ("so $\\boxed{3}$.", "3"),
+    ("first $\\boxed{1}$, then $\\boxed{\\frac{1}{\\sqrt{2}}}$", "\\frac{1}{\\sqrt{2}}"),
+    ("it is $\\boxed{\\left\\{1, 2\\right\\}}$.", "\\left\\{1, 2\\right\\}"),
+    ("which is $\\boxed 2$.", "2"),
+    ("which is $\\fbox{7}$.", "7"),
+    *((solution, None) for solution in ("no answer", "", "open \\boxed{\\frac{1}{2}")),
+])  # fmt: skip
 def test_the_last_boxed_answer_with_balanced_braces(solution, answer):
     with pytest.raises(ConfigurationError, match="no .boxed answer") if answer is None else nullcontext():
         assert last_boxed(solution) == answer
@@ -92,16 +89,13 @@ def test_number_of_problems(write, tmp_path):
     assert written[25]["reward_model"]["ground_truth"] == "25"
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "answer", "source"),
-    [
-        ("aime_2025", {"problem": "P?", "answer": "070", "id": "0"}, "070", "math_dapo"),
-        ("amc23", {"id": 0, "question": "P?", "answer": "27", "url": "u"}, "27", "math_dapo"),
-        ("amc_2022_2023", {"id": 0, "problem": "P?", "answer": -1.0, "url": "u"}, "-1", "math_dapo"),
-        ("math_500", {"problem": "P?", "solution": "s", "answer": "2.0x", "level": 1}, "2.0x", MATH),
-        ("gsm8k", {"question": "P?", "answer": "#### is 1,000<<1>>.\n#### 1,000"}, "1000", MATH),
-    ],
-)
+@pytest.mark.parametrize(("name", "row", "answer", "source"), [
+    ("aime_2025", {"problem": "P?", "answer": "070", "id": "0"}, "070", "math_dapo"),
+    ("amc23", {"id": 0, "question": "P?", "answer": "27", "url": "u"}, "27", "math_dapo"),
+    ("amc_2022_2023", {"id": 0, "problem": "P?", "answer": -1.0, "url": "u"}, "-1", "math_dapo"),
+    ("math_500", {"problem": "P?", "solution": "s", "answer": "2.0x", "level": 1}, "2.0x", MATH),
+    ("gsm8k", {"question": "P?", "answer": "#### is 1,000<<1>>.\n#### 1,000"}, "1000", MATH),
+])  # fmt: skip
 def test_sets_to_evaluate_on(write, name, row, answer, source):
     """Columns as on the hub; AMC's whole numbers are floats there, and GSM8K's answer ends a solution."""
     _, (written,) = write(name, [row])
@@ -137,19 +131,16 @@ def test_guru_gets_a_data_source_that_verl_knows(write, tmp_path):
     assert load_reward("verl").is_correct(read_data_set(tmp_path / "out.parquet").problems[0], "\\boxed{34}")
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "words"),
-    [
-        ("math", [{"question": "P?", "answer": "1"}], "its columns are answer, question. Allowed: problem, solution"),
-        ("math", [{"problem": "P?", "solution": "no answer"}], "math, row 0: no .boxed answer"),
-        ("math", [{"problem": "", "solution": "$\\boxed{1}$"}], "math, row 0: empty question or answer"),
-        ("math", [{"problem": "P?", "solution": None}], "math, row 0"),
-        ("math", [], "its columns are none"),
-        ("amc23", [{"question": "P?", "answer": None}], "amc23, row 0: empty question or answer"),
-        ("gsm8k", [{"question": "P?", "answer": "It is 72."}], "gsm8k, row 0: no #### in the solution 'It is 72.'"),
-        ("guru_math", [{**VERL_ROW, "prompt": VERL_ROW["prompt"] * 2}], "2 user messages in prompt"),
-    ],
-)
+@pytest.mark.parametrize(("name", "rows", "words"), [
+    ("math", [{"question": "P?", "answer": "1"}], "its columns are answer, question. Allowed: problem, solution"),
+    ("math", [{"problem": "P?", "solution": "no answer"}], "math, row 0: no .boxed answer"),
+    ("math", [{"problem": "", "solution": "$\\boxed{1}$"}], "math, row 0: empty question or answer"),
+    ("math", [{"problem": "P?", "solution": None}], "math, row 0"),
+    ("math", [], "its columns are none"),
+    ("amc23", [{"question": "P?", "answer": None}], "amc23, row 0: empty question or answer"),
+    ("gsm8k", [{"question": "P?", "answer": "It is 72."}], "gsm8k, row 0: no #### in the solution 'It is 72.'"),
+    ("guru_math", [{**VERL_ROW, "prompt": VERL_ROW["prompt"] * 2}], "2 user messages in prompt"),
+])  # fmt: skip
 def test_rows_that_do_not_fit_are_named(write, name, rows, words):
     with pytest.raises(ConfigurationError, match=words):
         write(name, rows)
@@ -177,16 +168,13 @@ def test_no_network_says_what_to_do(tmp_path, monkeypatch):
         prepare("aime_2024", tmp_path / "out.parquet")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
-        (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
-        (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
-        (["math", "--source", "x", "--synthetic"], 1, "Give one of them"),
-        (["sanity", "--synthetic"], 0, "64 distinct problems"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "words"), [
+    (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
+    (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
+    (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
+    (["math", "--source", "x", "--synthetic"], 1, "Give one of them"),
+    (["sanity", "--synthetic"], 0, "64 distinct problems"),
+])  # fmt: skip
 def test_command(tmp_path, typed, arguments, code, words):
     found, said = typed("data", *arguments, "--output", tmp_path)
     assert found == code and words in said

@@ -19,16 +19,13 @@ from verl_precision.tools.sanity_set.session import RecordedEngine
 CHAT = [{"role": "user", "content": "2+2="}]
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("no/such/folder", "no such folder, and not a hub name"),
-        ("organisation/modle", "not in the hub's cache on this machine"),
-        ("tiny:gpt9", "Allowed: qwen3"),
-        ("empty", "the folder has no config.json"),
-        ("weightless", "the folder has no weights"),
-    ],
-)
+@pytest.mark.parametrize(("model", "words"), [
+    ("no/such/folder", "no such folder, and not a hub name"),
+    ("organisation/modle", "not in the hub's cache on this machine"),
+    ("tiny:gpt9", "Allowed: qwen3"),
+    ("empty", "the folder has no config.json"),
+    ("weightless", "the folder has no weights"),
+])  # fmt: skip
 def test_a_model_that_is_not_there(tmp_path, monkeypatch, model, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

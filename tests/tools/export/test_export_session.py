@@ -35,17 +35,14 @@ def checkpoint(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    ("settings", "dtype", "words"),
-    [
-        (dict(changes=LARGE), "fp16", r"--dtype float16: model.norm.weight \(1 of 64\): .*not finite in torch.float16"),
-        (dict(changes={"lm_head.weight": float("nan")}), "bf16", r"lm_head.weight \(1 of \d+\).*earlier checkpoint"),
-        (dict(), "fp8", "--dtype fp8: there is no such dtype. Allowed: .*fp16"),
-        (dict(world_size=2), "fp16", "model_world_size_2_rank_1.pt is missing"),
-        (dict(only=[ADAPTER]), "fp16", "only the LoRA adapter was saved.*save_lora_only=False"),
-        (dict(only=["x.modules_to_save.default.weight"]), "fp16", "x.modules_to_save.* cannot be merged"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "dtype", "words"), [
+    (dict(changes=LARGE), "fp16", r"--dtype float16: model.norm.weight \(1 of 64\): .*not finite in torch.float16"),
+    (dict(changes={"lm_head.weight": float("nan")}), "bf16", r"lm_head.weight \(1 of \d+\).*earlier checkpoint"),
+    (dict(), "fp8", "--dtype fp8: there is no such dtype. Allowed: .*fp16"),
+    (dict(world_size=2), "fp16", "model_world_size_2_rank_1.pt is missing"),
+    (dict(only=[ADAPTER]), "fp16", "only the LoRA adapter was saved.*save_lora_only=False"),
+    (dict(only=["x.modules_to_save.default.weight"]), "fp16", "x.modules_to_save.* cannot be merged"),
+])  # fmt: skip
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_path, settings, dtype, words):
     with pytest.raises(ConfigurationError, match=words):
         export_checkpoint(checkpoint(**settings), dtype, tmp_path / "out" / "model", print)

@@ -36,17 +36,14 @@ def test_kept_rows_come_out_with_every_column_and_its_type_and_verl_reads_them(t
     assert read[0]["prompt"] == rows[1]["prompt"] and read[0]["reward_model"]["ground_truth"] == "2"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"prompt": "What is 1 + 1?"}, "prompt is 'What is 1 + 1?'"),
-        ({"prompt": []}, "prompt is []"),
-        ({"prompt": [{"role": "user"}]}, "prompt is [{'role': 'user'"),
-        ({"data_source": None}, "data_source is None"),
-        ({"reward_model": {"style": "rule"}}, "reward_model is {'style': 'rule'"),
-        ({"reward_model": None}, "reward_model is None"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"prompt": "What is 1 + 1?"}, "prompt is 'What is 1 + 1?'"),
+    ({"prompt": []}, "prompt is []"),
+    ({"prompt": [{"role": "user"}]}, "prompt is [{'role': 'user'"),
+    ({"data_source": None}, "data_source is None"),
+    ({"reward_model": {"style": "rule"}}, "reward_model is {'style': 'rule'"),
+    ({"reward_model": None}, "reward_model is None"),
+])  # fmt: skip
 def test_a_field_that_is_missing_is_named_with_its_row(tmp_path, row, write_rows, changes, words):
     of_one_type = {name: value for name, value in changes.items() if name == "prompt"}  # a column has one type
     rows = [row(0, **of_one_type), row(1, **changes)]
@@ -80,25 +77,22 @@ def test_prompts_that_come_with_the_package_and_with_the_quickstart(root):
     assert prompts[0] == [{"role": "user", "content": "sum one"}] and len(prompts) == 3
 
 
-@pytest.mark.parametrize(
-    ("read", "name", "content", "words"),
-    [
-        (read_data_set, "a.csv", "a,b", "unknown format '.csv'"),
-        (read_data_set, "a.jsonl", '{"a": 1}\n{', "line 2: cannot be read as JSON"),
-        (read_data_set, "a.jsonl", '{"a": "ü"}', "line 1: cannot be read as JSON"),  # in another encoding
-        (read_data_set, "a.jsonl", "[1]\n[2]", "cannot be read"),
-        (read_data_set, "a.parquet", "PAR", "cannot be read"),
-        (read_data_set, "a.jsonl", "\n", "no rows"),
-        (read_data_set, "typo.parquet", None, "no such file"),
-        (read_prompts, "p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "row 1 has no field 'prompt' (it has: text)"),
-        (read_prompts, "p.jsonl", '{"prompt": ""}', "field 'prompt' of row 0 is ''"),
-        (read_prompts, "p.jsonl", '{"prompt": []}', "field 'prompt' of row 0 is '[]'"),
-        (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "Allowed: text that is not empty, or a list"),
-        (read_prompts, "p.jsonl", '{"prompt": 3}', "is '3'"),
-        (read_prompts, "p.jsonl", '["a"]', "row 0 has no field 'prompt' (it has: list)"),
-        (read_prompts, "p.jsonl", "\n", "the file has no rows"),
-    ],
-)
+@pytest.mark.parametrize(("read", "name", "content", "words"), [
+    (read_data_set, "a.csv", "a,b", "unknown format '.csv'"),
+    (read_data_set, "a.jsonl", '{"a": 1}\n{', "line 2: cannot be read as JSON"),
+    (read_data_set, "a.jsonl", '{"a": "ü"}', "line 1: cannot be read as JSON"),  # in another encoding
+    (read_data_set, "a.jsonl", "[1]\n[2]", "cannot be read"),
+    (read_data_set, "a.parquet", "PAR", "cannot be read"),
+    (read_data_set, "a.jsonl", "\n", "no rows"),
+    (read_data_set, "typo.parquet", None, "no such file"),
+    (read_prompts, "p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "row 1 has no field 'prompt' (it has: text)"),
+    (read_prompts, "p.jsonl", '{"prompt": ""}', "field 'prompt' of row 0 is ''"),
+    (read_prompts, "p.jsonl", '{"prompt": []}', "field 'prompt' of row 0 is '[]'"),
+    (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "Allowed: text that is not empty, or a list"),
+    (read_prompts, "p.jsonl", '{"prompt": 3}', "is '3'"),
+    (read_prompts, "p.jsonl", '["a"]', "row 0 has no field 'prompt' (it has: list)"),
+    (read_prompts, "p.jsonl", "\n", "the file has no rows"),
+])  # fmt: skip
 def test_a_file_that_cannot_be_read_says_why(tmp_path, read, name, content, words):
     if content is not None:
         (tmp_path / name).write_bytes(content.encode("latin-1"))

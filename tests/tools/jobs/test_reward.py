@@ -32,29 +32,23 @@ def test_verls_own_rules_agree_on_right_and_wrong(source):
     assert not reward.is_correct(problem(source), "So it is \\boxed{3}.")
 
 
-@pytest.mark.parametrize(
-    ("body", "pass_score", "correct"),
-    [
-        ("return 1.0", 1.0, True),
-        ("return 0.99", 1.0, False),
-        ("return 0.5", 0.5, True),
-        ("return True", 1.0, True),
-        ("return {'score': 1.0}", 1.0, True),
-        ("return {'score': 1.0, 'acc': False}", 1.0, False),  # a bonus for form is no right answer
-        ("return float(extra_info['index'] == 1 and data_source == 'math' and ground_truth == '2')", 1.0, True),
-    ],
-)
+@pytest.mark.parametrize(("body", "pass_score", "correct"), [
+    ("return 1.0", 1.0, True),
+    ("return 0.99", 1.0, False),
+    ("return 0.5", 0.5, True),
+    ("return True", 1.0, True),
+    ("return {'score': 1.0}", 1.0, True),
+    ("return {'score': 1.0, 'acc': False}", 1.0, False),  # a bonus for form is no right answer
+    ("return float(extra_info['index'] == 1 and data_source == 'math' and ground_truth == '2')", 1.0, True),
+])  # fmt: skip
 def test_a_function_of_verls_signature(function, body, pass_score, correct):
     assert load_reward(function(body), pass_score).is_correct(problem(), "text") is correct
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        *((f"return {no}", "Allowed: a finite number") for no in ("None", "float('nan')", "'yes'", "{'points': 1}")),
-        ("return 1 / 0", "ZeroDivisionError.*on row 0"),
-    ],
-)
+@pytest.mark.parametrize(("body", "words"), [
+    *((f"return {no}", "Allowed: a finite number") for no in ("None", "float('nan')", "'yes'", "{'points': 1}")),
+    ("return 1 / 0", "ZeroDivisionError.*on row 0"),
+])  # fmt: skip
 def test_a_function_that_gives_no_number_is_found_before_a_model_loads(function, body, words):
     with pytest.raises(ConfigurationError, match=words):
         load_reward(function(body)).readable([problem()])
@@ -78,17 +72,14 @@ def test_another_function_is_another_setting(function):
     assert first.startswith("judge.py:compute_score@")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("judge.py", "cannot be loaded .AttributeError: .*compute_score"),
-        ("broken.py", "cannot be loaded .SyntaxError"),
-        ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
-        ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
-        ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
-        ("pkg://verl_precision.integration.rewards.answer_tag:OPEN", "OPEN is no function"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("judge.py", "cannot be loaded .AttributeError: .*compute_score"),
+    ("broken.py", "cannot be loaded .SyntaxError"),
+    ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
+    ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
+    ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
+    ("pkg://verl_precision.integration.rewards.answer_tag:OPEN", "OPEN is no function"),
+])  # fmt: skip
 def test_rewards_that_do_not_exist(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text("def other(): pass")

@@ -188,15 +188,12 @@ def test_a_comparison_draws_those_of_its_estimator_and_none_of_a_tiny_model(tmp_
     assert expected_of(quickstart, tmp_path / "no such folder") == []
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "FileNotFoundError"),
-        ("step,reward\n1,0.5\n", "KeyError.*precision, estimator, step, reward"),
-        ("precision,estimator,step,reward\nfp16,grpo,1,high\n", "ValueError"),
-        ("precision,estimator,step,reward\nfp16,gspo,1,0.5\n", "--estimator grpo: .*no curve of it. Allowed: gspo"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    (None, "FileNotFoundError"),
+    ("step,reward\n1,0.5\n", "KeyError.*precision, estimator, step, reward"),
+    ("precision,estimator,step,reward\nfp16,grpo,1,high\n", "ValueError"),
+    ("precision,estimator,step,reward\nfp16,gspo,1,0.5\n", "--estimator grpo: .*no curve of it. Allowed: gspo"),
+])  # fmt: skip
 def test_refused(tmp_path, content, words):
     path = tmp_path / "expected.csv"
     if content is not None:

@@ -131,19 +131,16 @@ BOOM = [
 NOT_THERE = "x.py:1: UserWarning: veomni engine is not available: ModuleNotFoundError('veomni')"
 
 
-@pytest.mark.parametrize(
-    ("lines", "report"),
-    [
-        # Ours comes before an earlier one.
-        (["ValueError: first", OURS, "KeyError: 'x'"], [OURS, "then: ValueError: first", "then: KeyError: 'x'"]),
-        (["start", PREFLIGHT, PREFLIGHT], [PREFLIGHT]),
-        (BOOM, ["ValueError: boom (in W, Worker_TP0)"]),
-        # An echo is better than nothing, and without any error it is the end of the log.
-        (["EngineDeadError: EngineCore encountered an issue."], ["EngineDeadError: EngineCore encountered an issue."]),
-        (["a", NOT_THERE, "", "b"], ["a", "b"]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize(("lines", "report"), [
+    # Ours comes before an earlier one.
+    (["ValueError: first", OURS, "KeyError: 'x'"], [OURS, "then: ValueError: first", "then: KeyError: 'x'"]),
+    (["start", PREFLIGHT, PREFLIGHT], [PREFLIGHT]),
+    (BOOM, ["ValueError: boom (in W, Worker_TP0)"]),
+    # An echo is better than nothing, and without any error it is the end of the log.
+    (["EngineDeadError: EngineCore encountered an issue."], ["EngineDeadError: EngineCore encountered an issue."]),
+    (["a", NOT_THERE, "", "b"], ["a", "b"]),
+    ([], []),
+])  # fmt: skip
 def test_report_by_hand(lines, report):
     assert relevant_lines(lines) == report
 

@@ -170,12 +170,9 @@ def test_panels_have_names_and_metrics_of_their_own():
     assert len(PANEL) == len(PANELS) and len(set(metrics)) == len(metrics)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *((6.3e-7, "6.3·10⁻⁷"), (1e-8, "10⁻⁸"), (65536.0, "65536"), (0.25, "0.25"), (0, "0"), (-42.345678, "-42.35")),
-        *((-2.5e-6, "-2.5·10⁻⁶"), (3e12, "3·10¹²"), (math.nan, "NaN"), (-math.inf, "-∞")),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    *((6.3e-7, "6.3·10⁻⁷"), (1e-8, "10⁻⁸"), (65536.0, "65536"), (0.25, "0.25"), (0, "0"), (-42.345678, "-42.35")),
+    *((-2.5e-6, "-2.5·10⁻⁶"), (3e12, "3·10¹²"), (math.nan, "NaN"), (-math.inf, "-∞")),
+])  # fmt: skip
 def test_numbers_as_people_read_them(value, text):
     assert number_text(value) == text

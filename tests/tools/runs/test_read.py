@@ -95,19 +95,16 @@ def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):
     assert names == ["p/bf16", "q/bf16"]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere", "nowhere': there is no such file or folder. Allowed: verl's metrics file .* Check the path"),
-        ("broken.jsonl", "not a metrics file"),
-        ("list.jsonl", "not a metrics file"),
-        ("empty.jsonl", "no training step"),
-        ("words.log", "no training step"),
-        ("none", "no metrics in it"),
-        (".", "several files could be meant: broken.jsonl, empty.jsonl, list.jsonl. Allowed: one of them"),
-        ("twice", "it is given twice"),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [
+    ("nowhere", "nowhere': there is no such file or folder. Allowed: verl's metrics file .* Check the path"),
+    ("broken.jsonl", "not a metrics file"),
+    ("list.jsonl", "not a metrics file"),
+    ("empty.jsonl", "no training step"),
+    ("words.log", "no training step"),
+    ("none", "no metrics in it"),
+    (".", "several files could be meant: broken.jsonl, empty.jsonl, list.jsonl. Allowed: one of them"),
+    ("twice", "it is given twice"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, name, words):
     texts = {"broken.jsonl": '{"step":1,"data":{"a":1}}\n{"step":2,"da', "list.jsonl": "[]\n", "empty.jsonl": ""}
     for file, text in (texts | {"words.log": "no steps here\n"}).items():

@@ -12,23 +12,20 @@ from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.window import Verdict, Window
 
 
-@pytest.mark.parametrize(
-    ("correct", "drawn", "verdict"),
-    [
-        (0, 0, Verdict.OPEN),
-        (8, 16, Verdict.KEPT),  # at least 8, and at most 8 + 24 = 32: inside [8, 32] whatever comes
-        (8, 15, Verdict.OPEN),  # 33 is still possible
-        (7, 15, Verdict.OPEN),
-        (33, 33, Verdict.DROPPED),  # above 32 already
-        (32, 32, Verdict.OPEN),
-        (0, 32, Verdict.OPEN),  # 8 more may come: exactly 20%
-        (0, 33, Verdict.DROPPED),
-        (8, 40, Verdict.KEPT),  # exactly 20%: the ends belong to the window
-        (32, 40, Verdict.KEPT),  # exactly 80%
-        (7, 40, Verdict.DROPPED),
-        (33, 40, Verdict.DROPPED),
-    ],
-)
+@pytest.mark.parametrize(("correct", "drawn", "verdict"), [
+    (0, 0, Verdict.OPEN),
+    (8, 16, Verdict.KEPT),  # at least 8, and at most 8 + 24 = 32: inside [8, 32] whatever comes
+    (8, 15, Verdict.OPEN),  # 33 is still possible
+    (7, 15, Verdict.OPEN),
+    (33, 33, Verdict.DROPPED),  # above 32 already
+    (32, 32, Verdict.OPEN),
+    (0, 32, Verdict.OPEN),  # 8 more may come: exactly 20%
+    (0, 33, Verdict.DROPPED),
+    (8, 40, Verdict.KEPT),  # exactly 20%: the ends belong to the window
+    (32, 40, Verdict.KEPT),  # exactly 80%
+    (7, 40, Verdict.DROPPED),
+    (33, 40, Verdict.DROPPED),
+])  # fmt: skip
 def test_the_papers_window_by_hand(correct, drawn, verdict):
     assert Window().verdict(correct, drawn) is verdict
 
@@ -64,14 +61,11 @@ def test_decided_exactly_when_every_end_agrees_and_the_minimum_is_the_shortest_w
     assert window.min_responses_to_decide(correct, drawn) == next(filter(may_decide, range(left + 1)))
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ((40, Fraction(4, 5), Fraction(1, 5)), "--low 0.8 --high 0.2"),
-        ((40, Fraction(1, 5), Fraction(3, 2)), "Allowed: 0 <= low <= high <= 1"),
-        ((10, Fraction(51, 100), Fraction(59, 100)), "nothing would be kept"),
-    ],
-)
+@pytest.mark.parametrize(("values", "words"), [
+    ((40, Fraction(4, 5), Fraction(1, 5)), "--low 0.8 --high 0.2"),
+    ((40, Fraction(1, 5), Fraction(3, 2)), "Allowed: 0 <= low <= high <= 1"),
+    ((10, Fraction(51, 100), Fraction(59, 100)), "nothing would be kept"),
+])  # fmt: skip
 def test_windows_that_cannot_work_are_refused(values, words):
     with pytest.raises(ConfigurationError, match=words):
         Window(*values)

@@ -88,18 +88,15 @@ def test_engine_checks_pass_on_a_healthy_machine(said):
     assert figures["gap_nats"] < 0.25 * figures["one_update_nats"]
 
 
-@pytest.mark.parametrize(
-    ("check", "broken", "words"),
-    [
-        ("fp16_updates", "overflows are ignored", "update 3 overflowed and changed weights"),
-        ("fp16_updates", "every update is skipped", "update 0 was healthy and did nothing"),
-        ("fp16_updates", "the scale is never lowered", "after update 3 the engine's loss scale is 1024, not 512"),
-        ("fp16_updates", "gradients are twice too large", "gradients in FP16 are off by 1.0e+00"),
-        ("fp16_updates", "products are taken in BF16", "gradients in FP16 are off by"),
-        ("fp16_updates", "a restart forgets the scale", "the resumed engine's loss scale is 1024, not 256"),
-        ("shadow_offload", "the shadow is not refreshed", "nats from the actor; one update moves"),
-    ],
-)
+@pytest.mark.parametrize(("check", "broken", "words"), [
+    ("fp16_updates", "overflows are ignored", "update 3 overflowed and changed weights"),
+    ("fp16_updates", "every update is skipped", "update 0 was healthy and did nothing"),
+    ("fp16_updates", "the scale is never lowered", "after update 3 the engine's loss scale is 1024, not 512"),
+    ("fp16_updates", "gradients are twice too large", "gradients in FP16 are off by 1.0e+00"),
+    ("fp16_updates", "products are taken in BF16", "gradients in FP16 are off by"),
+    ("fp16_updates", "a restart forgets the scale", "the resumed engine's loss scale is 1024, not 256"),
+    ("shadow_offload", "the shadow is not refreshed", "nats from the actor; one update moves"),
+])  # fmt: skip
 def test_broken_engine_is_named(said, check, broken, words):
     message = said[check, broken]
     assert isinstance(message, str) and message.startswith("CheckFailedError: ") and words in message, message
@@ -130,15 +127,12 @@ def _of_random_bits(tensor):
     return replace(digest(tensor[:8]), plain=int(torch.randint(2**60, ())))
 
 
-@pytest.mark.parametrize(
-    ("check", "module", "function", "broken", "words"),
-    [
-        ("log_probs", engine_checks, "log_probs_and_entropy", _rounded, r"log-probs or entropy are off by \S+ nats"),
-        ("log_probs", engine_checks, "log_probs_and_entropy", _of_half_the_logits, r"gradient .* is off by 5\.0e-01"),
-        ("digest", manifest, "digest", _of_values, "a flipped bit of a large tensor was not seen"),
-        ("digest", manifest, "digest", _of_random_bits, "the same tensor has two digests"),
-    ],
-)
+@pytest.mark.parametrize(("check", "module", "function", "broken", "words"), [
+    ("log_probs", engine_checks, "log_probs_and_entropy", _rounded, r"log-probs or entropy are off by \S+ nats"),
+    ("log_probs", engine_checks, "log_probs_and_entropy", _of_half_the_logits, r"gradient .* is off by 5\.0e-01"),
+    ("digest", manifest, "digest", _of_values, "a flipped bit of a large tensor was not seen"),
+    ("digest", manifest, "digest", _of_random_bits, "the same tensor has two digests"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path, monkeypatch, check, module, function, broken, words):
     monkeypatch.setattr(module, function, broken)
     with pytest.raises(CheckFailedError, match=words):

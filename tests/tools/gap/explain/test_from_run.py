@@ -39,23 +39,20 @@ ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 ROLLOUT, FSDP = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.fsdp_config"
 
 
-@pytest.mark.parametrize(
-    ("change", "name", "value"),
-    [
-        (f"trainer.device=cuda {ROLLOUT}.enforce_eager=false", "cuda_graphs", True),
-        (f"trainer.device=cuda {ROLLOUT}.enforce_eager=true", "cuda_graphs", False),
-        (f"trainer.device=cuda {ATTENTION}=flash_attention_2", "attention", "flash_attention_2"),
-        (f"{ROLLOUT}.top_k=-1", "top_k", 0),
-        (f"{ROLLOUT}.top_p=0.9", "top_p", 0.9),
-        (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "raw_log_probs", True),
-        (f"{ROLLOUT}.enable_prefix_caching=false", "prefix_caching", False),
-        ("data.max_response_length=20000", "max_response_tokens", 512),
-        ("data.train_files=[a.parquet,b.parquet]", "prompts", "a.parquet"),
-        (f"{FSDP}.fp32_log_probs=false", "fp32_log_probs", False),
-        (f"{FSDP}.fp32_output_head=true", "fp32_output_head", True),
-        (f"{FSDP}._target_=verl.workers.config.FSDPEngineConfig", "fp32_log_probs", False),
-    ],
-)
+@pytest.mark.parametrize(("change", "name", "value"), [
+    (f"trainer.device=cuda {ROLLOUT}.enforce_eager=false", "cuda_graphs", True),
+    (f"trainer.device=cuda {ROLLOUT}.enforce_eager=true", "cuda_graphs", False),
+    (f"trainer.device=cuda {ATTENTION}=flash_attention_2", "attention", "flash_attention_2"),
+    (f"{ROLLOUT}.top_k=-1", "top_k", 0),
+    (f"{ROLLOUT}.top_p=0.9", "top_p", 0.9),
+    (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "raw_log_probs", True),
+    (f"{ROLLOUT}.enable_prefix_caching=false", "prefix_caching", False),
+    ("data.max_response_length=20000", "max_response_tokens", 512),
+    ("data.train_files=[a.parquet,b.parquet]", "prompts", "a.parquet"),
+    (f"{FSDP}.fp32_log_probs=false", "fp32_log_probs", False),
+    (f"{FSDP}.fp32_output_head=true", "fp32_output_head", True),
+    (f"{FSDP}._target_=verl.workers.config.FSDPEngineConfig", "fp32_log_probs", False),
+])  # fmt: skip
 def test_settings_follow_the_config(quickstart, change, name, value):
     assert explained_by(changed(quickstart, *change.split()))[name] == value
 
@@ -102,18 +99,15 @@ def found_in(rows=(), masks=False, **settings):
     return {one.cause: one for one in recorded_causes({**SETTINGS, **settings}, masks, rows)}
 
 
-@pytest.mark.parametrize(
-    ("settings", "cause", "fault"),
-    [
-        ({"top_p": 0.8}, "sampling", True),
-        ({"top_k": 20, "masks": True}, "sampling", False),
-        ({"raw_log_probs": True, "temperature": 0.7}, "temperature", True),
-        ({"raw_log_probs": True}, "temperature", False),
-        ({"fp32_log_probs": False}, "log_probs", True),
-        ({"train_dtype": "bf16"}, "weight_rounding", None),
-        ({}, "rollout_precision", None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "cause", "fault"), [
+    ({"top_p": 0.8}, "sampling", True),
+    ({"top_k": 20, "masks": True}, "sampling", False),
+    ({"raw_log_probs": True, "temperature": 0.7}, "temperature", True),
+    ({"raw_log_probs": True}, "temperature", False),
+    ({"fp32_log_probs": False}, "log_probs", True),
+    ({"train_dtype": "bf16"}, "weight_rounding", None),
+    ({}, "rollout_precision", None),
+])  # fmt: skip
 def test_what_the_config_tells(settings, cause, fault):
     assert found_in(**settings)[cause].fault is fault
     assert bool(found_in(**settings)[cause].remedy) == (fault is True)
@@ -223,16 +217,13 @@ def test_a_run_without_config(root, typed):
     assert "It has left no config." in said and "verl-precision explain --recipe RECIPE.yaml" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--run", "nowhere"), "no such file or folder"),
-        (("--run", "tests/data/quickstart"), "there are several runs in it. Allowed: one run. Name one of bf16, fp16"),
-        (("--run", "tests/data/quickstart/fp16", "--top-p", "1"), "Leave out --top-p"),
-        (("--run", "tests/data/quickstart/fp16", "--recipe", "recipes/quickstart/quickstart.yaml"), "Leave one out"),
-        (("precision=bf16",), "Leave one out"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--run", "nowhere"), "no such file or folder"),
+    (("--run", "tests/data/quickstart"), "there are several runs in it. Allowed: one run. Name one of bf16, fp16"),
+    (("--run", "tests/data/quickstart/fp16", "--top-p", "1"), "Leave out --top-p"),
+    (("--run", "tests/data/quickstart/fp16", "--recipe", "recipes/quickstart/quickstart.yaml"), "Leave one out"),
+    (("precision=bf16",), "Leave one out"),
+])  # fmt: skip
 def test_what_cannot_be_asked(arguments, words, monkeypatch, root, typed):
     monkeypatch.chdir(root)
     code, said = typed("explain", *arguments)

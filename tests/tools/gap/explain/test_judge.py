@@ -89,20 +89,17 @@ def test_rounding_is_no_fault():
     assert [each.variant.cause for each in advice(result)] == ["rollout_precision"]
 
 
-@pytest.mark.parametrize(
-    ("job", "cause", "size"),
-    [
-        ({}, "decode", 3 * COST),
-        ({}, "rollout_precision", 3 * COST),
-        ({}, "engine", 1e-4),  # far below the cost of BF16, and yet no rounding
-        ({"rollout_model": "older"}, "weights", 1e-4),
-        ({"top_p": 0.9}, "sampling", 1e-4),
-        ({"fp32_log_probs": False}, "log_probs", 0.6 * COST),
-        ({"attention": "eager"}, "attention", 3 * COST),
-        ({"train_dtype": "fp16", "rollout_dtype": "fp16"}, "layout", 3 * COST / 8),
-        ({"train_dtype": "fp16"}, "weight_rounding", 3 * COST),
-    ],
-)
+@pytest.mark.parametrize(("job", "cause", "size"), [
+    ({}, "decode", 3 * COST),
+    ({}, "rollout_precision", 3 * COST),
+    ({}, "engine", 1e-4),  # far below the cost of BF16, and yet no rounding
+    ({"rollout_model": "older"}, "weights", 1e-4),
+    ({"top_p": 0.9}, "sampling", 1e-4),
+    ({"fp32_log_probs": False}, "log_probs", 0.6 * COST),
+    ({"attention": "eager"}, "attention", 3 * COST),
+    ({"train_dtype": "fp16", "rollout_dtype": "fp16"}, "layout", 3 * COST / 8),
+    ({"train_dtype": "fp16"}, "weight_rounding", 3 * COST),
+])  # fmt: skip
 def test_more_than_rounding_is_a_fault_and_comes_first(job, cause, size):
     job = Explanation(model="m", prompts="p", **job)
     result = judged(job, trainer_precision=COST / 8, **{cause: size})

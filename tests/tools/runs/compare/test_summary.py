@@ -70,21 +70,18 @@ def rewarded(*rewards: float) -> list[dict[str, float]]:
     return [{"step": step, REWARD: reward} for step, reward in enumerate(rewards, start=1)]
 
 
-@pytest.mark.parametrize(
-    ("above", "steps", "rewards", "reward", "since"),
-    [
-        # Windows of two: means 0, 1/2, 3/4, 3/4, 1.
-        (0.7, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 3),
-        (0.75, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 5),  # on the bar is not above it
-        (1.0, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, None),
-        (0.9, 2, (1.0, 1.0, 1.0, 0.0), 0.5, None),  # fallen back below
-        (0.9, 2, (1.0, 1.0, 1.0, 0.0, 1.0, 1.0), 1.0, 6),  # only the last rise counts
-        (0.85, 4, (0.8, 1.0), 0.9, 2),  # shorter than the window: means 0.8, 0.9
-        (-11.0, 1, (-40.0, -10.0), -10.0, 2),
-        (0.5, 1, (1.0, math.nan), math.nan, None),  # NaN is not above
-        (0.5, 1, (math.nan, 1.0), 1.0, 2),
-    ],
-)
+@pytest.mark.parametrize(("above", "steps", "rewards", "reward", "since"), [
+    # Windows of two: means 0, 1/2, 3/4, 3/4, 1.
+    (0.7, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 3),
+    (0.75, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 5),  # on the bar is not above it
+    (1.0, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, None),
+    (0.9, 2, (1.0, 1.0, 1.0, 0.0), 0.5, None),  # fallen back below
+    (0.9, 2, (1.0, 1.0, 1.0, 0.0, 1.0, 1.0), 1.0, 6),  # only the last rise counts
+    (0.85, 4, (0.8, 1.0), 0.9, 2),  # shorter than the window: means 0.8, 0.9
+    (-11.0, 1, (-40.0, -10.0), -10.0, 2),
+    (0.5, 1, (1.0, math.nan), math.nan, None),  # NaN is not above
+    (0.5, 1, (math.nan, 1.0), 1.0, 2),
+])  # fmt: skip
 def test_verdict_by_hand(above, steps, rewards, reward, since):
     found = PassBar(above, steps).verdict(rewarded(*rewards))
     assert found == {"reward": pytest.approx(reward, nan_ok=True), "passed": since is not None, "since": since}
