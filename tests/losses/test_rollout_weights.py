@@ -19,6 +19,10 @@ def through_verl(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, thresh
     return corrected(log_ratio, torch.zeros_like(log_ratio), mask, **settings)
 
 
+def kept_by_verl(log_ratio: torch.Tensor, mask: torch.Tensor, rejection: str, threshold) -> torch.Tensor:
+    return through_verl(log_ratio, mask, None, None, rollout_rs=rejection, rollout_rs_threshold=threshold)[1].bool()
+
+
 @pytest.fixture
 def batch():
     """Log-ratios, one of them extreme, and their mask."""
@@ -55,10 +59,9 @@ def test_verls_own_levels_have_a_floor(level, threshold):
 
 
 def test_verls_own_rejection_is_inverted_and_leaves_the_denominator():
+    """Rejected though inside 0.5 .. 5, and gone from the mask."""
     ratio_4 = torch.tensor([[math.log(4.0)]], dtype=torch.float64)
-    rejection = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_5.0"}
-    _, kept, _ = through_verl(ratio_4, ONE, "sequence", 10.0, **rejection)
-    assert not kept.any(), "rejected though inside 0.5 .. 5, and gone from the mask"
+    assert not kept_by_verl(ratio_4, ONE, "seq_sum_k1", "0.5_5.0").any()
 
 
 def test_the_geometric_mask_keeps_the_band_that_is_asked_for():
@@ -73,29 +76,22 @@ def test_the_geometric_mask_keeps_the_band_that_is_asked_for():
     weights, kept_by_ours, metrics = through_verl(log_ratio, mask, "vp_geo_mask", "0.8_1.6")
     assert weights.amax(dim=-1).tolist() == [0, 1, 0, 1] and torch.equal(kept_by_ours, mask)
     assert metrics["rollout_corr/rollout_is_beyond_fraction"] == 0.5
-    rejection = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.6"}
-    _, kept, _ = corrected(log_ratio, torch.zeros_like(log_ratio), mask, rollout_is=None, **rejection)
-    assert kept.any(dim=-1).tolist() == [False, False, False, False], "1/1.6 .. 1/0.8"
+    assert not kept_by_verl(log_ratio, mask, "seq_mean_k1", "0.8_1.6").any(), "1/1.6 .. 1/0.8"
 
 
-STATISTICS = {"k2": lambda ratio: ratio.log() ** 2 / 2, "k3": lambda ratio: ratio - 1 - ratio.log()}
-
-
-@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("statistic", ["k2", "k3"])
 @pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean", "seq_max"])
 def test_verls_own_k2_and_k3_reject_what_they_say(level, statistic, batch):
     """So they need no replacement: `trm` is seq_max_k3, and seq_max_k2 at 42.4 is a veto of ratios beyond 10^4."""
     log_ratio, mask = batch
     log_ratio[2, 0] = -9.3  # a ratio of 1/11000
-    divergence = torch.where(mask, STATISTICS[statistic](log_ratio.exp()), 0)
+    divergence = mask * {"k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[statistic]
     lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     of_rows = {"seq_sum": divergence.sum(-1, True), "seq_max": divergence.amax(-1, True)}
     value = {"token": divergence, "seq_mean": of_rows["seq_sum"] / lengths, **of_rows}[level]
     limit = 42.4 if (level, statistic) == ("seq_max", "k2") else value[mask.any(dim=-1)].double().quantile(0.7).item()
-    rejection = {"rollout_rs": f"{level}_{statistic}", "rollout_rs_threshold": limit}
-    _, kept, _ = corrected(log_ratio, torch.zeros_like(log_ratio), mask, rollout_is=None, **rejection)
-    expected = mask & (value <= limit)
-    assert torch.equal(kept.bool(), expected) and not torch.equal(expected, mask)
+    expected, kept = mask & (value <= limit), kept_by_verl(*batch, f"{level}_{statistic}", limit)
+    assert torch.equal(kept, expected) and not torch.equal(expected, mask)
 
 
 @pytest.mark.parametrize("settings", [("token", 2.0), ("sequence", "0.5_5.0", True)])
@@ -104,13 +100,11 @@ def test_verls_own_levels_pass_through_unchanged(settings, batch):
     assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
 
 
-@pytest.mark.parametrize(
-    ("level", "threshold"), [("vp_token_tis", 3.0), ("vp_seq_mis", 3.0), ("vp_geo_mask", "0.9_1.1")]
-)
-def test_nonfinite_response_is_counted_and_left_out(level, threshold, batch):
+@pytest.mark.parametrize("settings", [("vp_token_tis", 3.0), ("vp_seq_mis", 3.0), ("vp_geo_mask", "0.9_1.1")])
+def test_nonfinite_response_is_counted_and_left_out(settings, batch):
     log_ratio, mask = batch
     log_ratio[2, 1], mask[2, 1] = torch.nan, True
-    weights, _, metrics = through_verl(log_ratio, mask, level, threshold)
+    weights, _, metrics = through_verl(*batch, *settings)
     assert weights[2][mask[2]].isnan().all(), "`grpo` leaves this response out and counts it"
     assert metrics["rollout_corr/rollout_is_nonfinite_responses"] == 1
     assert math.isfinite(metrics["rollout_corr/rollout_is_mean"])
@@ -123,10 +117,9 @@ def test_a_response_whose_ratio_underflows_is_not_beyond_c():
     assert weights.flatten().tolist() == [0, 0, 1, 1] and metrics["rollout_corr/rollout_is_beyond_fraction"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("level", "threshold"),
-    [("vp_seq_mis", 0.5), ("vp_geo_mask", 0.55), ("vp_geo_mask", "1.001"), ("vp_geo_mask", "1.1_1.2")],
-)
+@pytest.mark.parametrize(("level", "threshold"), [
+    ("vp_seq_mis", 0.5), ("vp_geo_mask", 0.55), ("vp_geo_mask", "1.001"), ("vp_geo_mask", "1.1_1.2"),
+])  # fmt: skip
 def test_bad_threshold_in_verls_step(level, threshold):
     with pytest.raises(ConfigurationError) as error:
         through_verl(torch.zeros(1, 1), ONE, level, threshold)
