@@ -56,7 +56,7 @@ def test_masked_values_and_empty_rows_never_matter(mode):
     assert aggregate(junk, mask * 0, Aggregation(mode, normalizer=6)) == 0
 
 
-BAD = [
+@pytest.mark.parametrize(("settings", "message"), [
     ({"mode": "token-average"}, "loss_agg_mode='token-average'"),
     ({}, r"actor\.loss_scale_factor=None"),
     ({"normalizer": 0}, r"actor\.loss_scale_factor=0"),
@@ -67,10 +67,7 @@ BAD = [
     ({"normalizer": 6, "num_responses": 0}, "num_responses=0"),
     ({"normalizer": 6, "dp_size": 2}, "num_responses=None: with dp_size=2"),
     ({"mode": "token-mean", "dp_size": 2, "num_responses": 3}, "num_tokens=None: with dp_size=2"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), BAD)
+])  # fmt: skip
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message) as error:
         Aggregation(**settings)

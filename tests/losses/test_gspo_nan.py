@@ -17,8 +17,6 @@ from conftest import call, composed
 from plain_equations import random_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-from verl_precision.losses import Aggregation, gspo
-
 
 @pytest.fixture
 def case():
@@ -31,8 +29,7 @@ def case():
 @pytest.fixture
 def masked(case) -> tuple[int, int]:
     """A token that does not count, in a response that has some that do."""
-    row, token = (~case.mask & case.mask.any(dim=-1, keepdim=True)).nonzero()[0].tolist()
-    return row, token
+    return tuple((~case.mask & case.mask.any(dim=-1, keepdim=True)).nonzero()[0].tolist())
 
 
 def both(case, loss="gspo", trainer=None, advantages=None, weights=None, info=True):
@@ -46,10 +43,6 @@ def both(case, loss="gspo", trainer=None, advantages=None, weights=None, info=Tr
         value.backward()
         found.append((value.detach(), leaf.grad, metrics))
     return found
-
-
-def assert_same(found, expected) -> None:
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 def test_both_agree_on_a_clean_batch(case):
@@ -67,7 +60,7 @@ def test_weight_of_a_masked_token_that_is_impossible(loss, case, masked):
     assert weights[masked].isnan(), "verl's step"
     theirs, ours = both(case, loss, weights=weights)
     assert theirs[1].isnan().any()
-    assert_same(ours, both(case, loss, weights=clean)[1])
+    assert all(map(torch.equal, ours[:2], both(case, loss, weights=clean)[1][:2]))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,7 @@ def test_advantage_and_log_prob_of_a_masked_token(tensor, junk, case, masked):
     theirs, ours = both(case, **{tensor: changed})
     assert theirs[0].isnan()
     assert theirs[1].isnan().any() if tensor == "advantages" else not theirs[1][row].any()
-    assert_same(ours, clean)
+    assert all(map(torch.equal, ours[:2], clean[:2]))
 
 
 def test_valid_token_of_probability_zero(case):
@@ -99,12 +92,3 @@ def test_micro_batch_in_which_nothing_counts(case):
     theirs, ours = both(case, info=False)
     assert theirs[0].isnan()
     assert ours[0] == 0 and not ours[1].any()
-
-
-@pytest.mark.parametrize("log_ratio", [11.0, 40.0])
-def test_large_ratio_keeps_its_gradient(log_ratio):
-    """A < 0 and s > e^10: the equation does not clip it (verl clamps the log-ratio at 10, and its gradient is gone)."""
-    trainer = torch.full((1, 1), log_ratio, dtype=torch.float64, requires_grad=True)
-    ones = torch.ones(1, 1, dtype=torch.float64)
-    gspo(trainer, 0 * ones, -ones, ones, aggregation=Aggregation("seq-mean-token-mean")).loss.backward()
-    torch.testing.assert_close(trainer.grad, trainer.detach().exp())
