@@ -98,30 +98,23 @@ def test_responses_without_loss_or_gradient_are_counted(estimator):
         assert zero_loss > 2, "rejected ones have none"
 
 
-def nested(rows):
+def unpadded(values, mask, before=0, after=0):
+    """Return the rows up to their last valid token, with as many zeros before and after each."""
+    rows = [row[: int(valid.nonzero().max()) + 1] for row, valid in zip(values, mask, strict=True)]
+    rows = [torch.nn.functional.pad(row, (before, after)) for row in rows]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def micro_batch(case, trainer):
     """Return responses with their prompts; log-probs are shifted by one against the sequence, as by a model."""
-    rows = range(len(case.mask))
-    lengths = [int(row.nonzero().max()) + 1 for row in case.mask]
-
-    def unpadded(values):
-        return nested([values[row][: lengths[row]] for row in rows])
-
-    data = {
-        "prompts": nested([torch.ones(PROMPT, dtype=torch.long) for _ in rows]),
-        "responses": unpadded(torch.ones_like(case.mask, dtype=torch.long)),
-        "response_mask": unpadded(case.mask),
-        "old_log_probs": unpadded(case.rollout),
-        "advantages": unpadded(case.advantages.unsqueeze(-1).expand_as(case.mask).clone()),
-    }
-    batch = TensorDict(data, batch_size=len(rows))
-    counts = {"batch_num_tokens": int(case.mask.sum()), "global_batch_size": len(rows)}
+    ones, prompts = torch.ones_like(case.mask, dtype=torch.long), torch.ones(len(case.mask), PROMPT, dtype=torch.long)
+    columns = {"responses": ones, "response_mask": case.mask, "old_log_probs": case.rollout}
+    columns["advantages"] = case.advantages.unsqueeze(-1).expand_as(case.mask)
+    data = {name: unpadded(values, case.mask) for name, values in columns.items()}
+    batch = TensorDict({"prompts": unpadded(prompts, prompts), **data}, batch_size=len(case.mask))
+    counts = {"batch_num_tokens": int(case.mask.sum()), "global_batch_size": len(case.mask)}
     tu.assign_non_tensor(batch, dp_size=1, max_response_len=-1, **counts)
-    before, after = torch.zeros(PROMPT - 1), torch.zeros(1)
-    return {"log_probs": nested([torch.cat([before, trainer[row][: lengths[row]], after]) for row in rows])}, batch
+    return {"log_probs": unpadded(trainer, case.mask, PROMPT - 1, 1)}, batch
 
 
 @pytest.mark.parametrize("estimator", ["pg_seq_is", "pg_seq_tis", "pg_seq_mis"])
