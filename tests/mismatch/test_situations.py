@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.trainer.ppo.v1.utils import MetricsAggregator
@@ -37,13 +37,14 @@ from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 
 RESPONSES, TOKENS = 16, 32
-BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode=True"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
 FROM_SHADOW = f"{SHADOW}.ratio_source=shadow"
-REJECTION = "algorithm.rollout_correction.rollout_rs"
-NEVER_BELOW = "actor_rollout_ref.actor.clip_ratio_low=10.0"
-CORRECTIONS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
+VANILLA = f"{LOSS}=vanilla"
+NEVER_BELOW = (VANILLA, "actor_rollout_ref.actor.clip_ratio_low=10.0")
+REJECTED = (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=0.002")
 CORRECTED = ("old_log_probs", "rollout_log_probs", "response_mask")
 # Beyond PPO's clip range on one token in nine, as BF16 does on models with rough weights; and FP16's.
 BF16, FP16 = 0.15, 1.8e-4
@@ -73,21 +74,22 @@ class Situation:
     steps: int = 6
 
 
+UNDERFLOW = Situation("grpo_seq_mis", gap=FP16, far=120.0)
+AGENTS = Situation(sessions=(1, 3, 2, 2))
 WARM_UP = Situation(gap=0.014, stale=0.04, behind=(0, 1, 0, 2), steps=70)
+DRIFT = replace(WARM_UP, changes=("mismatch.alarm.baseline_steps=8",), gap=FP16, growth=1.15, stale=0.03, steps=35)
 DIFFERENT_WEIGHTS = Situation("pg_seq_is", gap=2.0)
 SITUATIONS = {
     "FP16 on both sides, decoupled": Situation(gap=FP16),
     "large gap, `grpo`, decoupled: the ratio is 1": Situation(),
     "the same, `ratio_one`": Situation("ratio_one"),
-    "the same, verl's `vanilla`": Situation(changes=(f"{LOSS}=vanilla",)),
-    "the same, with `clip_ratio_low=10`": Situation(changes=(f"{LOSS}=vanilla", NEVER_BELOW)),
+    "the same, verl's `vanilla`": Situation(changes=(VANILLA,)),
+    "the same, with `clip_ratio_low=10`": Situation(changes=NEVER_BELOW),
     "FP16's gap, GSPO, decoupled: its range of 3e-4 is for responses": Situation("gspo", gap=FP16),
     "FP16's gap, GSPO, bypass: rounding cancels over a response": Situation("gspo", (BYPASS,), FP16),
     "large gap, GSPO, bypass": Situation("gspo", (BYPASS,)),
     "large gap, `grpo`, bypass, no shadow: the rollout stands for one": Situation(changes=(BYPASS,)),
-    "the same, verl's `vanilla`, with `clip_ratio_low=10` (never below)": Situation(
-        changes=(BYPASS, f"{LOSS}=vanilla", NEVER_BELOW)
-    ),
+    "the same, verl's `vanilla`, with `clip_ratio_low=10` (never below)": Situation(changes=(BYPASS, *NEVER_BELOW)),
     "large gap, bypass, a shadow": Situation(changes=(BYPASS, f"{SHADOW}.every_n_steps=1")),
     "the same, `ratio_source=shadow`": Situation(changes=(BYPASS, FROM_SHADOW)),
     "`ratio_source=shadow`, decoupled: the old log-probs are the shadow's": Situation(changes=(FROM_SHADOW,)),
@@ -96,28 +98,18 @@ SITUATIONS = {
     "1% of the trainer's log-probs are NaN, decoupled": Situation(gap=FP16, broken="trainer", steps=3),
     "1% of the rollout's are, decoupled": Situation(gap=FP16, broken="rollout", steps=3),
     "1% of the rollout's are, bypass": Situation("pg_seq_is", gap=FP16, broken="rollout", steps=3),
-    "verl's `rollout_rs` rejects most tokens: the gap is that before": Situation(
-        changes=(f"{REJECTION}=token_k2", f"{REJECTION}_threshold=0.002")
-    ),
-    "one response of 16 has a weight that underflows, and none is beyond C": Situation(
-        "grpo_seq_mis", gap=FP16, far=120.0
-    ),
-    "`rloo`, an agent loop whose sessions return 1, 3, 2 and 2 outputs: each counts once": Situation(
-        sessions=(1, 3, 2, 2)
-    ),
+    "verl's `rollout_rs` rejects most tokens: the gap is that before": Situation(changes=REJECTED),
+    "one response of 16 has a weight that underflows, and none is beyond C": UNDERFLOW,
+    "`rloo`, an agent loop whose sessions return 1, 3, 2 and 2 outputs: each counts once": AGENTS,
     "four updates between two syncs: sums, whatever verl makes of names": Situation(sync_step=4),
     "the same, bypass: after an update no response is current": Situation("pg_seq_is", sync_step=4),
     "a mini-batch without a valid token": Situation("pg_seq_is", empty=True),
     "healthy asynchronous warm-up: half of the responses are behind, and the learning rate grows": WARM_UP,
     "the same, bypass": replace(WARM_UP, estimator="pg_seq_is"),
-    "an asynchronous run whose precision drifts": Situation(
-        changes=("mismatch.alarm.baseline_steps=8",), gap=FP16, growth=1.15, stale=0.03, behind=(0, 1, 0, 2), steps=35
-    ),
+    "an asynchronous run whose precision drifts": DRIFT,
     "trainer and rollout have different weights": DIFFERENT_WEIGHTS,
     "the same, resumed after every step": replace(DIFFERENT_WEIGHTS, resumed=True),
-    "`algorithm.rollout_correction=null`: off, to rules and run names too": Situation(
-        changes=("algorithm.rollout_correction=null",)
-    ),
+    "`algorithm.rollout_correction=null`: off, to rules and run names too": Situation(changes=(f"{CORRECTION}=null",)),
 }
 
 
@@ -239,8 +231,8 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
     assert run_name(config) and not [fault for fault in find_faults(config, Environment()) if fault.severity == "error"]
     trainer, raised, metrics = trainer_of(config, monkeypatch, folder), set(), {}
     generator = torch.Generator().manual_seed(1)
-    correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
-    options = {key: correction[key] for key in CORRECTIONS if correction.get(key)}
+    correction = OmegaConf.select(config, CORRECTION) or {}
+    options = {key: value for key, value in correction.items() if key not in ("bypass_mode", "loss_type")}
     for step in range(1, situation.steps + 1):
         monitor, trainer.global_steps = trainer._monitor, step
         aggregator = MetricsAggregator()
@@ -249,20 +241,19 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             monkeypatch.setattr("transfer_queue.kv_batch_get", batch.get)
             monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
             monitor.remember_mask(batch)
+            rows = batch.rows
             if situation.sessions:
-                batch.rows["advantages"] = advantages_of(situation.sessions)
+                rows["advantages"] = advantages_of(situation.sessions)
             corrected: dict = {}
             if not correction.get("bypass_mode"):
-                _, batch.rows["response_mask"], corrected = compute_rollout_correction_and_rejection_mask(
-                    *(batch.rows[name] for name in CORRECTED), **options
-                )
+                _, rows["response_mask"], corrected = correct(*(rows[name] for name in CORRECTED), **options)
             monitor.measure_in_driver(batch, step)
             monitor.ask_the_worker(batch, step, number)
             update = update_of_verl(situation, config, batch, log_probs, shadow)
             monitor.take_from_the_worker(update)
             aggregator.add_step_metrics(update, sample_count=RESPONSES)
         metrics = aggregator.get_aggregated_metrics() | corrected
-        advantages = batch.rows["advantages"]
+        advantages = rows["advantages"]
         metrics |= {"critic/advantages/min": float(advantages.min()), "critic/advantages/max": float(advantages.max())}
         if situation.resumed:
             trainer._save_checkpoint()
