@@ -49,15 +49,12 @@ def random_responses(rows, longest, seed, gap=1e-2, shortest=0):
 
 def padded(responses, junk=0.0, width=None, dtype=torch.float32):
     """Return name -> [B, T], and the mask as int64; `junk` fills what is masked."""
-    width = max([0, *(len(r["rollout"]) for r in responses)]) if width is None else width
-    found = {name: torch.full((len(responses), width), junk, dtype=dtype) for name in NAMES}
-    mask = torch.zeros(len(responses), width, dtype=torch.int64)
-    for i, response in enumerate(responses):
-        length = len(response["rollout"])
-        mask[i, :length] = 1
-        for name in NAMES:
-            found[name][i, :length] = torch.tensor(response[name])
-    return found, mask
+    lengths = [len(response["rollout"]) for response in responses]
+    width = max([0, *lengths]) if width is None else width
+    mask = torch.arange(width) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(-1)
+    rest = torch.full(mask.shape, junk, dtype=dtype)
+    values = {name: np.concatenate([[], *(response[name] for response in responses)]) for name in NAMES}
+    return {name: rest.masked_scatter(mask, torch.tensor(values[name]).to(dtype)) for name in NAMES}, mask.long()
 
 
 def jagged(responses):

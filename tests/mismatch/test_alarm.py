@@ -17,6 +17,9 @@ from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.compare.summary import REWARD
 from verl_precision.tools.runs.read import read_metrics
 
+RECORDED = Path(__file__).parent / "recorded"
+QUICKSTART = Path(__file__).parents[1] / "data" / "quickstart"
+NOISES = ["Gaussian", "Student t(2)", AR := "AR(1), phi 0.8"]
 HEALTHY = {
     **dict.fromkeys((names.NONFINITE_TRAINER, names.NONFINITE_ROLLOUT, "actor/" + names.NONFINITE_RESPONSES), 0.0),
     names.K3_KL: 1e-5, names.LOG_PROB_GAP: 3e-3, names.PROBS_PEARSON: 0.999, names.PROB_GAP_MIN: -0.3,
@@ -98,13 +101,10 @@ def test_alarm_comes_before_a_synthetic_collapse():
     3 times the baseline is passed after 20 log2(3) = 31.7 steps; from there the score rises by (2 / log 3) log 2 / 20 =
     0.0631 a step, and 0.0631 n²/2 = 8 after n = 15.9 steps: at step 148.
     """
-    alarm, k3, collapsed, first = MismatchAlarm(), 1e-5, None, None
-    for step in range(1, 500):
-        k3 *= 2 ** (1 / 20) if step > 100 else 1
-        raised = alarm.update(step, {names.K3_KL: k3, names.LOG_PROB_GAP: math.sqrt(2 * k3)})
-        first = first or (raised and raised[0].step)
-        collapsed = collapsed or (step if k3 >= 0.1 else None)
-    assert collapsed == 366 and first == 148
+    alarm, k3 = MismatchAlarm(), {step: 1e-5 * 2 ** (max(step - 100, 0) / 20) for step in range(1, 500)}
+    rows = {step: {names.K3_KL: value, names.LOG_PROB_GAP: math.sqrt(2 * value)} for step, value in k3.items()}
+    raised = [each.step for step, row in rows.items() for each in alarm.update(step, row)]
+    assert raised[0] == 148 and next(step for step, value in k3.items() if value >= 0.1) == 366
 
 
 def test_fp32_with_a_mismatch_of_zero_is_silent():
@@ -191,10 +191,6 @@ def test_settings_that_switch_a_check_off():
     assert feed(MismatchAlarm(AlarmSettings(**off)), sick, 1, 50) == []
 
 
-RECORDED = Path(__file__).parent / "recorded"
-QUICKSTART = Path(__file__).parents[1] / "data" / "quickstart"
-
-
 def alarms_of(path: Path, **settings: int) -> list[tuple[int, str]]:
     alarm = MismatchAlarm(AlarmSettings(**settings))
     return [(int(row["step"]), a.name) for row in read_metrics(path) for a in alarm.update(int(row["step"]), row)]
@@ -226,12 +222,7 @@ def rates():
     return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "alarm_rates.py")))
 
 
-NOISES = ["Gaussian", "Student t(2)", "AR(1), phi 0.8"]
-
-
-@pytest.mark.parametrize(
-    ("noise", "sigma", "most"), [*((noise, 0.3, 0) for noise in NOISES), ("AR(1), phi 0.8", 0.6, 1)]
-)
+@pytest.mark.parametrize(("noise", "sigma", "most"), [*((noise, 0.3, 0) for noise in NOISES), (AR, 0.6, 1)])
 def test_steady_runs_raise_next_to_nothing(rates, noise, sigma, most):
     flat = np.zeros(rates.STEPS)
     runs = (rates.series(rates.NOISES[noise], sigma, flat, np.random.default_rng(seed)) for seed in range(10))

@@ -82,8 +82,7 @@ def test_units_do_not_matter(values, unit):
 
 def test_persistence_fires_once_and_again_after_recovery():
     check = Persistence(3)
-    pattern = "xx.xxxx.x..xx...xxx"
-    fired = [step for step, mark in enumerate(pattern) if check.update(step, mark == "x")]
+    fired = [step for step, mark in enumerate("xx.xxxx.x..xx...xxx") if check.update(step, mark == "x")]
     assert fired == [5, 18] and check.since == 16
 
 
