@@ -10,18 +10,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 
+TOKENS = torch.tensor([0, 1, 2])
 
-def small_model():
+
+@pytest.fixture
+def model():
     """Two matrices that multiply; the embedding looks up, and the norm has no matrix of its own."""
     square, head = nn.Linear(8, 8), nn.Linear(8, 4)
     return nn.Sequential(OrderedDict(embedding=nn.Embedding(4, 8), first=square, norm=nn.LayerNorm(8), head=head))
 
 
-TOKENS = torch.tensor([0, 1, 2])
-
-
-def test_agreement_is_said_once(caplog):
-    model = small_model()
+def test_agreement_is_said_once(model, caplog):
     dtypes = ForwardDtypes(model, "actor", torch.float32)
     with caplog.at_level(logging.INFO, logger="verl_precision.engine"):
         for _ in range(2):
@@ -31,8 +30,7 @@ def test_agreement_is_said_once(caplog):
     assert caplog.messages == ["actor forward verified: 2 matrix products, all in float32"]
 
 
-def test_one_module_in_another_dtype_is_named():
-    model = small_model()
+def test_one_module_in_another_dtype_is_named(model):
     dtypes = ForwardDtypes(model, "critic", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.head(torch.zeros(1, 8))
@@ -55,8 +53,7 @@ def test_a_router_of_experts_is_seen():
         dtypes.check()
 
 
-def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():
-    model = small_model()
+def test_an_output_head_in_fp32_stays_fp32_and_is_exempt(model):
     model.get_output_embeddings = lambda: model.head
     dtypes = ForwardDtypes(model, "actor", torch.bfloat16, exempt=compute_head_in_fp32(model))
     hidden = torch.randn(3, 8).bfloat16()
@@ -69,16 +66,15 @@ def test_an_output_head_in_fp32_stays_fp32_and_is_exempt():
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-6)
 
 
-def test_nothing_seen_is_a_warning(caplog):
-    dtypes = ForwardDtypes(small_model(), "actor", torch.float32)
+def test_nothing_seen_is_a_warning(model, caplog):
+    dtypes = ForwardDtypes(model, "actor", torch.float32)
     with caplog.at_level(logging.WARNING, logger="verl_precision.engine"):
         dtypes.check()
         dtypes.check()
     assert len(caplog.records) == 1 and "NOT verified" in caplog.text
 
 
-def test_fp32_head_needs_a_linear_layer():
-    model = small_model()
+def test_fp32_head_needs_a_linear_layer(model):
     model.get_output_embeddings = lambda: model.norm
     with pytest.raises(ConfigurationError, match="fp32_output_head=True.*LayerNorm"):
         compute_head_in_fp32(model)

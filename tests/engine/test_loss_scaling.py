@@ -1,11 +1,9 @@
 """The scaler in one process: bounds, static mode, underflow, state, refusals; and the report on its steps."""
 
 import math
-from typing import ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
@@ -13,15 +11,19 @@ from verl_precision.engine import loss_scaling
 from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, load_scaler, save_scaler
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.engine.step_report import StepReport
+from verl_precision.integration.engine.single_rank import one_rank
+
+INF = float("inf")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def group(tmp_path_factory):
-    """A process group of one."""
-    store = tmp_path_factory.mktemp("group") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def group():
+    with one_rank("cpu"):
+        yield
+
+
+def scaler_with(**settings):
+    return LossScaler(LossScaleSettings(**settings), "cpu")
 
 
 def run(scaler, gradients):
@@ -39,20 +41,16 @@ def run(scaler, gradients):
     return scales, parameter.detach()
 
 
-INF = float("inf")
-
-
 def test_dynamic_scale_backs_off_grows_and_stays_within_bounds():
     """Start 8, bounds [2, 16], growth after 2 good steps."""
-    scaler = LossScaler(LossScaleSettings(initial=8.0, minimum=2.0, maximum=16.0, growth_interval=2), "cpu")
+    scaler = scaler_with(initial=8.0, minimum=2.0, maximum=16.0, growth_interval=2)
     scales, parameter = run(scaler, [INF, INF, INF, INF, 1, 1, 1, 1, 1, 1, 1, 1])
     assert scales == [4, 2, 2, 2, 2, 4, 4, 8, 8, 16, 16, 16]
     assert parameter.tolist() == [-8.0] * 3, "eight applied updates of the unscaled gradient 1"
 
 
 def test_static_scale_stays_and_still_skips():
-    settings = dict(mode="static", initial=8.0, growth_interval=1, stop_after_steps_at_minimum=2)
-    scaler = LossScaler(LossScaleSettings(**settings), "cpu")
+    scaler = scaler_with(mode="static", initial=8.0, growth_interval=1, stop_after_steps_at_minimum=2)
     scales, parameter = run(scaler, [1, INF, 1, INF])
     assert scales == [8] * 4 and parameter.tolist() == [-2.0] * 3
     assert not scaler.exhausted
@@ -65,8 +63,7 @@ def test_static_scale_stays_and_still_skips():
 def test_loss_in_16_bits_is_scaled_in_fp32():
     """10 * 65536 is beyond FP16's 65504; torch's own scaler returns inf."""
     loss = torch.tensor(10.0, dtype=torch.float16)
-    scaler = LossScaler(LossScaleSettings(), "cpu")
-    assert scaler.scale(loss).item() == 655360.0
+    assert scaler_with().scale(loss).item() == 655360.0
     assert ShardedGradScaler("cpu").scale(loss).item() == INF
 
 
@@ -93,7 +90,7 @@ class BusyDevice(torch.Tensor):
     It stands for CUDA's documented order, on a machine without it. tests/gpu does the same on a real one.
     """
 
-    under_way: ClassVar = []
+    under_way = []
 
     @staticmethod
     def __new__(cls, value):
@@ -110,37 +107,30 @@ class BusyDevice(torch.Tensor):
         cls.under_way.append((on_the_host := torch.full(args[0].shape, torch.nan), args[0].value))
         return on_the_host
 
-    @classmethod
-    def catch_up(cls):
-        while cls.under_way:
-            on_the_host, value = cls.under_way.pop()
-            on_the_host.copy_(value)
 
-
-@pytest.mark.parametrize(
-    ("kind", "found", "unscaled"), [(LossScaler, 1.0, 0.25), (ShardedGradScaler, 0.0, math.nan)], ids=["ours", "torchs"]
-)
+@pytest.mark.parametrize(("ours", "found", "unscaled"), [(True, 1.0, 0.25), (False, 0.0, math.nan)])
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled")
-def test_overflow_of_an_offloaded_gradient_is_found_while_the_device_is_busy(kind, found, unscaled):
+def test_overflow_of_an_offloaded_gradient_is_found_while_the_device_is_busy(ours, found, unscaled):
     """With `offload_policy` the scale is on the device and the gradients are on the CPU; pytorch#176429."""
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     parameters[0].grad, parameters[1].grad = torch.full((2,), 1.0), torch.full((2,), INF)
-    scaler = LossScaler(LossScaleSettings(initial=4.0), "cpu") if kind is LossScaler else kind("cpu", init_scale=4.0)
+    scaler = scaler_with(initial=4.0) if ours else ShardedGradScaler("cpu", init_scale=4.0)
     factor, flag = BusyDevice(torch.tensor(0.25)), BusyDevice(torch.tensor([0.0]))
     flags = scaler._unscale_grads_(torch.optim.SGD(parameters), factor, flag)
-    BusyDevice.catch_up()
+    for on_the_host, value in BusyDevice.under_way:
+        on_the_host.copy_(value)
     assert {device.type: float(flag) for device, flag in flags.items()} == {"cpu": found}
     assert parameters[0].grad.tolist() == pytest.approx([unscaled] * 2, nan_ok=True)
 
 
 def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
     """That a whole run continues exactly: `ranks.py`."""
-    scaler = LossScaler(LossScaleSettings(initial=64.0, growth_interval=4), "cpu")
+    scaler = scaler_with(initial=64.0, growth_interval=4)
     run(scaler, [INF, 1, 1])
     save_scaler(scaler, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
-    other = LossScaler(LossScaleSettings(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5), "cpu")
+    other = scaler_with(initial=16.0, maximum=16.0, growth_interval=3, growth_factor=1.5)
     run(other, [1])
     load_scaler(other, str(tmp_path))
     assert other.state_dict() == {"scale": 16, "growth_tracker": 2, "steps_at_minimum": 0}, "32, but for the maximum"
@@ -151,20 +141,20 @@ def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
 def test_damaged_state_is_refused(tmp_path, content):
     (tmp_path / FILE_NAME).write_text(content)
     with pytest.raises(CheckpointStateError, match=r"loss_scale\.json is not a loss-scale state .*delete it"):
-        load_scaler(LossScaler(LossScaleSettings(), "cpu"), str(tmp_path))
+        load_scaler(scaler_with(), str(tmp_path))
 
 
 def test_state_of_torchs_scaler_is_understood():
     """A verl patched to save its scaler (patches/verl-0.9.1) hands this over when a run goes on with the plugin."""
     theirs = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=100)
     run(theirs, [INF, 1, 1, 1])
-    scaler = LossScaler(LossScaleSettings(), "cpu")
+    scaler = scaler_with()
     scaler.load_state_dict(theirs.state_dict())
     assert scaler.state_dict() == {"scale": 64, "growth_tracker": 3, "steps_at_minimum": 0}
 
 
 def test_report_adds_up_the_updates_of_a_step():
-    scaler, report = LossScaler(LossScaleSettings(), "cpu"), StepReport()
+    scaler, report = scaler_with(), StepReport()
     assert not report.take_applied(), "nothing happened yet"
     for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
         scaler.last_step = loss_scaling.ScalerStep(ranks, underflow)

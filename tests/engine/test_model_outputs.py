@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from verl.utils import tensordict_utils as tu
+from torch.nn.functional import pad
 from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import precision_variant
+from verl_precision.integration.engine.single_rank import engine_batch
 
 LENGTHS, V, PAD = (3, 5), 20, 2
 MIXED = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -27,16 +28,11 @@ def outputs(config, packed, dtype=torch.float32, **asked):
     shape = (1, sum(LENGTHS) + PAD, V) if packed else (len(LENGTHS), max(LENGTHS), V)
     logits = (3 * torch.randn(shape, generator=generator)).to(dtype)
     temperature = torch.tensor([0.7, 1.3])
-    rolled = torch.roll(torch.cat(ids), -1)
-    args = {"pad_size": PAD, "temperature": temperature, "input_ids_rmpad_rolled": rolled}
+    args = {"pad_size": PAD, "temperature": temperature, "input_ids_rmpad_rolled": torch.cat(ids).roll(-1)}
     if packed:
-        args["input_ids_rmpad_rolled"] = torch.cat([rolled, torch.zeros(PAD, dtype=torch.long)])
-        per_token = temperature.repeat_interleave(torch.tensor(LENGTHS))
-        args["temperature_rmpad"] = torch.cat([per_token, torch.ones(PAD)])
-    batch = tu.get_tensordict(
-        {"input_ids": torch.nested.as_nested_tensor(ids, layout=torch.jagged)},
-        non_tensor_dict={"use_remove_padding": packed, "calculate_entropy": True, **asked},
-    )
+        args["input_ids_rmpad_rolled"] = pad(args["input_ids_rmpad_rolled"], (0, PAD))
+        args["temperature_rmpad"] = pad(temperature.repeat_interleave(torch.tensor(LENGTHS)), (0, PAD), value=1.0)
+    batch = engine_batch(ids, **{"use_remove_padding": packed, "calculate_entropy": True, **asked})
     return engine.prepare_model_outputs(SimpleNamespace(logits=logits), args, batch, None)
 
 
