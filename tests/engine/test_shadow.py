@@ -16,20 +16,18 @@ def test_ratio_is_exp_alpha_and_gradient_is_the_training_forwards(tokens, seed):
     log_probs = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
     shadow = log_probs.detach() + 0.1 * torch.randn(tokens, generator=generator, dtype=torch.float64)
     rollout_log_probs = shadow - 0.3 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    alpha = shadow - rollout_log_probs
 
     ratio = (straight_through(shadow, log_probs) - rollout_log_probs).exp()
-    torch.testing.assert_close(ratio, (shadow - rollout_log_probs).exp(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(ratio, alpha.exp(), rtol=1e-14, atol=0)
     (gradient,) = torch.autograd.grad(ratio.sum(), logits, retain_graph=True)
-
-    alpha = shadow - rollout_log_probs
     (expected,) = torch.autograd.grad((alpha.exp() * log_probs).sum(), logits)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_value_is_a_copy_in_the_dtype_of_the_gradient():
     value = torch.tensor([1.0, -2.0])
-    target = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    result = straight_through(value, target)
+    result = straight_through(value, torch.zeros(2, dtype=torch.float64, requires_grad=True))
     value.zero_()
     assert result.dtype == torch.float64 and result.tolist() == [1.0, -2.0]
 
