@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,9 +45,7 @@ def test_a_cpu_without_avx2_is_refused(cpu):
 
 
 def test_a_vllm_without_the_library_is_refused(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_loader("vllm", None, is_package=True)
-    spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[tmp_path]))
     with pytest.raises(EnvironmentMismatchError, match="vLLM has no library _C.*Install it again"):
         kernels.kernel_library()
 

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from omegaconf import OmegaConf
@@ -32,26 +33,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-class Server:
-    """Answers as vLLM does, and remembers what it was asked."""
-
-    async def generate(self, **request):
-        self.request = request
-        return TokenOutput(token_ids=[3, 2], log_probs=[-0.5, -0.1], stop_reason="completed")
-
-
 def test_a_response_ends_with_the_stop_string_and_a_prompt_begins_once(tokenizer):
+    answer = TokenOutput(token_ids=[3, 2], log_probs=[-0.5, -0.1], stop_reason="completed")
+    server, sampling = SimpleNamespace(generate=AsyncMock(return_value=answer)), {"temperature": 0.6, "top_p": 0.95}
+
     async def run():
-        server = Server()
         config = OmegaConf.create({"actor_rollout_ref": {"rollout": ROLLOUT}, "data": {}})
         data = {"dataset_cls": SimpleNamespace, "data_config": DictConfigWrap(config.data)}
         model = {"tokenizer": tokenizer, "processor": None, "hf_model_type": "llama"}
         loop = PrecisionAgentLoop(trainer_config=DictConfigWrap(config), server_manager=server, **model, **data)
-        sampling = {"temperature": 0.6, "top_p": 0.95}
-        output = await loop.run(sampling, raw_prompt=[{"role": "user", "content": "1+1="}])
-        return server.request, output, sampling
+        return await loop.run(sampling, raw_prompt=[{"role": "user", "content": "1+1="}])
 
-    request, output, sampling = asyncio.run(run())
+    output, request = asyncio.run(run()), server.generate.call_args.kwargs
     assert request["sampling_params"] == {**sampling, "stop": ["</answer>"], "include_stop_str_in_output": True}
     assert sampling == {"temperature": 0.6, "top_p": 0.95}, "the caller's own"
     assert request["prompt_ids"] == output.prompt_ids == [BEGIN, WORDS["1+1="]]

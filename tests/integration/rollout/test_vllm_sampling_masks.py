@@ -18,9 +18,7 @@ def returned(*places: dict[int, float]) -> FlatLogprobs:
     """Return log-probs as vLLM does: the drawn token first, then the most probable ones."""
     found = FlatLogprobs()
     for place in places:
-        drawn, *_ = place
-        most = sorted(place, key=lambda token: -place[token])
-        ids = [drawn, *most]
+        ids = [next(iter(place)), *sorted(place, key=lambda token: -place[token])]
         found.append_fast(ids, [place[token] for token in ids], iter(range(len(ids))), [None] * len(ids))
     return found
 
@@ -42,8 +40,7 @@ def test_more_kept_than_returned_is_an_error():
 def masked_output(response: list[int], masks: list[list[int]]) -> MaskedOutput:
     kept = np.array([len(mask) for mask in masks]), np.concatenate([np.array(mask) for mask in masks])
     tokens = {"prompt_ids": [1, 2], "response_ids": response, "response_mask": [1] * len(response)}
-    extra_fields = {MASK_ANSWER_KEY: kept, "turn_scores": []}
-    return MaskedOutput(**tokens, metrics=AgentLoopMetrics(), extra_fields=extra_fields)
+    return MaskedOutput(**tokens, metrics=AgentLoopMetrics(), extra_fields={MASK_ANSWER_KEY: kept, "turn_scores": []})
 
 
 def test_a_sample_has_the_mask_of_its_response():
@@ -60,10 +57,8 @@ def test_a_micro_batch_has_the_masks_of_its_samples_but_not_of_padding():
     def nested(*rows):
         return torch.nested.nested_tensor([torch.as_tensor(row) for row in rows], layout=torch.jagged)
 
-    micro_batch = TensorDict(
-        {"input_ids": nested([1, 2, 8, 9], [0, 0]), MASK_FIELD: nested(mask, mask), "loss_mask": nested([1, 1], [0])},
-        batch_size=2,
-    )
+    fields = {"input_ids": nested([1, 2, 8, 9], [0, 0]), "loss_mask": nested([1, 1], [0])}
+    micro_batch = TensorDict({**fields, MASK_FIELD: nested(mask, mask)}, batch_size=2)
     kept = kept_tokens(micro_batch, torch.tensor([2, 8, 9, 1, 0, 0]))
     assert kept.starts == [0, 0, 1, 3, 3, 3, 3] and kept.ids_M.tolist() == [8, 9, 3]
     assert kept_tokens(micro_batch.exclude(MASK_FIELD), torch.zeros(6)) is None
