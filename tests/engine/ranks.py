@@ -52,7 +52,6 @@ from verl_precision.weight_sync.manifest import digest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARED = Path(os.environ["SHARED_FOLDER"])
-INF = float("inf")
 FSDP1_ON_CPU = {
     "language_model": precision_variant(transformer_impl.FSDPEngineWithLMHead, "FSDP1OnCPU"),
     "value_model": precision_variant(transformer_impl.FSDPEngineWithValueHead, "FSDP1CriticOnCPU"),
@@ -154,6 +153,11 @@ def draw_adapter(engine):
                 local_part(parameter).normal_(std=0.01)
 
 
+def sent(send):
+    """Return the weights that an engine sends, by name, without the notes that go with them."""
+    return {name: weight.clone() for name, weight in send()[0] if not name.startswith("__")}
+
+
 def relative_error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
@@ -168,7 +172,7 @@ def local_parameters(engine):
     return torch.cat([local_part(p).flatten() for p in engine.module.parameters()]).detach().clone()
 
 
-def poisoned_step(engine, value=INF, rank=0, last=True):
+def poisoned_step(engine, value=math.inf, rank=0, last=True):
     """Train as `step` does; after the backward, the gradient of one rank's first parameter holds `value`."""
     verls = type(engine).forward_backward_batch
 
@@ -204,8 +208,7 @@ def test_parameters_are_fp32_the_model_computes_in_fp16_and_gradients_are_those_
     engine = fp16_engine(strategy, initial=64.0)
     assert type(engine).__name__ == ("FSDPEngineWithLMHeadOnCPU" if strategy == "fsdp2" else "FSDP1OnCPU")
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}, "master weights"
-    rope = {b.dtype for name, b in engine.module.named_buffers() if "inv_freq" in name}
-    assert rope == {torch.float32}, "RoPE's frequencies"
+    assert {b.dtype for name, b in engine.module.named_buffers() if "inv_freq" in name} == {torch.float32}, "RoPE's"
     seen, up = set(), engine.module.model.layers[0].mlp.up_proj
     up.register_forward_hook(lambda up, args, output: seen.update((args[0].dtype, up.weight.dtype, output.dtype)))
     reference = gradient(make_engine("fp32", strategy=strategy))
@@ -279,11 +282,9 @@ def test_packed_sequences_dynamic_batches_and_checkpointing_give_what_the_padded
     lengths = (5, 8, 7, 11)
     padded = make_engine("fp32")
     packed = make_engine(dtype, packed=True, loss_scale=LossScaleSettings(initial=64.0))
-    found = predicted(packed, lengths, packed=True) - predicted(padded, lengths)
-    assert found.abs().mean() < 4 * rounding
+    assert (predicted(packed, lengths, packed=True) - predicted(padded, lengths)).abs().mean() < 4 * rounding
     reference = gradient(padded, summed, lengths=lengths)
-    found = gradient(packed, summed, packed=True, lengths=lengths)
-    assert relative_error(found, reference) < 8 * rounding
+    assert relative_error(gradient(packed, summed, packed=True, lengths=lengths), reference) < 8 * rounding
 
 
 def summed(model_output, data, dp_group):
@@ -303,8 +304,8 @@ def packed_attention(monkeypatch):
     """Name of an attention that runs flash attention's path in transformers and verl, with sdpa as its kernel."""
 
     def kernel(query, key, value, attention_mask, query_length, *args, position_ids, softmax_scale=None, **kwargs):
-        starts = (position_ids[0] == 0).nonzero().flatten().tolist()
-        sizes = [end - start for start, end in zip(starts, [*starts[1:], query.shape[1]], strict=True)]
+        starts = (position_ids[0] == 0).nonzero().flatten()
+        sizes = starts.diff(append=torch.tensor([query.shape[1]])).tolist()
         repeats = query.shape[2] // key.shape[2]
         parts = [
             [part.transpose(1, 2) for part in heads.split(sizes, dim=1)]
@@ -314,10 +315,9 @@ def packed_attention(monkeypatch):
         return torch.cat([attend(*sequence).transpose(1, 2) for sequence in zip(*parts, strict=True)], dim=1)
 
     monkeypatch.setattr(monkey_patch, "_flash_attention_forward", kernel)
-    name = "packed_attention"
-    transformers.AttentionInterface.register(name, flash_attention.flash_attention_forward)
-    transformers.AttentionMaskInterface.register(name, flash_attention_mask)
-    return name
+    transformers.AttentionInterface.register("packed_attention", flash_attention.flash_attention_forward)
+    transformers.AttentionMaskInterface.register("packed_attention", flash_attention_mask)
+    return "packed_attention"
 
 
 @pytest.mark.skipif(WORLD == 1, reason="Ulysses splits sequences over ranks")
@@ -333,9 +333,8 @@ def test_ulysses_over_two_ranks_gives_what_one_rank_gives(dtype, rounding, packe
         found[attention] = (predicted(split, **same) - predicted(whole, **same)).abs().mean()
     assert found[packed_attention] < 4 * rounding
     assert found["sdpa"] > 1e-3, "nats: each rank attends to its own half"
-    reference = gradient(whole, summed, **same)
     split = build(attention=packed_attention, ulysses=WORLD)
-    assert relative_error(gradient(split, summed, **same), reference) < 8 * rounding
+    assert relative_error(gradient(split, summed, **same), gradient(whole, summed, **same)) < 8 * rounding
 
 
 @STRATEGIES
@@ -409,12 +408,12 @@ def test_without_our_config_the_engine_is_verls_bit_for_bit():
     assert type(ours.scaler) is ShardedGradScaler and not theirs.scaler.is_enabled()
     assert torch.equal(log_probs(theirs), log_probs(ours)) and log_probs(theirs).dtype == torch.float16
     rates = []
-    for value in (0.0, 0.0, INF):
+    for value in (0.0, 0.0, math.inf):
         their_step, our_step = poisoned_step(theirs, value), poisoned_step(ours, value)
         assert our_step == their_step
         assert torch.equal(local_parameters(ours).nan_to_num(), local_parameters(theirs).nan_to_num())
         rates.append(their_step.lr)
-    assert their_step.metrics["grad_norm"] == INF
+    assert their_step.metrics["grad_norm"] == math.inf
     assert rates[0] > rates[1] > rates[2]
 
 
@@ -450,11 +449,11 @@ def importance_weighted(rollout_log_probs, ratio=None):
     return loss
 
 
-def copy_parameters(source, target):
+def copy_parameters(source, target, rounded_to=torch.float32):
     reshard(target.module)
     with torch.no_grad():
         for theirs, mine in zip(source.module.parameters(), target.module.parameters(), strict=True):
-            local_part(mine).copy_(local_part(theirs))
+            local_part(mine).copy_(local_part(theirs).to(rounded_to))
 
 
 @STRATEGIES
@@ -481,10 +480,7 @@ def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient(s
 def test_the_canary_is_scored_with_the_rollouts_weights_and_the_engine_keeps_its_own(strategy):
     engine, rounded = make_engine("fp32", strategy=strategy), make_engine("fp32", strategy=strategy)
     assert step(engine).changed
-    copy_parameters(engine, rounded)
-    with torch.no_grad():
-        for parameter in rounded.module.parameters():
-            local_part(parameter).copy_(local_part(parameter).bfloat16())
+    copy_parameters(engine, rounded, rounded_to=torch.bfloat16)
     own, weights, asked = log_probs(engine), local_parameters(engine), batch()
     tu.assign_non_tensor(asked, **{ROUNDED_TO: "bfloat16"})
     found = log_probs(engine, asked)
@@ -533,13 +529,12 @@ def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     engine = make_engine("fp16", plain=plain, lora=LORA, strategy=strategy)
     draw_adapter(engine)
     before = {key: value.double() for key, value in full_weights(engine).items()}
-    sent = {key: value for key, value in engine.get_per_tensor_param()[0] if not key.startswith("__")}
-    layer = "model.layers.0.mlp.up_proj"
+    merged, layer = sent(engine.get_per_tensor_param), "model.layers.0.mlp.up_proj"
     parts = ("base_layer", "lora_A.default", "lora_B.default")
     base, a, b = (before[f"base_model.model.{layer}.{part}.weight"] for part in parts)
     assert b.abs().sum() > 0
-    error = (sent[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max() / base.abs().max()
-    assert {value.dtype for value in sent.values()} == {torch.bfloat16 if plain else torch.float32}
+    error = (merged[f"{layer}.weight"].double() - (base + 8 / 4 * b @ a)).abs().max() / base.abs().max()
+    assert {value.dtype for value in merged.values()} == {torch.bfloat16 if plain else torch.float32}
     assert error > 1e-3 if plain else error < 1e-6
     after = full_weights(engine)
     assert all(torch.equal(before[key], after[key].double()) for key in before), "the adapter is taken out again"
@@ -559,25 +554,19 @@ def test_weights_are_watched_on_their_way_to_the_rollout(strategy):
     assert set(first) == {"precision/bf16_off_grid_fraction"}, "nothing came before"
     assert first["precision/bf16_off_grid_fraction"][0] > 0.9
     assert 0.5 < second["precision/bf16_crossings_fraction"][0] < 1
-    before = {name: weight.bfloat16() for name, weight in engine.get_per_tensor_param()[0]}
+    before = sent(engine.get_per_tensor_param)
     step(engine)
-    crossed = seen = 0
-    for name, weight in engine.get_per_tensor_param()[0]:
-        if not name.startswith("__"):
-            crossed += int((weight.bfloat16() != before[name]).sum())
-            seen += weight.numel()
-    error = 5 * 0.5 / 4096**0.5  # of one tensor of this size; there are many
-    assert step(engine).metrics["precision/bf16_crossings_fraction"][0] == pytest.approx(crossed / seen, abs=error)
+    after = sent(engine.get_per_tensor_param).items()
+    crossed = torch.cat([(weight.bfloat16() != before[name].bfloat16()).flatten() for name, weight in after])
+    share, error = float(crossed.double().mean()), 5 * 0.5 / 4096**0.5  # of one tensor of this size; there are many
+    assert step(engine).metrics["precision/bf16_crossings_fraction"][0] == pytest.approx(share, abs=error)
 
 
 @STRATEGIES
 def test_stochastic_rounding_sends_the_same_bits_from_every_rank_and_new_ones_after_a_step(strategy):
     engine = make_engine("fp32", strategy=strategy, stochastic_rounding_to="bf16")
-
-    def sent(of=engine.get_per_tensor_param):
-        return {name: weight.clone() for name, weight in of()[0] if not name.startswith("__")}
-
-    one, again, trained = sent(), sent(), sent(super(PrecisionFSDPEngine, engine).get_per_tensor_param)
+    ours, verls = engine.get_per_tensor_param, super(PrecisionFSDPEngine, engine).get_per_tensor_param
+    one, again, trained = sent(ours), sent(ours), sent(verls)
     assert {weight.dtype for weight in one.values()} == {torch.bfloat16}
     assert all(torch.equal(weight, again[name]) for name, weight in one.items())
     everywhere = [None] * WORLD
@@ -587,7 +576,7 @@ def test_stochastic_rounding_sends_the_same_bits_from_every_rank_and_new_ones_af
     elsewhere = sum(int((weight != trained[name].bfloat16()).sum()) for name, weight in one.items())
     assert 0.2 < elsewhere / elements < 0.3, "a quarter goes to the farther neighbour, where the share is uniform"
     engine.lr_scheduler.step()
-    unchanged = {name for name, weight in sent().items() if torch.equal(weight, one[name])}
+    unchanged = {name for name, weight in sent(ours).items() if torch.equal(weight, one[name])}
     assert unchanged == {name for name, weight in trained.items() if torch.equal(weight, one[name].float())}
     assert step(engine).metrics["precision/bf16_crossings_fraction"] == [0], "of the trained weights, not of those sent"
 
