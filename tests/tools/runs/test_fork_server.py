@@ -5,9 +5,9 @@ import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import psutil
 import pytest
@@ -57,6 +57,20 @@ if __name__ == "__main__":
     exec(sys.argv[4])
 """
 END = "process.join(); print(process.exitcode)"
+# Prints how many threads actors of one and of two CPUs have, as Ray says and as torch has.
+ACTOR = """
+import ray
+ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={{"py_executable": {python!r}}})
+
+@ray.remote
+class Actor:
+    def threads(self):
+        import os, torch
+        return os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+for cpus in (1, 2):
+    print("threads", *ray.get(Actor.options(num_cpus=cpus).remote().threads.remote()))
+"""
 # Of the libraries that vLLM's worker computes with, the one that binds threads.
 PARALLEL = "import torch; torch.ones(4096, 64).exp().sum()"
 
@@ -73,10 +87,9 @@ def start(python, tmp_path):
     script = tmp_path / "a script.py"
     script.write_text(SCRIPT)
 
-    def run(*arguments: str, python: str = python, **environment: str) -> subprocess.Popen:
+    def run(*arguments: str, python: str = python, **environment: str) -> Popen:
         command = ["bash", "-c", f"exec {python} {shlex.join([str(script), *arguments])}"]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env={"PATH": os.environ["PATH"], **environment}, **streams)
+        return Popen(command, env={"PATH": os.environ["PATH"], **environment}, stdout=PIPE, stderr=PIPE, text=True)
 
     return run
 
@@ -85,26 +98,19 @@ def start(python, tmp_path):
 def spawn(start, tmp_path):
     """Start a script that spawns a process with multiprocessing: in a fork, or in Python itself."""
     (tmp_path / "a script.py").write_text(SPAWN)
-
-    def run(first: str = "", before: str = "", after: str = "", last: str = END, **how: str) -> subprocess.Popen:
-        return start(first, before, after, last, **how)
-
-    return run
+    return lambda first="", before="", after="", last=END, **how: start(first, before, after, last, **how)
 
 
-def report(process: subprocess.Popen) -> dict:
+def report(process: Popen) -> dict:
     """Return what the script says first."""
     return json.loads(process.stdout.readline())
 
 
-def whole(process: subprocess.Popen) -> tuple[dict, str, str]:
-    """Wait for the end; return what the script said of itself, the rest of its output, and its errors.
-
-    A process that it has spawned may write before it.
-    """
+def whole(process: Popen) -> tuple[dict, str, str]:
+    """Wait for the end; return what the script said of itself, the rest of its output, and its errors."""
     output, errors = process.communicate(timeout=60)
     lines = output.split("\n")
-    said = next(line for line in lines if line.startswith("{"))
+    said = next(line for line in lines if line.startswith("{"))  # a process that it has spawned may write before it
     lines.remove(said)
     return json.loads(said), "\n".join(lines), errors
 
@@ -131,8 +137,7 @@ def test_exit_code_error_and_random_state_are_its_own(start):
     first, second = start("sys.exit(7)"), start("raise ValueError('why')")
     (one, _, _), (other, _, errors) = whole(first), whole(second)
     assert not set(one["random"]) & set(other["random"])
-    assert first.returncode == 7
-    assert "ValueError: why" in errors and second.returncode == 1
+    assert (first.returncode, second.returncode) == (7, 1) and "ValueError: why" in errors
 
 
 def test_signals_reach_it(start):
@@ -177,25 +182,11 @@ def test_a_template_without_work_ends_and_the_next_process_starts_another(start)
         assert whole(start("", python=python))[0]["parent"] != first.pid
 
 
-def test_torch_follows_the_number_of_threads_that_ray_sets(tmp_path):
+def test_torch_follows_the_number_of_threads_that_ray_sets(run_python, tmp_path, monkeypatch):
     """Ray sets OMP_NUM_THREADS when an actor is made; a worker that it starts imports torch later and reads it."""
-    script = tmp_path / "actor.py"
-    script.write_text(
-        "import ray, sys\n"
-        "ray.init(address='local', num_cpus=2, include_dashboard=False, runtime_env={'py_executable': sys.argv[1]})\n"
-        "@ray.remote\n"
-        "class Actor:\n"
-        "    def threads(self):\n"
-        "        import os, torch\n"
-        "        return os.environ['OMP_NUM_THREADS'], torch.get_num_threads()\n"
-        "for cpus in (1, 2):\n"
-        "    print('threads', *ray.get(Actor.options(num_cpus=cpus).remote().threads.remote()))\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["RAY_TMPDIR"] = str(tmp_path)[:40]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with fork_server(modules=("ray._private.services", "torch")) as python:
-        command = [sys.executable, str(script), python]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        done = run_python(ACTOR.format(python=python), RAY_TMPDIR=str(tmp_path)[:40])
     lines = [line for line in done.stdout.splitlines() if line.startswith("threads")]
     assert lines == ["threads 1 1", "threads 2 2"], done.stdout + done.stderr
 
@@ -257,6 +248,5 @@ def test_threads_are_as_many_and_bound_as_in_a_process_that_python_spawns(spawn,
     )
     with fork_server(modules=("torch",)) as python:
         forked, spawned = (whole(spawn(first, before=PARALLEL, python=which))[0] for which in (python, sys.executable))
-    assert forked["threads"] == spawned["threads"]
-    assert forked["threads"][0] == len(cpus)
+    assert forked["threads"] == spawned["threads"] and forked["threads"][0] == len(cpus)
     assert forked["cpus"] == spawned["cpus"] == [[cpu] for cpu in cpus]
