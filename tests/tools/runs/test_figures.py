@@ -165,8 +165,8 @@ def test_what_the_paper_says_in_words_is_on_the_curves():
 
 
 def test_they_are_drawn_beside_the_reward_only():
-    chosen = [panel for panel in PANELS if panel.name in ("reward", "k3")]
-    figure = draw(chosen, [run_of("mine")], expected=read_expected(RECIPES / "lora" / "expected.csv", "grpo_token_tis"))
+    expected = read_expected(RECIPES / "lora" / "expected.csv", "grpo_token_tis")
+    figure = draw([REWARD, K3], [run_of("mine")], expected=expected)
     reward, k3 = ([to_hex(line.get_color()) for line in axes.get_lines()] for axes in figure.axes)
     assert (reward.count(GREY), k3.count(GREY)) == (2, 0)
     assert {"mine", "paper: bf16", "paper: fp16"} <= {text.get_text() for text in figure.legends[0].get_texts()}
@@ -181,10 +181,8 @@ def test_a_comparison_draws_those_of_its_estimator_and_none_of_a_tiny_model(tmp_
         return folder
 
     sanity, quickstart = (RECIPES / name / f"{name}.yaml" for name in ("sanity", "quickstart"))
-    paths = [curve.path for curve in expected_of(sanity, ran("grpo", "1x8_h100"))]
-    assert paths == 2 * [sanity.parent / "expected.csv"]
-    assert expected_of(sanity, ran("grpo", "cpu")) == []
-    assert expected_of(sanity, ran("ratio_one", "1x8_h100")) == []
+    assert [curve.path for curve in expected_of(sanity, ran("grpo", "1x8_h100"))] == 2 * [FILES[-1]]
+    assert expected_of(sanity, ran("grpo", "cpu")) == expected_of(sanity, ran("ratio_one", "1x8_h100")) == []
     assert expected_of(quickstart, tmp_path / "no such folder") == []
 
 
@@ -204,8 +202,7 @@ def test_refused(tmp_path, content, words):
 
 def test_the_command(tmp_path, root, typed):
     path = tmp_path / "page.html"
-    words = ["report", root / "tests" / "data" / "quickstart", "--output", path]
-    words += ["--expected", RECIPES / "sanity" / "expected.csv"]
+    words = ["report", root / "tests" / "data" / "quickstart", "--output", path, "--expected", FILES[-1]]
     code, said = typed(*words, "--estimator", "grpo")
     assert code == 0, said
     text = path.read_text()

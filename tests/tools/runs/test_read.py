@@ -53,13 +53,12 @@ def test_verls_own_console_line_is_read(tmp_path):
     """What verl's LocalLogger prints, numpy numbers, NaN and booleans included."""
     from verl.utils.logger.aggregate_logger import concat_dict_to_str
 
-    data = {"a/x": numpy.float32(0.25), "b:c": numpy.int64(3), "nan": math.nan, "on": True, "off": False}
-    data |= {"tiny": -1e-30}
+    data = {"a/x": numpy.float32(0.5), "b:c": numpy.int64(3), "nan": math.nan, "on": True, "off": False, "tiny": -1e-30}
     (tmp_path / "out.txt").write_text(concat_dict_to_str(data, step=7) + "\n")
     (run,) = read_runs([tmp_path / "out.txt"])
     (row,) = run.rows
     assert math.isnan(row.pop("nan")) and run.notes == ()
-    assert row == {"step": 7, "a/x": 0.25, "b:c": 3.0, "on": 1.0, "off": 0.0, "tiny": -1e-30}
+    assert row == {"step": 7, "a/x": 0.5, "b:c": 3.0, "on": 1.0, "off": 0.0, "tiny": -1e-30}
 
 
 def test_unreadable_values_of_a_log_are_counted(tmp_path):
@@ -77,8 +76,7 @@ def test_tensorboard_events(tmp_path, monkeypatch):
                 writer.add_scalar(key, row[key], row["step"])
     (run,) = read_runs([tmp_path / "tb"])
     assert run.name == "tb" and run.rows == [pytest.approx(row) for row in ROWS]
-    (single,) = read_runs([next((tmp_path / "tb").iterdir())])
-    assert single.rows == run.rows
+    assert [single.rows for single in read_runs([*(tmp_path / "tb").iterdir()])] == [run.rows]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentMismatchError, match="tb'.*pip install tensorboard"):
         read_runs([tmp_path / "tb"])
@@ -89,10 +87,8 @@ def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):
         jsonl(tmp_path / path / "metrics.jsonl")
     (tmp_path / "q" / "bf16" / "train.log").write_text(console_line(ROWS[0]))
     assert [run.name for run in read_runs([tmp_path / "q" / "bf16"])] == ["bf16"]
-    runs = read_runs([tmp_path / "q"])
-    assert [run.name for run in runs] == ["bf16", "fp16"] and all(run.rows == ROWS for run in runs)
-    names = [run.name for run in read_runs([tmp_path / "p" / "bf16", tmp_path / "q" / "bf16"])]
-    assert names == ["p/bf16", "q/bf16"]
+    assert [(run.name, run.rows) for run in read_runs([tmp_path / "q"])] == [("bf16", ROWS), ("fp16", ROWS)]
+    assert [run.name for run in read_runs([tmp_path / "p/bf16", tmp_path / "q/bf16"])] == ["p/bf16", "q/bf16"]
 
 
 @pytest.mark.parametrize(("name", "words"), [
