@@ -16,7 +16,7 @@ from verl_precision.tools.runs.compare.outputs import FIGURE, Results
 def recipe(tmp_path):
     path = tmp_path / "recipes" / "mine" / "mine.yaml"
     path.parent.mkdir(parents=True)
-    path.write_text("a: 1\n")
+    path.write_text("a: 1")
     return path
 
 
@@ -49,13 +49,10 @@ def test_an_interrupted_comparison_goes_on_until_it_is_finished(tmp_path, comman
         assert folder != interrupted
 
 
-def test_another_command_an_edited_recipe_and_anew_get_a_folder_of_their_own(tmp_path, recipe, command, interrupted):
-    with comparison_folder(tmp_path / "out", command("a=b")) as folder:
-        assert folder != interrupted
-    with comparison_folder(tmp_path / "new", command(), anew=True) as folder:
-        assert folder != interrupted
-    recipe.write_text("a: 2\n")
-    with comparison_folder(tmp_path / "edited", command()) as folder:
+@pytest.mark.parametrize(("more", "anew", "text"), [(["a=b"], False, "a: 1"), ([], True, "a: 1"), ([], False, "a: 2")])
+def test_another_command_or_recipe_and_anew_get_a_new_folder(tmp_path, recipe, command, interrupted, more, anew, text):
+    recipe.write_text(text)
+    with comparison_folder(tmp_path / "out", command(*more), anew=anew) as folder:
         assert folder != interrupted
 
 
@@ -120,9 +117,8 @@ def test_each_estimator_has_a_column_with_its_own_curves_of_the_paper(results_of
 
 
 def test_one_estimator_has_the_plots_of_today(results_of):
-    runs, expected = shown(results_of(grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))))
-    assert runs == [("bf16", "bf16", ""), ("fp16", "fp16", "")]
-    assert expected == [("paper: bf16", ""), ("paper: fp16", "")]
+    found = shown(results_of(grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))))
+    assert found == ([("bf16", "bf16", ""), ("fp16", "fp16", "")], [("paper: bf16", ""), ("paper: fp16", "")])
 
 
 def test_arms_with_other_curves_of_the_paper_share_none(results_of, tmp_path):
