@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from made_up import MadeUp
@@ -39,14 +38,21 @@ def made_up(monkeypatch) -> MadeUp:
 
 
 @pytest.fixture
-def reward_file(tmp_path) -> Path:
-    """A reward function: the text after the last equals sign is the answer."""
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return float(solution_str.split('=')[-1] == ground_truth)\n"
-    )
-    return path
+def write_reward(tmp_path) -> Callable[[str], str]:
+    """Write a reward function of this body; return its name."""
+
+    def write(body: str) -> str:
+        head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+        (tmp_path / "reward.py").write_text(f"{head}\n    {body}\n")
+        return f"{tmp_path}/reward.py:compute_score"
+
+    return write
+
+
+@pytest.fixture
+def reward_name(write_reward) -> str:
+    """Name a reward function: the text after the last equals sign is the answer."""
+    return write_reward("return float(solution_str.split('=')[-1] == ground_truth)")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.base.seeds import response_seed
-from verl_precision.tools.engines.model import load_tokenizer
+from verl_precision.tools.engines.model import find_model, tokenize
 from verl_precision.tools.evaluate import accuracy, session
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.problems import Problem, read_data_set
@@ -36,21 +37,6 @@ def same(*correct):
     return [(2, False, (each, each)) for each in correct]
 
 
-def test_by_hand():
-    """Shares 1, 1/2, 0 in BF16: mean 1/2, deviations 1/2, 0, -1/2, error √(1/2 / (3·2)). Differences 0, 1/4, 0."""
-    bf16 = {"a": same(True, True, True, True), "b": same(True, True, False, False), "c": same(*[False] * 4)}
-    fp16 = {**bf16, "b": same(True, True, True, False)}
-    found = measured(made(), {"set": ["a", "b", "c"]}, {"bf16": bf16, "fp16": fp16})
-    assert [(each.context, each.dtype) for each in found] == [(8, "bf16"), (8, "fp16"), (20, "bf16"), (20, "fp16")]
-    first = found[0]
-    assert first.average == 0.5 and first.error == pytest.approx(math.sqrt(0.5 / 6)) and first.passed == 2 / 3
-    assert first.truncated == 0 and first.mean_tokens == 2
-    change = accuracy.differences(found)
-    assert [(each.context, each.dtype, each.reference) for each in change] == [(n, "fp16", "bf16") for n in (8, 20)]
-    assert change[0].average == pytest.approx(1 / 12)
-    assert change[0].error == pytest.approx(math.sqrt(((1 / 6) ** 2 + 2 * (1 / 12) ** 2) / 6))
-
-
 def test_what_a_shorter_context_cuts_is_counted_there_alone():
     """With prompts of 3 tokens a context of 8 leaves 5: of 17, 5, 6 and 17 tokens it cuts three; 20 cuts one."""
     drawn = [(17, True, (False, True)), (5, False, (True, True)), (6, False, (False, True)), (17, False, (False, True))]
@@ -65,17 +51,17 @@ def test_against_numpy_on_random_verdicts():
     verdicts = {dtype: generator.random((40, 8)) < generator.random((40, 1)) for dtype in ("bf16", "fp16", "fp32")}
     names = [str(number) for number in range(40)]
     drawn = {dtype: {name: same(*map(bool, rows[int(name)])) for name in names} for dtype, rows in verdicts.items()}
-    found = measured(made(tuple(drawn), (20,), 8), {"all": names, "first": names[:7]}, drawn)
-    assert [(each.data, each.dtype) for each in found][2:4] == [("all", "fp32"), ("first", "bf16")]
+    found = measured(made(tuple(drawn), responses=8), {"all": names, "first": names[:7]}, drawn)
+    assert [(each.context, each.data, each.dtype) for each in found] == [*product((8, 20), ("all", "first"), drawn)]
     for each in found:
         rows = verdicts[each.dtype][: len(each.shares_P)]
         assert each.average == pytest.approx(rows.mean()) and each.passed == rows.any(axis=1).mean()
-        shares = rows.mean(axis=1)
-        assert each.error == pytest.approx(np.sqrt(np.cov(shares) / len(shares)))
-    pairs = [(each.data, each.dtype, each.reference) for each in accuracy.differences(found)]
+        assert each.error == pytest.approx(np.sqrt(np.cov(rows.mean(axis=1)) / len(rows)))
+    changes = accuracy.differences(found)
+    pairs = [(each.context, each.data, each.dtype, each.reference) for each in changes]
     expected = [("fp16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16")]
-    assert sorted(pairs) == sorted((data, *pair) for data in ("all", "first") for pair in expected)
-    for each in accuracy.differences(found):
+    assert sorted(pairs) == [(*at, *pair) for *at, pair in product((8, 20), ("all", "first"), expected)]
+    for each in changes:
         ours, other = (verdicts[dtype][: 40 if each.data == "all" else 7] for dtype in (each.dtype, each.reference))
         change = ours.mean(axis=1) - other.mean(axis=1)
         assert each.average == pytest.approx(change.mean())
@@ -93,6 +79,7 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations():
 
 
 def test_tables_and_json():
+    """By hand: shares 1, 1/2 in BF16 have mean 3/4, deviations ±1/4, error √(1/8 / 2). Differences 0, -1/4."""
     bf16 = {"a": same(True, True, True, True), "b": same(True, True, False, False)}
     fp16 = {"a": same(True, True, True, True), "b": same(True, False, False, False)}
     evaluation, sets = made(), {"set": ["a", "b"], "one": ["a"]}
@@ -114,7 +101,7 @@ def test_tables_and_json():
 
 
 @pytest.fixture
-def evaluate(tmp_path, made_up, reward_file, row, write_rows):
+def evaluate(tmp_path, made_up, reward_name, row, write_rows):
     """Evaluate three problems with an engine that is made up: the seed chooses the answer."""
     made_up.answer = six_characters
     for name, numbers in (("sums", (0, 1, 2)), ("two", (1, 2))):
@@ -123,7 +110,7 @@ def evaluate(tmp_path, made_up, reward_file, row, write_rows):
 
     def run(**changes):
         values = {"model": "tiny:qwen3", "data": (tmp_path / "sums.jsonl", tmp_path / "two.jsonl"), "responses": 5}
-        values |= {"dtypes": ("bf16", "fp16"), "contexts": (100, 200), "reward": str(reward_file)}
+        values |= {"dtypes": ("bf16", "fp16"), "contexts": (100, 200), "reward": reward_name}
         return session.evaluate(Evaluation(output=tmp_path / "job", **{**values, **changes}), Console(quiet=True))
 
     return run
@@ -131,22 +118,19 @@ def evaluate(tmp_path, made_up, reward_file, row, write_rows):
 
 def test_accuracies_are_those_of_the_texts(evaluate, made_up, tmp_path):
     """The seed decides: in the long context the last character is seed % 2, in the short one, which cuts, seed % 3."""
-    tokenizer = load_tokenizer("tiny:qwen3")
     data = read_data_set(tmp_path / "sums.jsonl").problems
-    chats = [tokenizer.apply_chat_template(each.prompt, add_generation_prompt=True, return_dict=False) for each in data]
-    assert len({len(chat) for chat in chats}) == 1
-    short, long = len(chats[0]) + 2, len(chats[0]) + 6
-    found = evaluate(contexts=(short, long), keep_text=True)
+    (length,) = {len(chat) for chat in tokenize([each.prompt for each in data], find_model("tiny:qwen3"))}
+    short = length + 2
+    found = evaluate(contexts=(short, length + 6), keep_text=True)
     assert {request.max_tokens for _, request in made_up.requests} == {6}
     assert len(made_up.seen) == 2 * 3 * 5, "a problem that is in both data sets is drawn once"
     for each in found:
-        names = [problem.identifier for problem in data if each.data == "sums" or problem.ground_truth != "0"]
-        truths = [problem.ground_truth for problem in data if problem.identifier in names]
-        modulus = 3 if each.context == short else 2
-        said = [[str(response_seed(0, name, index) % modulus) for index in range(5)] for name in names]
-        assert each.shares_P.tolist() == [one.count(truth) / 5 for one, truth in zip(said, truths, strict=True)]
-        assert each.truncated == (1.0 if each.context == short else 0.0)
-        assert each.mean_tokens == (2 if each.context == short else 6)
+        modulus, truncated, tokens = (3, 1.0, 2) if each.context == short else (2, 0.0, 6)
+        assert (each.truncated, each.mean_tokens) == (truncated, tokens)
+        drawn = [problem for problem in data if each.data == "sums" or problem.ground_truth != "0"]
+        said = [[str(response_seed(0, one.identifier, index) % modulus) for index in range(5)] for one in drawn]
+        right = [answers.count(one.ground_truth) for answers, one in zip(said, drawn, strict=True)]
+        assert each.shares_P.tolist() == [count / 5 for count in right]
     lines = [json.loads(line) for line in (tmp_path / "job" / "journal.jsonl").read_text().splitlines()[1:]]
     assert all(line["text"].count("=") == 4 for line in lines)
     assert "| sums | " in (tmp_path / "job" / "table.md").read_text()
@@ -174,8 +158,7 @@ def test_other_settings_and_damaged_journals_are_refused(evaluate, tmp_path):
 
 
 def test_unreadable_answers_are_left_out_and_counted(evaluate, made_up, tmp_path, row, write_rows):
-    empty = {"reward_model": {"style": "rule", "ground_truth": " "}}
-    data = write_rows(tmp_path / "some.jsonl", [row(1), row(2, **empty), row(3)])
+    data = write_rows(tmp_path / "some.jsonl", [row(1), row(2, reward_model={"ground_truth": " "}), row(3)])
     found = evaluate(data=(data,), reward="verl")
     assert len(found[0].shares_P) == 2 and len(made_up.seen) == 2 * 2 * 5
     assert "cannot read the answer: 1 problems" in (tmp_path / "job" / "table.md").read_text()

@@ -12,36 +12,34 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap.pairs import session as mismatch_session
 from verl_precision.tools.jobs import frame
 
-# verb -> its options, its answers, how often it dies, its results
+FEW = "evaluate tiny:qwen3 --data DATA --context 64"
+SET = "sanity-set DATA --model tiny:qwen3"
+REPLAY = "sanity-set DATA --model recorded --responses"
+# verb -> its answers, how often it dies, its results, its options
 VERBS = {
-    "mismatch": (["--max-prompts", "2", "--responses", "3"], two_tokens, (4, 15), ("table.md", "summary.json")),
-    "explain": (["--max-prompts", "3"], two_tokens, (2, 11), ("explanation.html", "explanation.json")),
-    "evaluate": (
-        ["tiny:qwen3", "--data", "data.jsonl", "--context", "200", "--dtype", "bf16", "--dtype", "fp16", "-n", "5"],
-        *(six_characters, (4, 13), ("table.md", "summary.json")),
-    ),
-    "sanity-set": (
-        ["data.jsonl", "--model", "tiny:qwen3", "-n", "10"],
-        *(six_characters, (2, 6), ("accuracy.png", "summary.json", "kept.parquet")),
-    ),
-}
+    "mismatch": (two_tokens, (4, 15), "table.md summary.json", "--max-prompts 2 --responses 3"),
+    "explain": (two_tokens, (2, 11), "explanation.html explanation.json", "--max-prompts 3"),
+    "evaluate": (six_characters, (4, 13), "table.md summary.json",
+        "tiny:qwen3 --data data.jsonl --context 200 --dtype bf16 --dtype fp16 -n 5 --reward reward.py --in-flight 1"),
+    "sanity-set": (six_characters, (2, 6), "accuracy.png summary.json kept.parquet",
+        "data.jsonl --model tiny:qwen3 -n 10 --reward reward.py --in-flight 1"),
+}  # fmt: skip
 
 
 @pytest.fixture(params=VERBS)
-def verb(request, made_up, reward_file, tmp_path, monkeypatch, row, write_rows, typed):
+def verb(request, made_up, reward_name, tmp_path, monkeypatch, row, write_rows, typed):
     """Type one of the verbs in an empty folder; return how, and the files that it leaves."""
-    options, made_up.answer, lives, results = VERBS[request.param]
+    made_up.answer, lives, results, options = VERBS[request.param]
     monkeypatch.chdir(tmp_path)
     # Drawing takes seconds; tests/tools/gap/pairs/test_pairs.py looks at the figures.
     monkeypatch.setattr(mismatch_session, "write_figures", lambda folder, pairs, title: [])
     write_rows(tmp_path / "data.jsonl", [row(n, reward_model={"ground_truth": str(n)}) for n in range(2)])
-    judged = ["--reward", "reward.py", "--in-flight", "1"] if made_up.answer is six_characters else []
 
     def run(*more: str, lives: int = 0) -> tuple[int, str]:
         made_up.lives = lives
-        return typed(request.param, *options, *judged, *more)
+        return typed(request.param, *options.split(), *more)
 
-    return run, tmp_path / "outputs" / request.param / "tiny-qwen3", lives, results
+    return run, tmp_path / "outputs" / request.param / "tiny-qwen3", lives, results.split()
 
 
 def test_a_job_interrupted_twice_and_cut_ends_as_if_it_were_not(verb, made_up, tmp_path):
@@ -95,11 +93,6 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     journal.unlink()
     code, shown = run()
     assert code == 1 and any(f"it has {name} and no journal.jsonl" in shown for name in (*results, "logs"))
-
-
-FEW = "evaluate tiny:qwen3 --data DATA --context 64"
-SET = "sanity-set DATA --model tiny:qwen3"
-REPLAY = "sanity-set DATA --model recorded --responses"
 
 
 @pytest.mark.parametrize(("command", "words"), [
