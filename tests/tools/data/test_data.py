@@ -1,6 +1,7 @@
 """From files in each data set's columns to verl's format; what does not fit is refused."""
 
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pyarrow
 import pytest
@@ -32,10 +33,10 @@ def write(tmp_path):
     """Prepare a data set from rows in its own columns; return what is said, and the rows written."""
 
     def run(name, rows, skip_size_check=True):
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "source.parquet")
         source, target = tmp_path / "source.parquet", tmp_path / "out.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), source)
         said = prepare(name, target, source=source, skip_size_check=skip_size_check)
-        return said, parquet.read_table(tmp_path / "out.parquet").to_pylist()
+        return said, parquet.read_table(target).to_pylist()
 
     return run
 
@@ -104,16 +105,11 @@ def test_sets_to_evaluate_on(write, name, row, answer, source):
 
 
 def test_the_configuration_of_a_repository_is_asked_for(monkeypatch, tmp_path):
-    asked = []
-
-    def load_dataset(**where):
-        asked.append(where)
-        raise ConnectionError("no network")
-
+    load_dataset = Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(EnvironmentMismatchError, match="openai/gsm8k cannot be downloaded"):
         prepare("gsm8k", tmp_path / "out.parquet")
-    assert asked == [{"path": "openai/gsm8k", "name": "main", "data_files": None, "split": "test"}]
+    load_dataset.assert_called_once_with(path="openai/gsm8k", name="main", data_files=None, split="test")
 
 
 def test_dapos_copies_of_each_problem_are_one(write):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,10 +56,7 @@ def test_what_fp16_cannot_hold_is_exported_in_bf16(checkpoint, tmp_path):
 
 
 def test_a_failure_while_writing_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(session, "save_file", full)
+    monkeypatch.setattr(session, "save_file", Mock(side_effect=OSError("no space left on device")))
     with pytest.raises(OSError, match="no space"):
         export_checkpoint(checkpoint(), "fp16", tmp_path / "out" / "model", print)
     assert not list((tmp_path / "out").iterdir())

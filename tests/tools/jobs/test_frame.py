@@ -1,6 +1,7 @@
 """The loop asks for everything once, keeps engines full, and shows what comes back."""
 
 import io
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -44,13 +45,9 @@ class Known(FixedWork):
         self.back.append((response.problem, response.response))
 
 
-def counting(count):
-    return Known([(str(index % 7), index) for index in range(count)], [])
-
-
 @given(count=st.integers(1, 60), batch=st.integers(1, 9), in_flight=st.integers(1, 20))
 def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
-    engine, work = Slow(batch), counting(count)
+    engine, work = Slow(batch), Known([(str(index % 7), index) for index in range(count)], [])
     work_through(engine, work, in_flight, Console(quiet=True))
     assert sorted(work.back) == sorted(work.keys)
     assert engine.most == min(2 * in_flight, count)
@@ -58,17 +55,13 @@ def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
 
 def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
     keys = [("a", 0), ("a", 1), ("b", 0)]
-    half, done, started = Known(keys, keys[1:2]), Known(keys, list(keys)), []
-
-    def start():
-        started.append(Slow(2))
-        return started[-1]
-
+    half, done, engine = Known(keys, keys[1:2]), Known(keys, list(keys)), Slow(2)
+    start = Mock(return_value=engine)
     complete([done], start, 4, Console(quiet=True))
-    assert not started
+    start.assert_not_called()
     complete([done, half, Known(keys, [])], start, 4, Console(quiet=True))
     assert half.missing == [("a", 0), ("b", 0)] and sorted(half.back) == keys
-    (engine,) = started
+    start.assert_called_once()
     assert engine.total == 2 + 3 and engine.closed
 
 
@@ -76,6 +69,6 @@ def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
 def test_progress_is_lines_for_a_file_and_a_bar_for_a_terminal(terminal, shown):
     seen = io.StringIO()
     console = Console(file=seen, width=80, force_terminal=terminal, color_system=None)
-    work_through(Slow(5), counting(20), 20, console)
+    work_through(Slow(5), Known([(str(index), 0) for index in range(20)], []), 20, console)
     for words in shown:
         assert f"{words} came back" in seen.getvalue()

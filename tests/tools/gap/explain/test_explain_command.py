@@ -18,6 +18,8 @@ from verl_precision.tools.gap.explain.routing import Routing, with_routing
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import REPLAYED, variants
 
+JOB = Explanation(model="tiny:qwen3_moe", max_prompts=3, packed=True)
+
 
 @pytest.fixture
 def explain(tmp_path, made_up):
@@ -33,9 +35,8 @@ def test_healthy_pair(explain, made_up, tmp_path):
     assert "Nothing is wrong" in shown and "FAULT" not in shown
     assert result.bf16_cost == pytest.approx(0.01, rel=1e-5)
     # One process for what the same engine can compute: vLLM in BF16 and FP32, the trainer in FP32 and BF16.
-    assert Counter(name for name, _, _ in made_up.seen) == {
-        "rollout": 10, "rollout_fp32": 4, "engine_fp32": 3, "trainer_alone": 6, "operations": 2
-    }  # fmt: skip
+    counts = {"rollout": 10, "rollout_fp32": 4, "engine_fp32": 3, "trainer_alone": 6, "operations": 2}
+    assert Counter(name for name, _, _ in made_up.seen) == counts
     left = [left for name, left, _ in made_up.seen if name == "rollout"]
     assert left == [2, 1, 0, 2, 1, 0, 0, 0, 0, 0], "the last four alone"
     sentence = "Operations at prefill_alone: the first that differs is rotary (model.layers.1.self_attn.rotary_emb). "
@@ -70,9 +71,6 @@ def test_tokens_that_a_second_drawing_changes_are_left_out(explain, made_up):
     assert "3 tokens have no finite log-prob" in shown
 
 
-JOB = Explanation(model="tiny:qwen3_moe", max_prompts=3, packed=True)
-
-
 def test_parts_are_rounding_and_routing():
     chain = variants(JOB, routed=True)[:3]
     rounding, routing = [0.0, 0.01, 0.03], [0.0, 0.2, 0.5]  # of each variant, from the rollout on
@@ -99,9 +97,8 @@ def test_a_fault_keeps_what_it_does_to_the_choices():
         return dict(zip((one.name for one in chain), np.cumsum(sizes)[:, None] * signs, strict=True))
 
     found = judge(job, chain, along(rounding, routing), Routing(along(routing), 0.1), {}, {})
-    assert {each.variant.cause: round(each.part.size, 6) for each in found.findings if each.part.size} == {
-        "weights": 0.6, "decode": 0.4, "rollout_precision": 0.01, "trainer_precision": 0.01, "routing": 0.002,
-    }  # fmt: skip
+    sizes = {"weights": 0.6, "decode": 0.4, "rollout_precision": 0.01, "trainer_precision": 0.01, "routing": 0.002}
+    assert {each.variant.cause: round(each.part.size, 6) for each in found.findings if each.part.size} == sizes
     assert {each.variant.cause for each in found.findings if each.fault} == {"weights", "decode"}
 
 
@@ -109,10 +106,8 @@ def choosing(other):
     """Return answers: vLLM chooses experts 0 and 1, in BF16 it and the trainer 1 and `other`; 2 takes 0.3 nats."""
 
     def answer(name, request):
-        given = two_tokens(name, request)
         drawn = None if request.response_token_ids else (5, 7)
-        length = len(request.prompt_token_ids) + 1  # without the last of two tokens
-        experts = np.zeros((length, 1, 2), np.int16)
+        experts = np.zeros((len(request.prompt_token_ids) + 1, 1, 2), np.int16)  # without the last of two tokens
         experts[:] = (1, 0) if name in ("rollout", "rollout_fp32", "engine_fp32") else (other, 1)
         if request.routed_experts is not None:
             assert request.routed_experts.shape == experts.shape
@@ -120,7 +115,7 @@ def choosing(other):
         rounding = 0.01 if name in ("rollout", "trainer_alone", "trainer") else 0.0
         value = -1.0 + rounding - 0.3 * (experts[-1] == 2).any()
         said = None if name == REPLAYED else experts
-        return replace(given, token_ids=drawn, log_probs=(value, -2.0), routed_experts=said)
+        return replace(two_tokens(name, request), token_ids=drawn, log_probs=(value, -2.0), routed_experts=said)
 
     return answer
 

@@ -40,17 +40,15 @@ def record_of(model, plant=lambda kind, layer, value: value, dtype="float32"):
         calls.append({"name": name, "inputs": inputs, "outputs": (normed, total)})
         return normed, total
 
-    inner, length = model.model, len(IDS)
-    positions = torch.arange(length)
+    inner, length, positions = model.model, len(IDS), torch.arange(len(IDS))
     source = __import__(type(inner).__module__, fromlist=["apply_rotary_pos_emb"])
     (x,), residual = call("model.embed_tokens", (torch.tensor(IDS),), (inner.embed_tokens(torch.tensor(IDS)),)), None
     for layer, block in enumerate(inner.layers):
         at, own = f"model.layers.{layer}.", block.self_attn
         x, residual = norm(at + "input_layernorm", block.input_layernorm, x, residual)
-        qkv = torch.cat([own.q_proj(x), own.k_proj(x), own.v_proj(x)], -1)
-        (qkv,) = call(at + "self_attn.qkv_proj", (x,), (qkv,))
-        sizes = [p.out_features for p in (own.q_proj, own.k_proj, own.v_proj)]
-        q, k, v = (part.contiguous() for part in qkv.split(sizes, -1))
+        parts = (own.q_proj, own.k_proj, own.v_proj)
+        (qkv,) = call(at + "self_attn.qkv_proj", (x,), (torch.cat([part(x) for part in parts], -1),))
+        q, k, v = (each.contiguous() for each in qkv.split([part.out_features for part in parts], -1))
         if hasattr(own, "q_norm"):
             q, k = (t.view(length, -1, own.head_dim) for t in (q, k))
             (q,) = call(at + "self_attn.q_norm", (q,), (own.q_norm(q),))
@@ -66,14 +64,13 @@ def record_of(model, plant=lambda kind, layer, value: value, dtype="float32"):
         (x,) = call(at + "self_attn.o_proj", (x,), (own.o_proj(x),))
         x, residual = norm(at + "post_attention_layernorm", block.post_attention_layernorm, x, residual)
         if hasattr(block.mlp, "gate"):
-            hidden, gate = x, block.mlp.gate
-            (scores,) = call(at + "mlp.gate", (x,), (torch.nn.functional.linear(x, gate.weight),))
-            probs, chosen = scores.softmax(-1).topk(gate.top_k)
+            (scores,) = call(at + "mlp.gate", (x,), (torch.nn.functional.linear(x, block.mlp.gate.weight),))
+            probs, chosen = scores.softmax(-1).topk(block.mlp.gate.top_k)
             weights = probs / probs.sum(-1, keepdim=True)
-            (x,) = call(at + "mlp.experts", (hidden, hidden), (block.mlp.experts(hidden, chosen, weights),))
+            (x,) = call(at + "mlp.experts", (x, x), (block.mlp.experts(x, chosen, weights),))
         else:
-            both = torch.cat([block.mlp.gate_proj(x), block.mlp.up_proj(x)], -1)
-            (both,) = call(at + "mlp.gate_up_proj", (x,), (both,))
+            both = (block.mlp.gate_proj(x), block.mlp.up_proj(x))
+            (both,) = call(at + "mlp.gate_up_proj", (x,), (torch.cat(both, -1),))
             gate, up = both.chunk(2, -1)
             (x,) = call(at + "mlp.act_fn", (both,), (block.mlp.act_fn(gate) * up,))
             (x,) = call(at + "mlp.down_proj", (x,), (block.mlp.down_proj(x),))
@@ -95,15 +92,12 @@ def test_equal_engines_differ_by_fp32_alone(model):
     assert max(one.error for one in found.operations) < 1e-6
 
 
-KINDS = {
+@pytest.mark.parametrize(("module", "kind"), {
     "embed_tokens": "embeddings", "residual": "residual", "input_layernorm": "input norm", "qkv_proj": "qkv",
     "q_norm": "qk norm", "rotary_emb": "rotary", "attn": "attention", "o_proj": "output projection",
     "post_attention_layernorm": "post-attention norm", "gate_up_proj": "gate and up", "act_fn": "activation",
     "down_proj": "down", "gate": "router", "experts": "experts", "norm": "final norm", "logits_processor": "head",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("module", "kind"), KINDS.items())
+}.items())  # fmt: skip
 def test_planted_error_is_named_and_has_the_whole_gap(model, module, kind):
     place = None if module in ("embed_tokens", "norm", "logits_processor") else 1
     size = 0.3 if kind == "router" else 1e-3  # the experts of a tiny model hardly differ
@@ -126,14 +120,12 @@ def test_planted_error_is_named_and_has_the_whole_gap(model, module, kind):
 
 
 def test_rounding_of_16_bits_is_no_first_difference(model):
-    def rounded(name, layer, value):
-        return value.bfloat16().float()
-
-    found = compared(model, plant=rounded, dtype="bfloat16")
+    rounded = {"plant": lambda name, layer, value: value.bfloat16().float()}
+    found = compared(model, **rounded, dtype="bfloat16")
     assert found.first is None
     assert sum(one.share for one in found.operations) == pytest.approx(1, abs=0.1)
     assert found.remainder < 1e-2 * found.nats
-    assert compared(model, plant=rounded).first is not None, "what BF16 does is no rounding of FP32"
+    assert compared(model, **rounded).first is not None, "what BF16 does is no rounding of FP32"
 
 
 def test_a_file_comes_back_and_another_family_is_not_compared(model, tmp_path, monkeypatch):

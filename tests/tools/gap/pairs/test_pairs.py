@@ -26,8 +26,7 @@ def write_pair(store, rollout, train, log_probs):
     """Write sample and score of responses, by their place in the store; the others are empty."""
     for place, (problem, response) in enumerate(store.keys):
         for series, values in zip((None, train), log_probs.get(place, ([], [])), strict=True):
-            ids = (9,) * len(values)
-            answer = Response(problem, response, len(ids), token_ids=ids, log_probs=tuple(values))
+            answer = Response(problem, response, len(values), token_ids=(9,) * len(values), log_probs=tuple(values))
             Series(store, rollout, series).record(answer)
 
 
