@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 from functools import partial
 
 import psutil
@@ -43,15 +44,9 @@ class Echo:
 def start(tmp_path, monkeypatch):
     """Start an engine whose class is in this file."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), *sys.path]))
-    started = []
-
-    def make(**arguments):
-        started.append(EngineProcess(partial(Echo, **arguments), "score-fp16", tmp_path / "logs"))
-        return started[-1]
-
-    yield make
-    for process in started:
-        process.close()
+    with ExitStack() as stack:
+        logs = tmp_path / "logs"
+        yield lambda fail=False: stack.enter_context(closing(EngineProcess(partial(Echo, fail), "score-fp16", logs)))
 
 
 def request(response, token=0):
@@ -87,10 +82,9 @@ def test_failures_are_named_with_their_logs_which_are_kept(start, tmp_path):
 def test_ends_with_its_parent_even_at_work(tmp_path, monkeypatch):
     script = f"""
 import time
-from functools import partial
 from pathlib import Path
 from test_engine_process import SLEEP, Echo, EngineProcess, request
-engine = EngineProcess(partial(Echo), "score", Path({str(tmp_path)!r}))
+engine = EngineProcess(Echo, "score", Path({str(tmp_path)!r}))
 engine.submit([request(0), request(1, SLEEP)])
 print(engine.poll()[0].length, flush=True)
 time.sleep(600)

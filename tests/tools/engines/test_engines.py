@@ -107,12 +107,11 @@ def test_requests_come_back_once_from_two_engines_on_logical_gpus(tmp_path, writ
     ray = pytest.importorskip("ray")
     wanted = sorted((str(problem), index) for problem in range(5) for index in range(3))
     lines = [{"problem": problem, "response": index, "tokens": 1, "correct": True} for problem, index in wanted]
-    build = partial(RecordedEngine, write_rows(tmp_path / "recorded.jsonl", lines))
     ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with pytest.raises(RunFailedError, match=r"(?s)an engine on Ray failed.*FileNotFoundError"):
             RayEngines(partial(RecordedEngine, tmp_path / "nowhere.jsonl"), "local", engines=1)
-        engine = RayEngines(build, "local", engines=None)
+        engine = RayEngines(partial(RecordedEngine, write_rows(tmp_path / "r.jsonl", lines)), "local", engines=None)
         assert engine.engines == 2
         for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
             engine.submit([Request(problem, index, ()) for problem, index in share])

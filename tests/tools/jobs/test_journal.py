@@ -63,8 +63,7 @@ def test_other_settings_are_refused_by_name(written, changed):
 
 
 def test_two_processes_cannot_write_one_journal(tmp_path):
-    refused = pytest.raises(ConfigurationError, match="another process is writing it")
-    with closing(Journal(tmp_path, SETTINGS)), refused:
+    with closing(Journal(tmp_path, SETTINGS)), pytest.raises(ConfigurationError, match="another process is writing it"):
         Journal(tmp_path, SETTINGS)
     Journal(tmp_path, SETTINGS).close()
 
@@ -128,8 +127,7 @@ def test_requests_of_a_sample_and_of_its_score(store):
 
 def test_every_fp32_log_prob_comes_back_exactly(store):
     generator = np.random.default_rng(0)
-    values = -np.exp(generator.uniform(-40, 4, 2000)).astype(np.float32)
-    values = np.append(values, [np.nan, -np.inf, 0]).astype(np.float32)
+    values = np.append(-np.exp(generator.uniform(-40, 4, 2000)), [np.nan, -np.inf, 0]).astype(np.float32)
     for train in (None, "fp16"):
         Series(store, "fp16", train).record(Response("0", 0, len(values), log_probs=tuple(values.tolist())))
     lengths, pi, mu = reopened(store).log_probs("fp16", "fp16", [("0", 0)])

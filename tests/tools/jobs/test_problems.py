@@ -3,18 +3,19 @@
 import json
 import re
 
-import pyarrow
 import pytest
 from pyarrow import Table, parquet
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.jobs.problems import read_data_set, read_prompts
 
+CHAT = [{"role": "user", "content": "2+2="}]
+
 
 def test_parquet_and_jsonl_are_the_same_problems(tmp_path, row, write_rows):
     rows = [row(1), row(2), row(1, extra_info={"index": 7, "split": "x"})]
     first = read_data_set(write_rows(tmp_path / "a.jsonl", rows))
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "a.parquet")
     second = read_data_set(tmp_path / "a.parquet")
     assert first.problems == second.problems and first.digest == second.digest
     assert [(problem.row, problem.ground_truth) for problem in first.problems] == [(0, "2"), (1, "3")]
@@ -25,7 +26,7 @@ def test_kept_rows_come_out_with_every_column_and_its_type_and_verl_reads_them(t
     import datasets
 
     rows = [row(number, level=number) for number in range(4)]
-    table = pyarrow.Table.from_pylist(rows)
+    table = Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "a.parquet")
     data = read_data_set(tmp_path / "a.parquet")
     kept = tmp_path / "kept.parquet"
@@ -56,9 +57,6 @@ def test_a_column_that_is_missing_is_named(tmp_path, row, write_rows, column):
     rows = [{key: value for key, value in row(1).items() if key != column}]
     with pytest.raises(ConfigurationError, match=f"no column '{column}'"):
         read_data_set(write_rows(tmp_path / "a.jsonl", rows))
-
-
-CHAT = [{"role": "user", "content": "2+2="}]
 
 
 def test_verls_parquet_and_jsonl_read_the_same(tmp_path):

@@ -11,6 +11,8 @@ from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.window import Verdict, Window
 
+N = 40
+
 
 @pytest.mark.parametrize(("correct", "drawn", "verdict"), [
     (0, 0, Verdict.OPEN),
@@ -69,9 +71,6 @@ def test_decided_exactly_when_every_end_agrees_and_the_minimum_is_the_shortest_w
 def test_windows_that_cannot_work_are_refused(values, words):
     with pytest.raises(ConfigurationError, match=words):
         Window(*values)
-
-
-N = 40
 
 
 @st.composite
