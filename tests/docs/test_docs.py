@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from verl_precision.cli import app
+from verl_precision.presets import preset_names
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 from verl_precision.tools.selftest.checks import CHECKS
 
@@ -22,7 +23,8 @@ PATH = re.compile(r"`((?:[\w-]+/)+(?:[\w.-]+\.\w+)?)`")
 
 
 def _commands(document: Path) -> list[str]:
-    return [
+    programs = "make|verl-precision|pytest|python|bash"  # not in a table's first column: the changelog's old names
+    return re.findall(rf"(?<=.)\| *`((?:{programs}) [^`]+)` *(?=\|)", document.read_text()) + [
         line.partition("  #")[0].strip()
         for block in FENCE.findall(document.read_text())
         for line in block.replace("\\\n", " ").splitlines()
@@ -52,7 +54,7 @@ def test_commands_name_things_that_exist(document):
             assert target.group(1) in targets, command
         if recipe := re.search(r"--config-dir (\S+) --config-name (\S+)", command):
             assert (ROOT / recipe.group(1) / f"{recipe.group(2)}.yaml").is_file(), command
-        if script := re.search(r"^(?:\w+=(?:\S+|\"[^\"]*\") )*(?:python|bash) ((?:[\w.-]+/)+[\w.-]+)", command):
+        if script := re.search(r"^(?:\w+=(?:\S+|\"[^\"]*\") )*(?:python|bash|pytest) ((?:[\w.-]+/)+[\w.-]+)", command):
             assert (ROOT / script.group(1)).is_file(), command
 
 
@@ -68,6 +70,8 @@ def test_our_own_commands_parse(document):
         given = verbs[words[1]].make_context(words[1], words[2:]).params
         for override in given.get("overrides") or ():
             assert not override.startswith("-"), f"{command}: no option {override}"
+            group, _, name = override.partition("=")
+            assert group != "estimator" or name in preset_names("estimator"), command
         if words[1] in ("check", "compare") and given["config"]:
             assert (ROOT / given["config"]).is_file(), command
         if words[1] == "data":

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from verl_precision.engine.router_replay import Choice, routing_agreement
@@ -21,9 +20,8 @@ TEXT = (ROOT / "docs" / "metrics.md").read_text()
 ONE = torch.zeros(1, 1, dtype=torch.int64)  # the only expert of one token
 
 
-@pytest.fixture(scope="module")
-def emitted() -> set[str]:
-    """Metrics of a batch on which all are defined: all bins, both signs, two lengths."""
+def test_documented_are_the_emitted():
+    """On a batch for which every metric is defined: all bins, both signs, two lengths."""
     generator = torch.Generator().manual_seed(0)
     probs = torch.tensor([0.5, 0.05, 5e-3, 5e-4, 5e-5]).repeat(4, 4)
     rollout, advantages = probs.log(), torch.tensor([1.0, -1.0, 1.0, -1.0])
@@ -37,10 +35,7 @@ def emitted() -> set[str]:
         clip = ClipRange(False, -0.2, 0.2)
         phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)
         found |= set(phantom.metrics())
-    return found
 
-
-def test_documented_are_the_emitted(emitted):
     rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync|precision/bf16)[/_][^`]+)` \|", TEXT, re.M)
     fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123", "{layer}": ("03",)}
     documented = []
@@ -48,7 +43,7 @@ def test_documented_are_the_emitted(emitted):
         mark, names = next(((mark, names) for mark, names in fill.items() if mark in row), ("", ("",)))
         documented += [row.replace(mark, name) if mark else row for name in names]
     assert len(documented) == len(set(documented))
-    assert set(documented) == emitted
+    assert set(documented) == found
 
 
 def test_bins_are_documented():

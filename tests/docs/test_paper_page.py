@@ -1,14 +1,9 @@
-"""docs/paper.md: every command exists, and every result that it quotes stands in the page that it names."""
+"""docs/paper.md: every row has a command, and every result that it quotes stands in the page that it names."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-import typer
-
-from verl_precision.cli import app
-from verl_precision.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "paper.md"
@@ -27,20 +22,9 @@ def test_every_equation_table_and_figure_has_a_row():
     assert all(len(row) == 3 and row[2] for row in ROWS)
 
 
-@pytest.mark.parametrize("command", sorted({row[1] for row in ROWS} - {"-"}))
-def test_commands_exist(command):
-    words = shlex.split(command.strip("`"))
-    if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
-    elif words[0] == "verl-precision":
-        verb = typer.main.get_command(app).commands[words[1]]
-        given = verb.make_context(words[1], words[2:]).params
-        if words[1] in ("compare", "check") and given["config"]:
-            assert (ROOT / given["config"]).is_file()
-        for group, _, name in (override.partition("=") for override in given.get("overrides") or ()):
-            assert group != "estimator" or name in preset_names("estimator")
-    else:
-        assert words[0] in ("pytest", "python", "bash") and (ROOT / words[1]).is_file()
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
+def test_its_command_is_of_a_kind_that_test_docs_checks(row):
+    assert re.fullmatch(r"-|`(?:make [\w-]+|verl-precision [^`]+|(?:pytest|python|bash) [\w.-]+/[^`]+)`", row[1])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
