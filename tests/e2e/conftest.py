@@ -6,6 +6,7 @@ subject of tests that are marked `matrix` is shown by a shorter test too: `make 
 leaves them out.
 """
 
+import functools
 import io
 import re
 import shlex
@@ -22,7 +23,6 @@ from verl_precision.tools.runs import fork_server as workers
 from verl_precision.tools.runs import launch
 from verl_precision.tools.runs.compare.run import compare_runs
 from verl_precision.tools.runs.grid import check_arguments
-from verl_precision.tools.runs.launch import marked_processes
 from verl_precision.tools.runs.read import read_metrics
 
 QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
@@ -94,7 +94,7 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TEST_MARK, mark)
-        yield lambda: [process for process in marked_processes() if started_here(process)]
+        yield lambda: [process for process in launch.marked_processes() if started_here(process)]
 
 
 @pytest.fixture(scope="session")
@@ -115,17 +115,14 @@ def forked_driver() -> Iterator[Callable[[Path, Sequence[str]], list[str]]]:
 @pytest.fixture(scope="module")
 def run_recipe(tmp_path_factory, fork_server, forked_driver) -> Callable[..., list[dict[str, float]]]:
     """Run a recipe with overrides; return the metrics of each step. The same run is done once."""
-    done: dict[tuple[Path | str, ...], list[dict[str, float]]] = {}
 
+    @functools.cache
     def run(recipe: Path, *overrides: str) -> list[dict[str, float]]:
-        key = (recipe, *overrides)
-        if key not in done:
-            folder = tmp_path_factory.mktemp("e2e") / "run"
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(launch, "verl_command", forked_driver)
-                launch.run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
-            done[key] = read_metrics(folder / "metrics.jsonl")
-        return done[key]
+        folder = tmp_path_factory.mktemp("e2e") / "run"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "verl_command", forked_driver)
+            launch.run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
+        return read_metrics(folder / "metrics.jsonl")
 
     return run
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from verl_precision.tools.runs.launch import quoted
 from verl_precision.tools.runs.read import read_metrics
@@ -16,21 +15,10 @@ SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]
 SECONDS = 600
 
 
-@pytest.fixture
-def environment(tmp_path):
-    programs = {"RAY": str(Path(sys.executable).with_name("ray")), "PYTHON": sys.executable}
-    return {**os.environ, **programs, "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl"), "PORT": "26479"}
-
-
-def second_node(script: subprocess.Popen) -> list[psutil.Process]:
-    """Return every process of the node that has joined the head."""
-    children = psutil.Process(script.pid).children()
-    (node,) = [child for child in children if any(word.startswith("--address=") for word in child.cmdline())]
-    return [node, *node.children(recursive=True)]
-
-
-def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(environment, tmp_path, fork_server):
+def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(tmp_path, fork_server):
     log, metrics = tmp_path / "log", tmp_path / "metrics.jsonl"
+    programs = {"RAY": str(Path(sys.executable).with_name("ray")), "PYTHON": sys.executable}
+    environment = {**os.environ, **programs, "VERL_FILE_LOGGER_PATH": str(metrics), "PORT": "26479"}
     overrides = [
         *("trainer.total_training_steps=50", "trainer.val_before_train=False", "trainer.logger=[console,file]"),
         *(f"hydra.run.dir={tmp_path / 'hydra'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"),
@@ -45,7 +33,9 @@ def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(envir
             break
         time.sleep(0.2)
     assert script.poll() is None, log.read_text()[-3000:]
-    for process in second_node(script):
+    children = psutil.Process(script.pid).children()
+    (joined,) = [child for child in children if any(word.startswith("--address=") for word in child.cmdline())]
+    for process in [joined, *joined.children(recursive=True)]:
         process.kill()
     assert script.wait(SECONDS) == 75, log.read_text()[-3000:]
     said = log.read_text()

@@ -17,11 +17,8 @@ def trained(run_recipe, tmp_path_factory):
     task = tmp_path_factory.mktemp("collapse") / "task"
     subprocess.run([sys.executable, RECIPE.with_name("make_task.py"), task], check=True)
     files = (f"actor_rollout_ref.model.path={task}/logits_{DOSE}", f"data.train_files={task}/prompts.jsonl")
-
-    def run(precision: str) -> list[dict[str, float]]:
-        return run_recipe(RECIPE, f"precision={precision}", *files, f"trainer.total_training_steps={STEPS}")
-
-    return run("bf16"), run("fp16")
+    settings = (*files, f"trainer.total_training_steps={STEPS}")
+    return [run_recipe(RECIPE, f"precision={precision}", *settings) for precision in ("bf16", "fp16")]
 
 
 def mean(rows, metric: str) -> float:

@@ -21,9 +21,8 @@ from verl_precision.tools.gap.explain.settings import Explanation
 def test_another_epsilon_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))  # for the processes of the engines
     job = Explanation(max_prompts=6, max_response_tokens=32, output=tmp_path)
-    console = Console(file=io.StringIO())
     vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 100})
-    result = explain(job, console, vllm=vllm)
+    result = explain(job, Console(file=io.StringIO()), vllm=vllm)
     by_cause = {finding.variant.cause: finding for finding in result.findings}
     assert [finding.variant.cause for finding in result.findings if finding.fault] == ["engine"]
     assert result.findings[0] is by_cause["engine"] and result.attribution.share(by_cause["engine"].part) > 0.8

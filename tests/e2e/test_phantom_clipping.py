@@ -58,12 +58,8 @@ def stall(run_recipe, tmp_path_factory):
     task = tmp_path_factory.mktemp("stall") / "task"
     subprocess.run([sys.executable, STALL.with_name("make_task.py"), task], check=True)
     arms = OmegaConf.load(STALL).arms
-
-    def run(arm: str) -> list[dict[str, float]]:
-        files = (f"actor_rollout_ref.model.path={task}/seed_0/on_grid", f"data.train_files={task}/seed_0/prompts.jsonl")
-        return run_recipe(STALL, *arms[arm], *files, "trainer.total_training_steps=8")
-
-    return run
+    files = (f"actor_rollout_ref.model.path={task}/seed_0/on_grid", f"data.train_files={task}/seed_0/prompts.jsonl")
+    return lambda arm: run_recipe(STALL, *arms[arm], *files, "trainer.total_training_steps=8")
 
 
 def mean(rows, metric: str) -> float:

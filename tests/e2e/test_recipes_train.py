@@ -35,12 +35,11 @@ SCALE, LOSS_SCALE = "actor_rollout_ref.actor.fsdp_config.loss_scale", 1024
 @pytest.fixture(scope="module")
 def run(run_recipe):
     def run(recipe: str, precision: str, *overrides: str) -> list[dict[str, float]]:
-        scale = f"{SCALE}.initial={LOSS_SCALE}"
         return run_recipe(
             Path(f"recipes/{recipe}/{recipe}.yaml"),
             *("scale=cpu", f"precision={precision}", f"estimator={RUNS[recipe, precision]}"),
             *("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1"),
-            *([scale] if precision == "fp16" else []),
+            *([f"{SCALE}.initial={LOSS_SCALE}"] if precision == "fp16" else []),
             *STOPS.get(recipe, []),
             *overrides,
         )
@@ -51,8 +50,7 @@ def run(run_recipe):
 def arm(recipe: str, *precisions: str):
     """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
     dense_in_bf16 = recipe not in BOTH_PRECISIONS and precisions != ("fp16",)
-    marks = [pytest.mark.matrix] * dense_in_bf16
-    return pytest.param(recipe, *precisions, marks=marks)
+    return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * dense_in_bf16)
 
 
 def test_every_recipe_is_here():

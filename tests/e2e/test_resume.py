@@ -121,8 +121,7 @@ def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing
     actor = checkpoints / f"global_step_{STEPS}" / "actor"
     shape = shape_of(json.loads((actor / "huggingface" / "config.json").read_text()))
     size = sum(file.stat().st_size for file in actor.glob("*_rank_0.pt"))
-    # docs/scales.md; a tiny model has more names than weights
-    assert size == pytest.approx(12 * shape.parameters, rel=0.1)
+    assert size == pytest.approx(12 * shape.parameters, rel=0.1)  # docs/scales.md; names weigh more in a tiny model
 
     left = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
     changed = [*overrides, "trainer.nnodes=1", "actor_rollout_ref.actor.optim.lr=2e-3"]
@@ -144,11 +143,10 @@ def test_a_run_on_one_rank_that_was_killed_equals_one_that_was_not(tmp_path):
     """`make test-e2e` shows the same of two ranks with two replicas: Slurm's job, above."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     steps = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
-    settings = [*steps, *REPEATABLE]
-    subprocess.run([*COMPARE, *settings, "--output", straight], check=True, capture_output=True)
-    command = [*COMPARE, *settings, "--output", killed]
-    killed_at("step 1/", command)
-    again = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [*COMPARE, *steps, *REPEATABLE, "--output"]
+    subprocess.run([*command, straight], check=True, capture_output=True)
+    killed_at("step 1/", [*command, killed])
+    again = subprocess.run([*command, killed], check=True, capture_output=True, text=True)
     assert "goes on in" in again.stdout
 
     one, other = (read_metrics(next(folder.glob("quickstart/*/fp16/metrics.jsonl"))) for folder in (straight, killed))

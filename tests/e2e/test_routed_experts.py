@@ -33,13 +33,12 @@ def nearly_tied(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(run_recipe, nearly_tied):
     """Two steps with each kind of replay."""
-
-    def run(replay: str) -> list[dict[str, float]]:
-        model = f"actor_rollout_ref.model.path={nearly_tied}"
-        steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
-        return run_recipe(RECIPE, "scale=cpu", "precision=bf16", f"+router_replay={replay}", model, *steps)
-
-    return {replay: run(replay) for replay in ("measure", "rollout", "old")}
+    model = f"actor_rollout_ref.model.path={nearly_tied}"
+    steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
+    return {
+        replay: run_recipe(RECIPE, "scale=cpu", "precision=bf16", f"+router_replay={replay}", model, *steps)
+        for replay in ("measure", "rollout", "old")
+    }
 
 
 def test_replay_makes_the_trainer_compute_with_the_rollouts_experts(trained):
@@ -59,11 +58,8 @@ def test_every_layer_has_its_share(trained):
 
 def test_the_update_replays_the_old_log_prob_pass(trained):
     """The two passes pack other micro-batches, and choose differently for that alone; the weights have hardly moved."""
-
-    def spread(row) -> float:
-        return row["actor/ratio_max"] - row["actor/ratio_min"]
-
     for without, replayed in zip(trained["measure"], trained["old"], strict=True):
         assert replayed["mismatch/routing_agreement"] == 1, "here: with the pass that is replayed"
         assert replayed["mismatch/routing_changed_fraction"] > 0.05
-        assert spread(replayed) < 0.3 * spread(without)
+        spread, otherwise = (row["actor/ratio_max"] - row["actor/ratio_min"] for row in (replayed, without))
+        assert spread < 0.3 * otherwise

@@ -30,11 +30,7 @@ def sanity_set(task: Path, folder: Path, in_flight: int) -> list[str]:
 
 
 def kill_when(ready: Callable[[], bool], arguments: list[str], journal: Path) -> bytes:
-    """Start a command; kill -9 it and vLLM's engine, its child, once that is so.
-
-    Returns:
-        The journal's complete lines at its death.
-    """
+    """Start a command; once it is ready, kill -9 it and vLLM's engine, its child. Return the journal's whole lines."""
     process = subprocess.Popen(arguments)
     ours = [psutil.Process(process.pid)]
     try:
@@ -55,11 +51,6 @@ def kill_when(ready: Callable[[], bool], arguments: list[str], journal: Path) ->
     psutil.wait_procs(ours, timeout=60)
     content = journal.read_bytes()
     return content[: content.rfind(b"\n") + 1]
-
-
-def has_lines(journal: Path, lines: int) -> Callable[[], bool]:
-    """Say whether the journal is that long."""
-    return lambda: journal.exists() and journal.read_bytes().count(b"\n") >= lines
 
 
 def read(folder: Path) -> tuple[list[tuple[str, int]], dict, dict[str, str], dict]:
@@ -92,9 +83,10 @@ def whole(task) -> Path:
 def test_the_same_responses_however_they_are_batched_and_killed(tmp_path, task, whole):
     killed = tmp_path / "killed"
     journal = killed / "journal.jsonl"
-    before = kill_when(has_lines(journal, 300), sanity_set(task, killed, 40), journal)
+    arguments = sanity_set(task, killed, 40)
+    before = kill_when(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= 300, arguments, journal)
     assert not (killed / "summary.json").exists() and not (killed / "kept.parquet").exists()
-    subprocess.run(sanity_set(task, killed, 40), check=True, timeout=SECONDS)
+    subprocess.run(arguments, check=True, timeout=SECONDS)
 
     after = journal.read_bytes()
     assert after.startswith(before), "lost"

@@ -1,25 +1,19 @@
 """top-p and top-k in training, in FP32, in the real stack: the ratio is 1 with the masks, and off without."""
 
 import math
-from pathlib import Path
 
 import pytest
 
-QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 TOP_K = 8  # of 99 tokens, of which e^3.1 = 22 would count: the entropy is about 3.1 nats
 TRUNCATED = ("actor_rollout_ref.rollout.top_p=0.8", f"actor_rollout_ref.rollout.top_k={TOP_K}")
 
 
 @pytest.fixture(scope="module")
-def trained(run_recipe):
+def trained(run_quickstart):
     """Run two steps, with masks or without; return their metrics."""
-
-    def run(*masks: str) -> list[dict[str, float]]:
-        steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
-        estimator = ("estimator=grpo", "algorithm.rollout_correction=null")
-        return run_recipe(QUICKSTART, "precision=fp32", *estimator, *TRUNCATED, *masks, *steps)
-
-    return run
+    steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
+    estimator = ("estimator=grpo", "algorithm.rollout_correction=null")
+    return lambda *masks: run_quickstart("precision=fp32", *estimator, *TRUNCATED, *masks, *steps)
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +21,10 @@ def masked(trained):
     return trained("+sampling_masks=replay", "+actor_rollout_ref.rollout.custom.min_p=0.02")
 
 
-def largest(row: dict[str, float]) -> float:
-    return max(abs(row["mismatch/log_prob_gap_min"]), abs(row["mismatch/log_prob_gap_max"]))
-
-
 def test_the_masks_make_both_distributions_one(masked):
     """What is left is FP32's own rounding, and the trainer's distribution is one over so many tokens at most."""
     for row in masked:
-        assert largest(row) < 1e-5  # 7e-7 here
+        assert max(abs(row["mismatch/log_prob_gap_min"]), abs(row["mismatch/log_prob_gap_max"])) < 1e-5  # 7e-7 here
         assert 0 < row["actor/entropy"] < math.log(TOP_K)
 
 

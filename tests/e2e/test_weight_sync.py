@@ -16,8 +16,7 @@ TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
 
 def test_tied_model_trains_and_the_rollout_follows(tmp_path):
     """Without a fork server: Ray starts the workers, as it does on GPUs."""
-    # 7 logical CPUs: what the preflight says is enough.
-    settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")
+    settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")  # the preflight asks for 7
     run_verl(QUICKSTART, settings, tmp_path / "run", lambda progress: None)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4
