@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import load_tokenizer
+
+_tokenizer = cache(load_tokenizer)
 
 OPERATIONS = {
     "operations": [
@@ -33,15 +34,10 @@ def two_tokens(name: str, request: Request, log_probs: Callable = bf16_rounds) -
 
 def six_characters(name: str, request: Request) -> Response:
     """Draw a text of which each character is a token: the seed decides two digits in it."""
-    tokenizer = _tokenizer()
+    tokenizer = _tokenizer("tiny:qwen3")
     ids = tokenizer(f"={request.seed % 3}==={request.seed % 2}")["input_ids"][: request.max_tokens]
     text = tokenizer.decode(ids)
     return Response(request.problem, request.response, len(ids), text, token_ids=tuple(ids), finish_reason="stop")
-
-
-@cache
-def _tokenizer() -> Any:
-    return load_tokenizer("tiny:qwen3")
 
 
 class MadeUp:

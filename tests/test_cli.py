@@ -1,6 +1,5 @@
 """The command line: what a user types, sees, and finds on disk; what is refused, by name, before anything starts."""
 
-import importlib
 import importlib.util
 import json
 import logging

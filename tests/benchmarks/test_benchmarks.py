@@ -76,10 +76,9 @@ def test_calls_take_turns_in_both_orders():
     assert "".join(called) == "abc" + "abc" + "cba" and {len(found) for found in times.values()} == {2}
 
 
-@pytest.mark.parametrize(
-    ("ratio", "noise", "said"),
-    [(1.79, 0, False), (1.81, 0, True), (0.2, 0, False), (1.81, 1.6, False), (2.5, 1.6, True)],
-)
+@pytest.mark.parametrize(("ratio", "noise", "said"), [
+    (1.79, 0, False), (1.81, 0, True), (0.2, 0, False), (1.81, 1.6, False), (2.5, 1.6, True),
+])  # fmt: skip
 def test_what_got_worse_by_more_than_a_fifth_is_said(runner, slow, ratio, noise, said):
     before = dataclasses.replace(slow, noise=noise)
     found = runner.worse([before], [dataclasses.replace(before, ratio=ratio)])
