@@ -1,7 +1,6 @@
 """vLLM in the test process."""
 
 import gc
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from verl_precision.integration.cpu.platform import PlatformCPU
 
 
 @pytest.fixture(scope="module")
-def vllm_process() -> Iterator[None]:
+def vllm_process(tmp_path_factory) -> Iterator[None]:
     """Make this process a vLLM worker of one: CPU platform, world of size 1.
 
     An engine that is collected as garbage, at whatever moment, destroys the process groups, which other engines of this
@@ -27,13 +26,10 @@ def vllm_process() -> Iterator[None]:
     # The models of a process share rotary embeddings. A test whose reload never ends leaves them without their values,
     # and the next module's engines would compute with that.
     rotary_embedding._ROPE_DICT.clear()
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    rendezvous = tmp_path_factory.mktemp("vllm") / "rendezvous"
     with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm.v1.engine.core.cleanup_dist_env_and_memory", lambda: None)
-        distributed.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
+        distributed.init_distributed_environment(1, 0, f"file://{rendezvous}", 0, backend="gloo")
         distributed.initialize_model_parallel(1, 1)
         yield
         gc.unfreeze()

@@ -15,8 +15,19 @@ import verl  # noqa: F401 - loads the plugin
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from verl.utils.fsdp_utils import normalize_peft_param_name
+from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import get_model
 
 from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
 from verl_precision.weight_sync.canary import CanaryJudge, CanaryVerdict, canary_tokens
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport
@@ -26,8 +37,6 @@ EXTENSION = "verl_precision.integration.rollout.weight_sync_worker.VerifiedWeigh
 
 def full_weights(model) -> list[tuple[str, Tensor]]:
     """Return what verl's engine sends: one tensor an expert, and a tied head once."""
-    from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
-
     tied = model.config.tie_word_embeddings
     stream = ((n, t) for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight"))
     return list(unfuse_moe_params(stream, model.config.model_type))
@@ -48,8 +57,6 @@ def without(part: str) -> Callable[[Iterable[tuple[str, Tensor]]], Iterable[tupl
 
 def send(stream: Iterable[tuple[str, Tensor]], handle: str, receive: Callable[[], object]) -> None:
     """Send with verl's sender from a thread, receive in this one. Buckets of 1 MB: several of them."""
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
     sender = BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
     thread = threading.Thread(target=lambda: asyncio.run(sender.async_send_weights(iter(stream))), daemon=True)
     thread.start()
@@ -64,8 +71,6 @@ class EnginePair:
     """One trainer and one or more rollout replicas of a tiny model."""
 
     def __init__(self, architecture: str, dtype: str, replicas: int = 1, lora: bool = False) -> None:
-        from vllm import LLM
-
         self.dtype = getattr(torch, dtype)
         path = str(cached_tiny_model(architecture))
         with pytest.MonkeyPatch.context() as patch:
@@ -107,8 +112,6 @@ class EnginePair:
         if not self.lora:
             yield full_weights(self.model), {}
             return
-        from verl.utils.fsdp_utils import normalize_peft_param_name
-
         settings = {"peft_config": {**self.lora.to_dict(), "task_type": "CAUSAL_LM", "peft_type": "LORA"}}
         if rank not in self._base_sent:
             base = {name: tensor for name, tensor in self.model.state_dict().items() if "lora_" not in name}
@@ -134,10 +137,6 @@ class EnginePair:
 
     def _ask(self, engine) -> tuple[Tensor, Tensor]:
         """Ask as `TrainerCanary` asks verl's server: prompt log-probs, or with an adapter a greedy continuation."""
-        from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-
         ask, given, adapter = SamplingParams(prompt_logprobs=0, max_tokens=1), self.tokens, None
         if self.lora:
             ask = SamplingParams(logprobs=0, max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -159,12 +158,6 @@ class WorkerPair:
     """A trainer's model, and our extension over a vLLM model that was loaded as verl loads it (random weights)."""
 
     def __init__(self, architecture: str = "qwen3", dtype: str = "float32", **arguments) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.model_executor.model_loader import get_model
-
-        from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
-
         path = str(cached_tiny_model(architecture))
         settings = {"model": path, "dtype": dtype, "load_format": "dummy", "enforce_eager": True, **arguments}
         self.config = EngineArgs(**settings).create_engine_config()
@@ -199,8 +192,6 @@ class WorkerPair:
     @torch.no_grad()
     def experts_gap(self) -> float:
         """Likewise of one expert block's result; 0 without experts."""
-        from vllm.forward_context import set_forward_context
-
         if not hasattr(self.trainer.model.layers[0].mlp, "experts"):
             return 0.0
         hidden = torch.randn(6, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(2))

@@ -9,15 +9,14 @@ import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
 from test_accelerator import AcceleratorPair, assert_takes, like_an_accelerator
+from verl.plugin.platform import set_platform
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+from verl_precision.integration.cpu.platform import PlatformCPU
 
 
 def one_of_two(rank: int, folder: str) -> None:
-    from verl.plugin.platform import set_platform
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-
-    from verl_precision.integration.cpu.platform import PlatformCPU
-
     set_platform(PlatformCPU())
     torch.set_num_threads(1)
     torch.manual_seed(0)
