@@ -19,10 +19,6 @@ def _tied() -> nn.Sequential:
     return model
 
 
-def _own_loader(param, loaded_weight) -> None:
-    param.data.copy_(loaded_weight)
-
-
 def test_a_small_model_is_verified_whole_but_for_unknown_packing():
     model = _linears()
     assert len(choose_layers(model, 0, comparable)) == 10
@@ -32,28 +28,23 @@ def test_a_small_model_is_verified_whole_but_for_unknown_packing():
 
 
 def test_of_a_large_model_the_first_and_last_layer_always_and_others_in_turn():
-    seen: set[str] = set()
-    for sync in range(12):
-        chosen = choose_layers(_linears(), sync, comparable, budget=64)
-        assert {"0", "9"} <= chosen and len(chosen) == 3
-        seen |= chosen
-    assert len(seen) == 10
+    chosen = [choose_layers(_linears(), sync, comparable, budget=64) for sync in range(12)]
+    for layers in chosen:
+        assert {"0", "9"} <= layers and len(layers) == 3
+    assert len(set().union(*chosen)) == 10
 
 
 def test_no_layer_is_too_large_for_its_turn_and_at_most_one_is_beside_the_window():
     """Embedding and head of a large model alone are larger than the budget, and so is a layer of experts."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(8, 8 if i % 3 else 80, bias=False) for i in range(12)])
-    seen: set[str] = set()
-    for sync in range(30):
-        chosen = choose_layers(model, sync, comparable, budget=2 * 64)
-        window = [model[int(name)].weight.numel() for name in chosen - {"0", "11"}]
-        assert sorted(window) == [64, 64, 640]
-        seen |= chosen
-    assert len(seen) == 12
+    chosen = [choose_layers(model, sync, comparable, budget=2 * 64) for sync in range(30)]
+    for layers in chosen:
+        assert sorted(model[int(name)].weight.numel() for name in layers - {"0", "11"}) == [64, 64, 640]
+    assert len(set().union(*chosen)) == 12
 
 
-@pytest.mark.parametrize("own_loader", [False, True])
+@pytest.mark.parametrize("own_loader", [None, lambda param, loaded_weight: param.data.copy_(loaded_weight)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # stored; FP32 is sent and the loader casts
 @pytest.mark.parametrize("build", [_linears, _tied])
 def test_a_recorded_load_verifies_a_layer_and_a_lost_write_shows(build, dtype, own_loader):
@@ -61,13 +52,13 @@ def test_a_recorded_load_verifies_a_layer_and_a_lost_write_shows(build, dtype, o
 
     model = build().to(dtype)
     if own_loader:
-        model[0].weight.weight_loader = _own_loader
+        model[0].weight.weight_loader = own_loader
     with record_loads(model, {"0", "1"}) as records:
         for parameter in model.parameters():
             bucket = torch.randn(8, 8)
             getattr(parameter, "weight_loader", default_weight_loader)(parameter, bucket)
             bucket.zero_()  # the bucket's memory is reused
-    assert getattr(model[0].weight, "weight_loader", None) is (_own_loader if own_loader else None), "put back"
+    assert getattr(model[0].weight, "weight_loader", None) is own_loader, "put back"
 
     def damage(layer: int) -> str | None:
         return find_damage(model[layer], records[str(layer)], repack=False, model_dtype=dtype)
