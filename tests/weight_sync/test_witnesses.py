@@ -93,13 +93,8 @@ def test_one_of_two_replicas_stale_is_named_by_the_canary(dense):
 
 def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
     """Memory overwritten, a graph over old memory, a kernel that nobody repacked: bits have nothing to say of it."""
-    (report, _) = dense.sync()
-    assert report.unverified_layers == 0
-
-    def overwrite(worker):
-        worker.model_runner.model.model.layers[1].input_layernorm.weight.data.mul_(3)
-
-    dense.engines[1].collective_rpc(overwrite)
+    assert dense.sync()[0].unverified_layers == 0
+    dense.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(3))
     _is_named(dense, replica=1)
     _is_healthy(dense)
 
@@ -110,12 +105,12 @@ def test_permuted_experts_are_named_by_the_canary():
     move(pair.model, 0.1)
     _is_healthy(pair)
 
-    def permute(worker):
-        for name, parameter in worker.model_runner.model.named_parameters():
+    def permute(model):
+        for name, parameter in model.named_parameters():
             if name.endswith("w2_weight"):
                 parameter.data.copy_(parameter.data.flip(0))
 
-    pair.engines[0].collective_rpc(permute)
+    pair.engines[0].apply_model(permute)
     _is_named(pair, replica=0)
 
 
