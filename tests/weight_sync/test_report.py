@@ -38,10 +38,8 @@ def test_metrics():
 
 def test_what_ended_processes_left_is_removed_and_what_is_awaited_stays(own_folder):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
-    old = own_folder / f"vp-weight-sync-{ended.stdout.strip()}-0a.json"
-    awaited = own_folder / f"vp-weight-sync-{os.getpid()}-0b.json"
-    foreign = own_folder / "vp-weight-sync-notes.json"
-    for path in (old, awaited, foreign):
-        path.write_text("{}")
+    awaited, foreign = f"vp-weight-sync-{os.getpid()}-0b.json", "vp-weight-sync-notes.json"
+    for name in (f"vp-weight-sync-{ended.stdout.strip()}-0a.json", awaited, foreign):
+        (own_folder / name).write_text("{}")
     ReportBox()
-    assert sorted(own_folder.iterdir()) == sorted([awaited, foreign])
+    assert sorted(os.listdir(own_folder)) == sorted([awaited, foreign])

@@ -85,8 +85,7 @@ def test_an_update_below_half_a_unit_is_served_on_average():
     trained = torch.tensor([1 + 2.0**-10])
     served = [round_stochastically(trained, torch.bfloat16, seed_of(step, "a")) for step in range(800)]
     assert {value.item() for value in served} == {1.0, 1 + 2.0**-7}
-    mean = torch.cat(served).double().mean().item()
-    assert abs(mean - (1 + 2.0**-10)) < 4.5 * 2.0**-7 * math.sqrt(7 / 64 / 800)
+    assert abs(torch.cat(served).double().mean().item() - (1 + 2.0**-10)) < 4.5 * 2.0**-7 * math.sqrt(7 / 64 / 800)
 
 
 def test_two_replicas_get_equal_bits_and_steps_and_tensors_differ():
@@ -94,8 +93,7 @@ def test_two_replicas_get_equal_bits_and_steps_and_tensors_differ():
     weights["c"] = weights["a"]
 
     def sent(step):
-        stream = send_with_manifest(rounded_stream(weights.items(), torch.bfloat16, step))
-        found = dict(stream)
+        found = dict(send_with_manifest(rounded_stream(weights.items(), torch.bfloat16, step)))
         digests, _ = read_manifest(found.popitem()[1])
         tensors = {name: found[name] for name in weights}
         assert digests == {name: digest(tensor) for name, tensor in tensors.items()}, "of what is sent"
