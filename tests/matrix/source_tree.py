@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -32,16 +33,14 @@ class SourceTree:
 
     def _find(self, module: str, name: str) -> tuple[ast.AST | None, str]:
         first, _, rest = name.partition(".")
-        tree, found = self.module(module), None
+        tree, home = self.module(module), f"{module}.{first}"
+        owner = self.module(home)
         for node in [] if tree is None else executed(tree.body):
             if first in bound_names(node) and not isinstance(node, ast.Import):
-                found = node, module  # the last definition wins, as when the module is executed
+                owner, home = node, module  # the last definition wins, as when the module is executed
                 if isinstance(node, ast.ImportFrom):
                     original = next(a.name for a in node.names if first == (a.asname or a.name))
-                    found = self._find(self.absolute(module, node), original)
-        owner, home = found or (None, module)
-        if owner is None and (owner := self.module(f"{module}.{first}")) is not None:
-            home = f"{module}.{first}"
+                    owner, home = self._find(self.absolute(module, node), original)
         return (self._member(owner, home, rest) if rest else owner), home
 
     def _member(self, owner: ast.AST | None, home: str, name: str) -> ast.AST | None:
@@ -56,12 +55,8 @@ class SourceTree:
 
     def absolute(self, module: str, node: ast.ImportFrom) -> str:
         """Return the absolute name of the module that a `from ... import` in `module` reads."""
-        if not node.level:
-            return node.module or ""
-        path = self.path(module)
-        parts = module.split(".")
-        up = node.level - (path is not None and path.name == "__init__.py")
-        return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
+        package = module if self.path(module).name == "__init__.py" else module.rpartition(".")[0]
+        return resolve_name("." * node.level + (node.module or ""), package)
 
 
 def executed(body: list[ast.stmt], required: bool = False) -> Iterator[ast.stmt]:
@@ -90,13 +85,11 @@ def bound_names(node: ast.stmt) -> set[str]:
 
 def stored(function: ast.AST) -> set[str]:
     """Return the attributes that a function stores, as `self.x`."""
-    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
-    return {ast.unparse(node) for node in nodes if isinstance(node.ctx, ast.Store)}
+    attributes = (node for node in ast.walk(function) if isinstance(node, ast.Attribute))
+    return {ast.unparse(node) for node in attributes if isinstance(node.ctx, ast.Store)}
 
 
 def parameters(node: ast.AST) -> tuple[str, ...]:
     """Return a function's parameter names, in the order of `inspect.signature`."""
     assert isinstance(node, FUNCTIONS)
-    a = node.args
-    several = [*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg]
-    return tuple(argument.arg for argument in several if argument is not None)
+    return tuple(child.arg for child in ast.iter_child_nodes(node.args) if isinstance(child, ast.arg))

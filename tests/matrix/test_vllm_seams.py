@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,17 +26,17 @@ def _folder(package: str) -> Path:
 VLLM = SourceTree(Path(os.environ["VLLM_SOURCE"]) if "VLLM_SOURCE" in os.environ else _folder("vllm"))
 VERL = SourceTree(_folder("verl"))
 OURS = SourceTree(ROOT)
+LAYERS = "vllm.model_executor.layers"
+EMBEDDING, RELOAD = f"{LAYERS}.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload.layerwise"
 
 
-def _imports(tree: SourceTree, module: str, nodes) -> set[tuple[str, str]]:
-    """Return (module, name) of each import; name is empty for `import module`."""
-    found = set()
+def _imports(tree: SourceTree, module: str, nodes) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of each import; name is empty for `import module`."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {(alias.name, "") for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found |= {(tree.absolute(module, node), alias.name) for alias in node.names}
-    return found
+            yield from ((tree.absolute(module, node), alias.name) for alias in node.names)
 
 
 def _needed() -> dict[tuple[str, str], str]:
@@ -87,10 +88,6 @@ def test_ledger_symbol_has_the_tested_signature(entry):
     assert found is not None, f"{entry.module}.{entry.name} does not exist"
     if isinstance(found, ast.FunctionDef) and found.name == entry.name.rpartition(".")[2]:  # else it sets an attribute
         assert parameters(found) == entry.parameters
-
-
-LAYERS = "vllm.model_executor.layers"
-EMBEDDING, RELOAD = f"{LAYERS}.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload.layerwise"
 
 
 # Called or overridden by verify.py, load_recorder.py and vllm_reload.py, on objects that no import names.
