@@ -62,12 +62,10 @@ class _Handler(SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     host = ""
 
-    def do_CONNECT(self) -> None:
+    def do_CONNECT(self):
         host = self.path.rpartition(":")[0]
         if host in self.server.unreachable:
-            self.server.asked.append((host, ""))
-            self.send_error(502)
-            return
+            return self.send_error(502)
         self.send_response(200)
         self.end_headers()
         self.connection = self.server.context.wrap_socket(self.connection, server_side=True)

@@ -20,22 +20,23 @@ PINS = dict(line.split("==") for line in LINES)
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.0"}
 INSTALL = (ROOT / "docs" / "install.md").read_text()
 IMAGE = "verl-precision:gpu"
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+# Instructions, each with its text on one line.
+WHOLE = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M))
+INSTRUCTIONS = [line.split(" ", 1) for line in WHOLE.splitlines() if line]
+TEXTS = {word: [text for each, text in INSTRUCTIONS if each == word] for word, _ in INSTRUCTIONS}
 
 
 def _unmet(requirement: Requirement, seen: set[str]) -> Iterator[str]:
     """Yield what the lock lacks of a requirement, and of all that follows from it as far as it is installed here."""
     name = canonicalize_name(requirement.name)
-    pin = PINS.get(name)
+    pin, asked = PINS.get(name), f"{name}{sorted(requirement.extras)}"
     if pin is None or not requirement.specifier.contains(pin, prereleases=True):
         yield f"{requirement}, locked: {pin}"
-    if f"{name}{sorted(requirement.extras)}" in seen:
-        return
-    seen.add(f"{name}{sorted(requirement.extras)}")
     distribution = next(iter(metadata.distributions(name=name)), None)
-    if distribution is None or distribution.version != pin:
-        return
-    for text in distribution.requires or ():
-        wanted = Requirement(text)
+    ends_here = asked in seen or distribution is None or distribution.version != pin
+    seen.add(asked)
+    for wanted in map(Requirement, () if ends_here else distribution.requires or ()):
         environments = [default_environment() | PYTHON | {"extra": extra} for extra in ("", *requirement.extras)]
         if wanted.marker is None or any(wanted.marker.evaluate(environment) for environment in environments):
             yield from _unmet(wanted, seen)
@@ -76,30 +77,20 @@ def test_there_is_one_cuda():
     assert {name: PINS[f"nvidia-cuda-{name}"].rpartition(".")[0] for name in parts} == dict.fromkeys(parts, cuda)
 
 
-DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
-# Instructions, each with its text on one line.
-WHOLE = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.M))
-INSTRUCTIONS = [(word, rest) for word, _, rest in (line.partition(" ") for line in WHOLE.splitlines() if line)]
-
-
-def _of(word: str) -> list[str]:
-    return [text for instruction, text in INSTRUCTIONS if instruction == word]
-
-
 def test_image_is_made_from_the_lock_on_its_cuda():
-    assert {word for word, _ in INSTRUCTIONS} == {"FROM", "SHELL", "RUN", "ARG", "ENV", "COPY", "WORKDIR"}
-    (base,) = _of("FROM")
+    assert set(TEXTS) == {"FROM", "SHELL", "RUN", "ARG", "ENV", "COPY", "WORKDIR"}
+    (base,) = TEXTS["FROM"]
     assert re.fullmatch(r"nvidia/cuda:[\w.-]+", base) and base.partition(":")[2].startswith(PINS["cuda-toolkit"])
-    assert "requirements/gpu.lock /tmp/gpu.lock" in _of("COPY")
-    for sources in (text.split()[:-1] for text in _of("COPY")):
-        assert all((ROOT / source).exists() for source in sources)
-    assert [text for text in _of("RUN") if "/tmp/gpu.lock" in text and "uv pip install" in text]
+    assert "requirements/gpu.lock /tmp/gpu.lock" in TEXTS["COPY"]
+    sources = {source for text in TEXTS["COPY"] for source in text.split()[:-1]}
+    assert {source for source in sources if not (ROOT / source).exists()} == set()
+    assert [text for text in TEXTS["RUN"] if "/tmp/gpu.lock" in text and "uv pip install" in text]
     architectures = 'FLASH_ATTN_CUDA_ARCHS="80;90"'
-    assert architectures in _of("ARG") and INSTALL.count(f"{architectures} MAX_JOBS=") == 2
-    assert INSTRUCTIONS[-1] == ("RUN", "verl-precision check"), "it checks itself last"
+    assert architectures in TEXTS["ARG"] and INSTALL.count(f"{architectures} MAX_JOBS=") == 2
+    assert INSTRUCTIONS[-1] == ["RUN", "verl-precision check"], "it checks itself last"
 
 
-@pytest.mark.parametrize("script", _of("RUN"), ids=lambda text: text.split()[0])
+@pytest.mark.parametrize("script", TEXTS["RUN"], ids=lambda text: text.split()[0])
 def test_shell_of_the_image_parses(script):
     done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -116,6 +107,6 @@ def test_everybody_calls_the_image_by_one_name():
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         (container,) = group["template"]["spec"]["containers"]
-        assert container["image"] == IMAGE and [container["workingDir"]] == _of("WORKDIR")
+        assert container["image"] == IMAGE and [container["workingDir"]] == TEXTS["WORKDIR"]
     build = f"docker build -f docker/Dockerfile -t {IMAGE} ."
     assert build in INSTALL and build in DOCKERFILE
