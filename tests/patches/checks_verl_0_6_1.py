@@ -59,8 +59,7 @@ def make_data(rollout_log_probs=None, advantages=None):
     tensors |= {"responses": tokens[:, PROMPT:], "response_mask": mask[:, PROMPT:]}
     tensors["old_log_probs"] = torch.full((ROWS, WIDTH), -3.0)
     tensors["advantages"] = torch.ones(ROWS, WIDTH) if advantages is None else advantages
-    if rollout_log_probs is not None:
-        tensors["rollout_log_probs"] = rollout_log_probs
+    tensors |= {} if rollout_log_probs is None else {"rollout_log_probs": rollout_log_probs}
     return DataProto.from_dict(tensors=tensors, meta_info={"temperature": 1.0})
 
 
@@ -136,8 +135,7 @@ def test_scaler_is_on_with_its_settings_and_reports():
     actor = half_actor(init_scale=1024.0, growth_interval=1)
     assert actor.scaler.is_enabled() and actor.scaler.get_scale() == 1024.0
     metrics = actor.update_policy(make_data())
-    assert metrics["actor/loss_scale"] == [2048.0]  # grown after one step
-    assert metrics["actor/skipped_update"] == [0.0]
+    assert metrics["actor/loss_scale"] == [2048.0] and metrics["actor/skipped_update"] == [0.0]  # grown after one step
     assert math.isfinite(metrics["actor/grad_norm"][0])
 
 
@@ -146,8 +144,7 @@ def test_overflow_skips_the_update_backs_off_and_leaves_the_mean_norm_finite():
     before = parameters(actor)
     metrics = actor.update_policy(make_data())
     assert torch.equal(parameters(actor), before)
-    assert metrics["actor/loss_scale"] == [2.0**99]
-    assert metrics["actor/skipped_update"] == [1.0]
+    assert metrics["actor/loss_scale"] == [2.0**99] and metrics["actor/skipped_update"] == [1.0]
     assert "actor/grad_norm" not in metrics
 
 
@@ -232,10 +229,9 @@ def test_gradient_is_the_equation(estimator):
     masked = mask == 0
     trainer[masked], rollout[masked], advantages[masked] = torch.nan, torch.inf, torch.nan  # must not matter
     gradient = policy_gradient(estimator, trainer.double(), rollout, advantages.double(), mask.double())
-    for b, log_ratio in enumerate(log_ratios):
-        for t in range(width):
-            wanted = 0.0 if masked[b, t] else -weight(estimator, log_ratio) * advantages[b, t].item() / rows / width
-            assert gradient[b, t].item() == pytest.approx(wanted, rel=1e-6, abs=0.0), (b, t)
+    weights = torch.tensor([[weight(estimator, log_ratio)] for log_ratio in log_ratios], dtype=torch.float64)
+    wanted = torch.where(masked, 0.0, -weights * advantages / rows / width)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0.0)
 
 
 def test_the_guard_is_beyond_every_ratio_of_use_and_finite():
@@ -258,8 +254,7 @@ def test_the_actor_weighs_on_policy_too():
     loss = PolicyLossConfig(loss_mode="pg_seq_tis", rollout_is_threshold=1e6)
     actor = make_actor(policy_loss=loss)
     metrics = reduce_metrics(actor.update_policy(make_data(rollout)))
-    assert metrics["actor/is_weight_max"] > 5
-    assert metrics["actor/truncated_fraction"] == 0
+    assert metrics["actor/is_weight_max"] > 5 and metrics["actor/truncated_fraction"] == 0
     other = make_actor(policy_loss=loss)
     other.update_policy(make_data(rollout + 0.5))
     assert not torch.equal(parameters(actor), parameters(other))  # mu matters
@@ -268,20 +263,16 @@ def test_the_actor_weighs_on_policy_too():
 # Patch 0007
 def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denominator():
     log_ratios = [r for r in SEQUENCE_LOG_RATIOS if r > -19]  # the release holds log-ratios at -20
-    rows = len(log_ratios)
-    mask = torch.ones(rows, 2)
-    rollout = -1.0 - torch.tensor(log_ratios).unsqueeze(-1) * torch.tensor([[0.25, 0.75]])
-    tensors = {"old_log_probs": torch.full((rows, 2), -1.0), "rollout_log_probs": rollout}
-    tensors["response_mask"] = mask.clone()
-    settings = {"rollout_is": "sequence", "rollout_is_threshold": C, "rollout_is_mode": "mask"}
-    overrides = [f"algorithm.rollout_correction.{name}={value}" for name, value in settings.items()]
-    config = compose_ppo(*overrides).algorithm.rollout_correction
-    batch, metrics = correct_batch(DataProto.from_dict(tensors=tensors), config)
-    for row, log_ratio in enumerate(log_ratios):
-        wanted = weight("pg_seq_mis", log_ratio)
-        assert batch.batch["rollout_is_weights"][row].tolist() == pytest.approx([wanted] * 2, rel=1e-5)
+    mask = torch.ones(len(log_ratios), 2)
+    rollout = -mask - torch.tensor(log_ratios).unsqueeze(-1) * torch.tensor([[0.25, 0.75]])
+    tensors = {"old_log_probs": -mask, "rollout_log_probs": rollout, "response_mask": mask.clone()}
+    settings = ("rollout_is=sequence", f"rollout_is_threshold={C}", "rollout_is_mode=mask")
+    config = compose_ppo(*(f"algorithm.rollout_correction.{setting}" for setting in settings))
+    batch, metrics = correct_batch(DataProto.from_dict(tensors=tensors), config.algorithm.rollout_correction)
+    wanted = [[weight("pg_seq_mis", log_ratio)] * 2 for log_ratio in log_ratios]
+    torch.testing.assert_close(batch.batch["rollout_is_weights"], torch.tensor(wanted), rtol=1e-5, atol=1e-12)
     assert torch.equal(batch.batch["response_mask"], mask)
-    assert metrics["rollout_corr/rollout_is_masked_fraction"] == pytest.approx(3 / rows)
+    assert metrics["rollout_corr/rollout_is_masked_fraction"] == pytest.approx(3 / len(log_ratios))
 
 
 def test_an_unknown_mode_is_refused_by_name():
@@ -302,9 +293,8 @@ def test_mismatch_metrics_are_their_formulas():
     trainer = torch.tensor([[-1.0, -2.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
     rollout = torch.tensor([[-1.5, -1.0, nan], [-0.5, nan, nan], [nan, nan, nan]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
-    wanted = {"log_prob_gap_abs_mean": 0.5, "log_prob_gap_abs_max": 1.0}
-    wanted |= {"seq_log_ratio_max": 0.0, "seq_log_ratio_min": -0.5}
-    wanted["k3_kl"] = sum(math.exp(d) - d - 1 for d in (0.5, -1.0, 0.0)) / 3
+    wanted = {"log_prob_gap_abs_mean": 0.5, "log_prob_gap_abs_max": 1.0, "seq_log_ratio_max": 0.0}
+    wanted |= {"seq_log_ratio_min": -0.5, "k3_kl": sum(math.exp(d) - d - 1 for d in (0.5, -1.0, 0.0)) / 3}
     wanted |= {"prob_gap_max": math.exp(-1.0) - math.exp(-1.5), "prob_gap_min": math.exp(-2.0) - math.exp(-1.0)}
     metrics = compute_mismatch_metrics(trainer, rollout, mask)
     assert metrics == pytest.approx({f"mismatch/{name}": value for name, value in wanted.items()})
@@ -329,7 +319,7 @@ def test_the_actor_measures_before_the_first_update_whatever_the_cut(epochs):
         metrics = {key: value for key, value in metrics.items() if key.startswith("mismatch/")}
         assert len(metrics) == 7 and all(len(values) == 1 for values in metrics.values())
         found.append({key: values[0] for key, values in metrics.items()})
-    assert found[0] == pytest.approx(found[2], rel=2e-2) and found[1] == pytest.approx(found[2], rel=2e-2)
+    assert found[:2] == [pytest.approx(found[2], rel=2e-2)] * 2
     assert found[0]["mismatch/log_prob_gap_abs_mean"] == pytest.approx(0.53, abs=0.1)
 
 

@@ -66,8 +66,7 @@ def patched(unpack: Callable[[str], Path]) -> Callable[[str], Path]:
 
     @functools.cache
     def get(version: str) -> Path:
-        folder = unpack(version)
-        change_tree(folder, State.APPLIED)
+        change_tree(folder := unpack(version), State.APPLIED)
         return folder
 
     return get
@@ -75,10 +74,7 @@ def patched(unpack: Callable[[str], Path]) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def outcomes() -> Iterator[Callable[..., dict[str, str]]]:
-    """Run pytest with a tree's verl, in the tree; return passed, failed or error by the name of each test.
-
-    Each run is a fork of one process that has imported everything but verl.
-    """
+    """Run pytest in a tree, in a fork of one process that has all but verl; return each test's outcome by its name."""
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": str(Path(__file__).parent)}
     options = ["-q", "-rA", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "--tb=no"]
 
