@@ -1,11 +1,13 @@
 """Files made by git, whatever git is told elsewhere, and put in place so that a kill at any point loses nothing."""
 
 import errno
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from small_series import CONFIG, CORE, NEW, PATCHED, TEST
@@ -35,8 +37,7 @@ def copied(tree, tmp_path):
     """Make the files of the other state in a folder of their own and return their contents."""
 
     def run(tree=tree):
-        folder = tmp_path / "copies"
-        folder.mkdir()
+        (folder := tmp_path / "copies").mkdir()
         make_copies(tree, APPLIED, files_to_change(tree, APPLIED), folder)
         return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -92,9 +93,7 @@ def test_a_file_edited_while_copies_are_made_is_left_alone(release, series, monk
     monkeypatch.setattr(change, "make_copies", slow)
     with pytest.raises(PatchError, match=f"dirty; .*{CONFIG}.*Nothing was touched"):
         change_tree(release, APPLIED)
-    assert (release / CONFIG).read_text() == "mine\n"
-    (release / CONFIG).write_bytes(before[CONFIG][1])
-    assert snapshot(release) == before
+    assert snapshot(release) == before | {CONFIG: (before[CONFIG][0], b"mine\n")}
 
 
 @pytest.mark.parametrize("goal", [None, *State])
@@ -109,24 +108,23 @@ def test_dirty_is_refused_and_untouched(release, series, goal, in_part):
     assert snapshot(release) == before
 
 
-def test_installed_package_only_by_name(release, series, tmp_path):
-    folder = shutil.copytree(release, tmp_path / "site-packages")
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+def test_installed_package_only_by_name_through_a_link_too(release, series, tmp_path, packages):
+    folder, link = shutil.copytree(release, tmp_path / packages), tmp_path / "looks_harmless"
+    link.symlink_to(folder)
     before = snapshot(folder)
-    with pytest.raises(PatchError, match="an installed package; nothing was touched"):
-        change_tree(folder, APPLIED)
+    with pytest.raises(PatchError, match="an installed package; nothing was touched.*--installed"):
+        change_tree(link, APPLIED)
     assert snapshot(folder) == before
-    change_tree(folder, APPLIED, installed=True)
-    assert (folder / NEW).exists() and not (folder / TEST).exists()
-    change_tree(folder, PRISTINE, installed=True)
+    change_tree(link, APPLIED, installed=True)
+    assert (folder / NEW).exists() and not (folder / TEST).exists()  # its tests/ may be anybody's
+    change_tree(link, PRISTINE, installed=True)
     assert snapshot(folder) == before
 
 
 def test_a_full_disk_leaves_the_tree_as_it_was(release, series, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     before = snapshot(release)
-    monkeypatch.setattr(change.os, "fsync", full)
+    monkeypatch.setattr(change.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left on device"):
         change_tree(release, APPLIED)
     assert snapshot(release) == before
@@ -150,9 +148,6 @@ def test_the_owner_is_kept_when_root_patches(release, series):
 
 
 def test_an_owner_that_cannot_be_kept_is_refused(release, series, monkeypatch):
-    def forbidden(*arguments):
-        raise PermissionError(1, "Operation not permitted")
-
     real = change.Path.stat
 
     def of_another_user(path, **options):
@@ -161,7 +156,7 @@ def test_an_owner_that_cannot_be_kept_is_refused(release, series, monkeypatch):
 
     before = snapshot(release)
     with monkeypatch.context() as patch:
-        patch.setattr(change.os, "chown", forbidden)
+        patch.setattr(change.os, "chown", Mock(side_effect=PermissionError(1, "Operation not permitted")))
         patch.setattr(change.Path, "stat", of_another_user)
         with pytest.raises(PatchError, match="belongs to user 12345.*nothing was touched"):
             change_tree(release, APPLIED)
@@ -181,22 +176,19 @@ def die_at_call(number, goal, release):
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    left = number
+    counted = itertools.count()
 
     def dying(real):
         def call(*arguments, **keywords):
-            nonlocal left
-            left -= 1
-            if left < 0:
+            if next(counted) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*arguments, **keywords)
 
         return call
 
-    calls = {os: ("replace", "fsync"), change.Path: ("mkdir", "unlink", "rmdir", "chmod")}
-    for owner, names in (calls | {shutil: ("copyfile", "rmtree")}).items():
-        for name in names:
-            setattr(owner, name, dying(getattr(owner, name)))
+    calls = {os: "replace fsync", change.Path: "mkdir unlink rmdir chmod", shutil: "copyfile rmtree"}
+    for owner, name in ((owner, name) for owner, names in calls.items() for name in names.split()):
+        setattr(owner, name, dying(getattr(owner, name)))
     try:
         change_tree(release, goal)
         os._exit(0)
@@ -207,10 +199,9 @@ def die_at_call(number, goal, release):
 @pytest.mark.parametrize("goal", list(State))
 def test_killed_anywhere_files_are_whole_and_the_next_call_finishes_or_takes_back(series, copy_of_release, goal):
     (other,) = set(State) - {goal}
-    states = {PRISTINE: snapshot(copy_of_release("pristine"))}
+    states, seen = {PRISTINE: snapshot(copy_of_release("pristine"))}, {PRISTINE: 0, APPLIED: 0, None: 0}
     change_tree(example := copy_of_release("example"), APPLIED)
     states[APPLIED] = snapshot(example)
-    seen = {PRISTINE: 0, APPLIED: 0, None: 0}
     for number in range(100):
         release = copy_of_release(f"{number}")
         change_tree(release, other)
@@ -236,9 +227,8 @@ def test_killed_anywhere_files_are_whole_and_the_next_call_finishes_or_takes_bac
 def test_one_at_a_time(tmp_path):
     with folder_for_copies(tmp_path) as folder:
         (folder / "copy").write_text("")
-        with pytest.raises(PatchError, match="another verl-precision patch is at work"):
-            with folder_for_copies(tmp_path):
-                pass
+        with pytest.raises(PatchError, match="another verl-precision patch is at work"), folder_for_copies(tmp_path):
+            pass
         assert (folder / "copy").exists()
     with folder_for_copies(tmp_path):
         pass
