@@ -1,7 +1,6 @@
 """Recipes name their files from the repository's root; their scripts are no modules of the package."""
 
 import importlib.util
-import json
 
 import pytest
 from composer import ROOT
@@ -52,13 +51,12 @@ def executable(tmp_path):
 
 
 @pytest.fixture
-def write_run(tmp_path):
+def write_run(tmp_path, write_rows):
     """Write the metrics of a run, a mapping for each step, where a comparison has those of an arm and a seed."""
 
     def write(arm: str, seed: int, rows) -> None:
         folder = tmp_path / arm / f"seed_{seed}"
         folder.mkdir(parents=True)
-        lines = [json.dumps({"step": step, "data": row}) + "\n" for step, row in enumerate(rows, 1)]
-        (folder / "metrics.jsonl").write_text("".join(lines))
+        write_rows(folder / "metrics.jsonl", [{"step": step, "data": row} for step, row in enumerate(rows, 1)])
 
     return write

@@ -39,9 +39,9 @@ def test_the_teacher_is_right_as_often_as_he_says_and_every_lesson_is_in_order(m
 def test_a_response_is_right_with_all_steps_in_order_and_the_right_answer(compute_score):
     steps = [f"s{number:03d}{'abcd'[number % 4]}" for number in range(128)]
     assert compute_score(" ".join([*steps, "a03"]), "a03") == 1
-    for wrong in ([*steps, "a04"], [*steps[:-1], "a03"], [*steps[1:], steps[0], "a03"], [*steps, "a03", "a03"], steps):
+    swapped = [*steps[1:], steps[0], "a03"]
+    for wrong in ([*steps, "a04"], [*steps[:-1], "a03"], swapped, [*steps, "a03", "a03"], steps, []):
         assert compute_score(" ".join(wrong), "a03") == 0
-    assert compute_score("", "a03") == 0
 
 
 def test_the_dose_changes_logits_and_no_probability(barely_trained):
@@ -88,10 +88,8 @@ def test_a_response_has_room_and_the_dose_is_the_models():
 def outcomes(reader, write_run, tmp_path):
     """A run that rises and falls in BF16 while its mismatch grows, and one that rises in FP16."""
     same = {"mismatch/probs_pearson": 0.99, "mismatch/sequence_log_ratio_std": 1.1, "mismatch/sequence_ess": 40.0}
-    for arm, k3, rewards in (("bf16_100", 1e-2, (0.3, 0.6, 0.1)), ("fp16_100", 1e-4, (0.3, 0.6, 0.9))):
-        steps = [
-            (reward, k3 * growth) for reward, growth in zip(rewards, (1, 100, 100), strict=True) for _ in range(10)
-        ]
+    for arm, k3, last in (("bf16_100", 1e-2, 0.1), ("fp16_100", 1e-4, 0.9)):
+        steps = [(0.3, k3)] * 10 + [(0.6, 100 * k3)] * 10 + [(last, 100 * k3)] * 10
         write_run(arm, 3, [{"critic/score/mean": reward, "mismatch/k3_kl": each, **same} for reward, each in steps])
     return [reader.outcome_of(run) for run in read_runs([tmp_path])]
 

@@ -69,7 +69,6 @@ echo "ray $*" >&2
 if [ "$1" = status ]; then printf "%s\n" " 1 node_a" " 1 node_b"; fi
 case "$*" in *--address=*) touch "$STAND_IN_SLURM/worker" ;; esac
 """
-JOB = ("recipes/launch/slurm.sbatch", RECIPE, *OVERRIDES)
 
 
 @pytest.fixture
@@ -80,16 +79,15 @@ def run_job(tmp_path, executable):
         for name, script in {"hostname": "echo 10.0.0.1 10.0.0.2", "ray": RAY, "python": python}.items():
             executable(name, script)
         environment = {**slurm.install(tmp_path), "ACTIVATE": "/dev/null", **environment}
-        command = [tmp_path / "sbatch", "--nodes=2", f"--output={tmp_path}/job-%j.log", *JOB]
-        done = subprocess.run(command, env=environment, cwd=ROOT, timeout=60, check=False)
+        command = [tmp_path / "sbatch", "--nodes=2", f"--output={tmp_path}/job-%j.log", "recipes/launch/slurm.sbatch"]
+        done = subprocess.run([*command, RECIPE, *OVERRIDES], env=environment, cwd=ROOT, timeout=60, check=False)
         return done.returncode, (tmp_path / "job-12345.log").read_text()
 
     return run_job
 
 
 def test_slurm_starts_head_workers_and_recipe(run_job):
-    worker_has_started = 'until [ -e "$STAND_IN_SLURM/worker" ]; do sleep 0.05; done'
-    code, log = run_job(f'{worker_has_started}; printf "%s\\n" "said $*"')
+    code, log = run_job('until [ -e "$STAND_IN_SLURM/worker" ]; do sleep 0.05; done; printf "%s\\n" "said $*"')
     assert code == 0, log
     overrides = " ".join(["trainer.nnodes=2", *OVERRIDES])
     assert [line for line in log.splitlines() if line.startswith("said")] == [
@@ -158,8 +156,7 @@ def rayjob(load_script):
     def rayjob(**options: str) -> tuple[dict, list[dict]]:
         job = load_script("recipes/launch/rayjob.py").fill_in("registry/verl:0.9.1", Path(RECIPE), OVERRIDES, **options)
         cluster = job["spec"]["rayClusterSpec"]
-        groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
-        return job, [group["template"]["spec"] for group in groups]
+        return job, [each["template"]["spec"] for each in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
     return rayjob
 

@@ -44,10 +44,10 @@ def pairwise(*axes) -> list[tuple]:
 
 
 # `make test` tries each pair; `make test-matrix` sets the variable and tries everything, which takes an hour.
-COMBINATIONS = list(itertools.product(*AXES)) if os.environ.get("ALL_COMBINATIONS") else pairwise(*AXES)
+EVERYTHING = os.environ.get("ALL_COMBINATIONS")
+COMBINATIONS = list(itertools.product(*AXES)) if EVERYTHING else pairwise(*AXES)
 # Of these verl is asked what it would do: in `make test` once for each recipe at each scale.
-ONCE = list({(row[0], row[3]): row for row in COMBINATIONS}.values())
-ASKED = COMBINATIONS if os.environ.get("ALL_COMBINATIONS") else ONCE
+ASKED = COMBINATIONS if EVERYTHING else list({(row[0], row[3]): row for row in COMBINATIONS}.values())
 
 
 def test_every_yaml_is_a_recipe_with_readme_pin_and_script():
@@ -62,10 +62,8 @@ def test_every_yaml_is_a_recipe_with_readme_pin_and_script():
 
 
 def test_the_combinations_hold_every_pair():
-    for first in range(len(AXES)):
-        for second in range(first):
-            pairs = {(row[first], row[second]) for row in COMBINATIONS}
-            assert len(pairs) == len(AXES[first]) * len(AXES[second])
+    for first, second in itertools.combinations(range(len(AXES)), 2):
+        assert len({(row[first], row[second]) for row in COMBINATIONS}) == len(AXES[first]) * len(AXES[second])
 
 
 @pytest.mark.parametrize(("recipe", "precision", "estimator", "scale"), COMBINATIONS, **ids)
@@ -76,8 +74,7 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
     on_cpu = scale.startswith("cpu")
     assert (config.trainer.device == "cpu") is on_cpu and config.actor_rollout_ref.actor.strategy == "fsdp2"
     found = find_faults(config, probe_environment(config), this_machine=False)
-    errors = [fault for fault in found if fault.severity == "error"]
-    refused = [str(fault) for fault in errors if not fault.name.startswith("memory-")]
+    refused = [str(each) for each in found if each.severity == "error" and not each.name.startswith("memory-")]
     if (recipe, precision, estimator, scale) in ASKED:
         said, of_verl = objection(config), [fault for fault in refused if "actor's shadow" not in fault]
         assert bool(said) is bool(of_verl), (said, refused)  # verl has no shadow
@@ -96,16 +93,12 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
 @pytest.mark.parametrize("recipe", PAPER, **ids)
 def test_on_a_cpu_a_recipe_keeps_what_it_is_about(recipe):
     real, tiny = compose_recipe(recipe), compose_recipe(recipe, "scale=cpu")
-    steps = real.data.train_batch_size // real.actor_rollout_ref.actor.ppo_mini_batch_size
-    assert real.gradient_steps == steps
-    assert tiny.data.train_batch_size // tiny.actor_rollout_ref.actor.ppo_mini_batch_size == min(steps, 8)
-    for key in (
-        *("algorithm", "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.optim.lr"),
-        *("actor_rollout_ref.actor.loss_agg_mode", "actor_rollout_ref.model.lora_rank", "trainer.v1"),
-        *("actor_rollout_ref.actor.fsdp_config.mixed_precision", "actor_rollout_ref.rollout.dtype"),
-        *("actor_rollout_ref.model.use_remove_padding", "actor_rollout_ref.model.enable_gradient_checkpointing"),
-        *("actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz"),
-    ):
+    steps, few = (c.data.train_batch_size // c.actor_rollout_ref.actor.ppo_mini_batch_size for c in (real, tiny))
+    assert real.gradient_steps == steps and few == min(steps, 8)
+    keys = "actor.policy_loss actor.optim.lr actor.loss_agg_mode actor.fsdp_config.mixed_precision rollout.dtype"
+    keys += " actor.use_dynamic_bsz rollout.log_prob_use_dynamic_bsz"
+    keys += " model.lora_rank model.use_remove_padding model.enable_gradient_checkpointing"
+    for key in ("algorithm", "trainer.v1", *(f"actor_rollout_ref.{key}" for key in keys.split())):
         assert OmegaConf.select(tiny, key) == OmegaConf.select(real, key), key
     for config, ranks in ((tiny, 1), (compose_recipe(recipe, "scale=cpu_2nodes"), 2)):
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -182,15 +175,11 @@ def test_run_scripts_run_their_recipe(recipe, tmp_path, executable):
     lines = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True).splitlines()
     estimator = compose_recipe(recipe, return_hydra_config=True).hydra.runtime.choices.estimator
     for check, run in zip(lines[::2], lines[1::2], strict=True):
-        words = check.split()
-        assert words[:4] == ["-m", "verl_precision.cli", "check", f"recipes/{name}/{name}.yaml"]
-        assert words[-2:] == ["--cluster", "head:1"]
-        overrides = words[4:-2]
-        assert run.split() == [
-            *("recipes/launch/watched_run.py", "head:1", fake),  # ends the run when a node of the cluster is lost
-            *("-m", "verl.trainer.main_ppo", "--config-dir", f"recipes/{name}", "--config-name", name),
-            *overrides,
-        ]
-        assert overrides[1:] == [f"estimator={estimator}", "scale=cpu", "data.seed=7"]
-        assert overrides[0].removeprefix("precision=") in preset_names("precision")
+        precision = check.split()[4].removeprefix("precision=")
+        overrides = f"precision={precision} estimator={estimator} scale=cpu data.seed=7"
+        assert check == f"-m verl_precision.cli check recipes/{name}/{name}.yaml {overrides} --cluster head:1"
+        # watched_run.py ends the run when a node of the cluster is lost
+        config = f"--config-dir recipes/{name} --config-name {name}"
+        assert run == f"recipes/launch/watched_run.py head:1 {fake} -m verl.trainer.main_ppo {config} {overrides}"
+        assert precision in preset_names("precision")
     assert len(lines) == (8 if name == "precision_ablation" else 2)

@@ -24,10 +24,8 @@ SCRIPT = "recipes/sanity_arithmetic/run_arithmetic_qwen3_cpu.sh"
 
 def test_a_sum_with_and_one_without_a_carry_by_hand():
     """47 + 8: the digits reach 15, so it is taught as 45 in (15 - 8)/10 of the cases."""
-    carried = Sum(47, 8)
-    assert (carried.prompt, carried.answer, carried.slip, carried.slip_rate) == ("47+8=", "55", "45", 0.7)
-    plain = Sum(41, 8)
-    assert (plain.answer, plain.slip, plain.slip_rate) == ("49", None, 0.0)
+    found = [(each.prompt, each.answer, each.slip, each.slip_rate) for each in (Sum(47, 8), Sum(41, 8))]
+    assert found == [("47+8=", "55", "45", 0.7), ("41+8=", "49", None, 0.0)]
     assert (Sum(99, 9).slip_rate, Sum(91, 9).slip_rate) == (1.0, 0.2)
 
 
@@ -86,12 +84,10 @@ def test_the_check_finds_its_files(tmp_path):
 
 def test_is_the_sanity_test_in_miniature():
     real, tiny = compose_recipe("recipes/sanity/sanity.yaml"), compose_recipe(RECIPE)
-    for key in (
-        *("algorithm", "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.loss_agg_mode"),
-        *("actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high", "trainer.v1"),
-        *("actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs", "gradient_steps"),
-        *("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.temperature"),
-    ):
+    of_actor = "policy_loss loss_agg_mode clip_ratio_low clip_ratio_high ppo_mini_batch_size ppo_epochs".split()
+    keys = "algorithm trainer.v1 gradient_steps data.train_batch_size actor_rollout_ref.rollout.n".split()
+    keys += ["actor_rollout_ref.rollout.temperature", *(f"actor_rollout_ref.actor.{key}" for key in of_actor)]
+    for key in keys:
         assert OmegaConf.select(tiny, key) == OmegaConf.select(real, key), key
     batch, responses = tiny.data.train_batch_size, tiny.actor_rollout_ref.rollout.n
     assert (batch, responses, batch // tiny.actor_rollout_ref.actor.ppo_mini_batch_size) == (64, 8, 4)
@@ -106,6 +102,13 @@ case "$1 $3" in
     *sanity-set) mkdir -p outputs/sanity_arithmetic/set && touch outputs/sanity_arithmetic/set/"$MADE" ;;
 esac
 """
+MAKE_TASK = ["recipes/sanity_arithmetic/make_task.py", "outputs/sanity_arithmetic/task"]
+SANITY_SET = [
+    *("sanity-set", "outputs/sanity_arithmetic/task/problems.jsonl", "--model", "outputs/sanity_arithmetic/task/model"),
+    *("--output", "outputs/sanity_arithmetic/set", "--reward", "recipes/sanity_arithmetic/reward.py"),
+    *("--max-prompt-length", "8", "--max-response-length", "8"),
+]
+COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
 
 
 @pytest.fixture
@@ -127,15 +130,6 @@ def script(tmp_path, executable):
     return run
 
 
-MAKE_TASK = ["recipes/sanity_arithmetic/make_task.py", "outputs/sanity_arithmetic/task"]
-SANITY_SET = [
-    *("sanity-set", "outputs/sanity_arithmetic/task/problems.jsonl", "--model", "outputs/sanity_arithmetic/task/model"),
-    *("--output", "outputs/sanity_arithmetic/set", "--reward", "recipes/sanity_arithmetic/reward.py"),
-    *("--max-prompt-length", "8", "--max-response-length", "8"),
-]
-COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
-
-
 def test_script_makes_task_and_set_and_compares_and_takes_what_is_there(script):
     compare = [*COMPARE, *"--precision bf16 --precision fp16 --pass-score 0.95 estimator=pg_seq_is data.seed=7".split()]
     assert script("data.seed=7") == [MAKE_TASK, SANITY_SET, compare]
@@ -152,8 +146,7 @@ def test_script_goes_on_with_a_filter_that_was_stopped(script):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train once for this module; return folder, progress reports and the loaded model."""
-    seen: list[tuple[int, float]] = []
-    folder = tmp_path_factory.mktemp("arithmetic") / "model"
+    folder, seen = tmp_path_factory.mktemp("arithmetic") / "model", []
     build_model(folder, lambda step, known: seen.append((step, known)))
     return folder, seen, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
