@@ -5,11 +5,10 @@ would have done, by their own code in this process. Where only a GPU could show 
 site-packages: verl 0.9.1 and vLLM 0.28.0.
 """
 
-import importlib.util
 import math
 import os
 import re
-import types
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy
@@ -39,7 +38,7 @@ from verl_precision.check.verl_refusals import refusals
 #   verl: MESSAGE     `verl_says.objection` raises it
 #   vllm: MESSAGE     vLLM's `EngineArgs` refuses it
 #   by reading: LINE  only a run could show it
-#   NAME              `witness_NAME` below
+#   NAME              `witness_NAME`, or an entry of `WITNESSES`, below
 EDITS = """
 token-budget-too-small E sanity 1x8_a100 actor.ppo_max_token_len_per_gpu=4000 | verl: max_token_len must be greater
 token-budget-too-small  E sanity      1x8_h100 rollout.log_prob_max_token_len_per_gpu=4000 estimator=grpo \
@@ -172,10 +171,9 @@ def test_verl_would_have_refused_it(row):
     assert re.search(witness.removeprefix("verl: "), objection(composed(recipe, scale, edit)))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "scale", "edit"),
-    [(recipe, scale, edit) for recipe, scale, *edits in map(str.split, SURVIVED.splitlines()[1:]) for edit in edits],
-)
+@pytest.mark.parametrize(("recipe", "scale", "edit"), [
+    (recipe, scale, edit) for recipe, scale, *edits in map(str.split, SURVIVED.splitlines()[1:]) for edit in edits
+])  # fmt: skip
 def test_what_verl_survives_raises_no_error(recipe, scale, edit):
     config = composed(recipe, scale, edit)
     found = find_faults(config, probe_environment(config), this_machine=False)
@@ -200,7 +198,7 @@ def witness_arithmetic(config) -> None:
 
 
 def witness_padded(config) -> None:
-    trainer = types.SimpleNamespace(config=config, use_critic=False, global_steps=1)
+    trainer = SimpleNamespace(config=config, use_critic=False, global_steps=1)
     multiple = PPOTrainer._get_required_batch_multiple(trainer, config.trainer.n_gpus_per_node)
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % multiple
     assert objection(config) == "", "it is padded, and nothing else is said"
@@ -208,8 +206,7 @@ def witness_padded(config) -> None:
 
 def witness_left_over(config) -> None:
     """The mesh that verl asks for leaves ranks out."""
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    engine = engines(config)[0]
+    gpus, engine = config.trainer.nnodes * config.trainer.n_gpus_per_node, engines(config)[0]
     size = max(engine.ulysses[1], engine.node.fsdp_size)
     assert (gpus // size) * size < gpus  # create_device_mesh: (world_size // fsdp_size, fsdp_size)
 
@@ -218,7 +215,7 @@ def witness_monkey_patch(config) -> None:
     from verl.models.transformers.monkey_patch import apply_monkey_patch
 
     _, size = engines(config)[0].ulysses
-    model = type("Model", (), {"config": types.SimpleNamespace(**model_config(config))})()
+    model = type("Model", (), {"config": SimpleNamespace(**model_config(config))})()
     with pytest.raises(AssertionError, match="num_attention_heads 12 must be divisible by ulysses_sp_size 8"):
         apply_monkey_patch(model, ulysses_sp_size=size)
 
@@ -226,8 +223,8 @@ def witness_monkey_patch(config) -> None:
 def witness_context(config) -> None:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    described = types.SimpleNamespace(hf_config=types.SimpleNamespace(**model_config(config)))
-    server = types.SimpleNamespace(config=config.actor_rollout_ref.rollout, model_config=described)
+    described = SimpleNamespace(hf_config=SimpleNamespace(**model_config(config)))
+    server = SimpleNamespace(config=config.actor_rollout_ref.rollout, model_config=described)
     with pytest.raises(ValueError, match="less than or equal to max_position_embeddings"):
         vLLMHttpServer._validate_configs(server)
 
@@ -239,44 +236,18 @@ def witness_bare_reward(config) -> None:
     assert torch.allclose(advantages, 0.7 * mask, atol=1e-5)
 
 
-def witness_resume(config) -> None:
-    with pytest.raises((AssertionError, UnboundLocalError)):
-        PPOTrainer._load_checkpoint(types.SimpleNamespace(config=config))
-
-
-def witness_rollout_registry(config) -> None:
-    with pytest.raises(AssertionError, match="Rollout vlm with mode async not found"):
-        get_rollout_class(config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode)
-
-
 def witness_dataset(config) -> None:
     files = config.data.val_files if config.data.val_files is None else config.data.train_files
     with pytest.raises((AttributeError, TypeError, ValueError)):
         RLHFDataset(files, None, config.data)
 
 
-def witness_reward(config) -> None:
-    with pytest.raises(AttributeError, match="score"):
-        get_custom_reward_fn(config)
-
-
 def witness_steps_per_epoch(config) -> None:
     tokenizer = hf_tokenizer(str(cached_tiny_model("qwen3")))
-    trainer = types.SimpleNamespace(config=config, tokenizer=tokenizer, processor=None, trainer_mode="sync")
-    trainer.parameter_sync_step = 1
+    given = {"tokenizer": tokenizer, "processor": None, "trainer_mode": "sync", "parameter_sync_step": 1}
+    trainer = SimpleNamespace(config=config, **given)
     PPOTrainer._init_dataloader(trainer)
     assert trainer.steps_per_epoch == 0, "PPOTrainer.fit divides by it"
-
-
-def witness_folder(config) -> None:
-    with pytest.raises(NotADirectoryError):
-        os.makedirs(config.trainer.default_local_dir, exist_ok=True)
-
-
-def witness_logger(config) -> None:
-    assert importlib.util.find_spec("clearml") is None
-    with pytest.raises(ImportError):
-        Tracking("project", "experiment", config.trainer.logger, config={})
 
 
 def witness_critic(config) -> None:
@@ -286,6 +257,17 @@ def witness_critic(config) -> None:
 
 
 WITNESSES = {name.removeprefix("witness_"): value for name, value in globals().items() if name.startswith("witness_")}
+WITNESSES |= {  # a call that raises
+    "folder": lambda config: pytest.raises(NotADirectoryError, os.makedirs, config.trainer.default_local_dir),
+    "logger": lambda config: pytest.raises(ImportError, Tracking, "", "", config.trainer.logger).match("clearml"),
+    "resume": lambda config: pytest.raises(
+        (AssertionError, UnboundLocalError), PPOTrainer._load_checkpoint, SimpleNamespace(config=config)
+    ),
+    "reward": lambda config: pytest.raises(AttributeError, get_custom_reward_fn, config).match("score"),
+    "rollout_registry": lambda config: pytest.raises(
+        AssertionError, get_rollout_class, config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode
+    ).match("Rollout vlm with mode async not found"),
+}
 
 
 def test_vllm_would_have_refused_it():
