@@ -39,8 +39,7 @@ router-replay             E enable_rollout_routing_replay REPLAY rollout.enable_
 router-replay E router_replay.mode +precision=bf16 +router_replay=old algorithm.rollout_correction.bypass_mode=True
 router-replay             E use_remove_padding     +precision=bf16 +router_replay=measure model.use_remove_padding=False
 router-replay             E fsdp_config.shadow     +precision=bf16 +router_replay=rollout fsdp.shadow.every_n_steps=1
-router-replay             E actor.ulysses_sequence_parallel_size \
-    +precision=bf16 +router_replay=old actor.ulysses_sequence_parallel_size=2
+router-replay E actor.ulysses_sequence_parallel_size +precision=bf16 +router_replay=old actor.ULYSSES=2
 half-master-weights       E model_dtype            fsdp.model_dtype=bf16
 token-budget-too-small    E actor.ppo_max_token_len_per_gpu \
     actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
@@ -55,10 +54,9 @@ attention-refuses-fp32    E attn_implementation    +precision=fp16 actor.use_kl_
     ref.fsdp_config.mixed_precision.param_dtype=fp32 ref.fsdp_config.dtype=float32
 attention-refuses-fp32    E attn_implementation    +precision=bf16_train_fp32_rollout fsdp.shadow.every_n_steps=1
 attention-refuses-fp32    E critic.fsdp.mixed_precision.param_dtype +precision=fp32 critic.enable=True
-ulysses-needs-flash       E actor.ulysses_sequence_parallel_size +precision=fp32 actor.ulysses_sequence_parallel_size=2
-ulysses-needs-flash       E fsdp_config.ulysses_sequence_parallel_size +SDPA fsdp.ulysses_sequence_parallel_size=4
-ulysses-needs-flash       E ref.ulysses_sequence_parallel_size \
-    +scale=1x1_gpu actor.use_kl_loss=True ref.ulysses_sequence_parallel_size=2
+ulysses-needs-flash       E actor.ulysses_sequence_parallel_size +precision=fp32 actor.ULYSSES=2
+ulysses-needs-flash       E fsdp_config.ulysses_sequence_parallel_size +SDPA fsdp.ULYSSES=4
+ulysses-needs-flash       E ref.ulysses_sequence_parallel_size +scale=1x1_gpu actor.use_kl_loss=True ref.ULYSSES=2
 half-master-weights       E critic.fsdp.model_dtype critic.enable=True critic.fsdp.model_dtype=bf16
 half-master-weights       W model_dtype            fsdp.model_dtype=bf16 model.lora_rank=8
 half-weights              W ref.fsdp_config.model_dtype actor.use_kl_loss=True ref.fsdp_config.model_dtype=bf16
@@ -113,8 +111,7 @@ sampling-masks            E calculate_log_probs    MASKS +precision=bf16 rollout
 sampling-masks            E trainer_mode           MASKS +precision=bf16 trainer.v1.trainer_mode=vp_colocate_async
 sampling-masks            E fp32_log_probs         MASKS +precision=bf16 fsdp.fp32_log_probs=False
 sampling-masks            E use_fused_kernels      MASKS +precision=bf16 model.use_fused_kernels=True
-sampling-masks            E actor.fsdp_config.ulysses_sequence_parallel_size \
-    MASKS +precision=bf16 fsdp.ulysses_sequence_parallel_size=2
+sampling-masks E actor.fsdp_config.ulysses_sequence_parallel_size MASKS +precision=bf16 fsdp.ULYSSES=2
 temperature-in-half       W temperature            rollout.temperature=0.7 VERLS_ENGINE
 logprobs-missing          E calculate_log_probs    rollout.calculate_log_probs=False correction.rollout_is=token
 logprobs-missing          W calculate_log_probs    rollout.calculate_log_probs=False trainer.v1.trainer_mode=vp_sync
@@ -220,6 +217,7 @@ SHORT = {
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
     "SDPA": "model.override_config.attn_implementation=sdpa",
+    "ULYSSES": "ulysses_sequence_parallel_size",
     "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
     "REPLAY": "+precision=bf16 +router_replay=rollout",
     "ACTOR_FP16": "+fsdp.mixed_precision=FP16 rollout.dtype=float16",
@@ -229,19 +227,14 @@ SHORT = {
 @functools.cache
 def composed(overrides: str = ""):
     """Compose verl's own config with the rollout's log-probs, so that rules about them have something to look at."""
-    text = overrides
     for word, meant in SHORT.items():
-        text = text.replace(word, meant)
-    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", text)
+        overrides = overrides.replace(word, meant)
+    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", overrides)
     text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
     text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
     text = re.sub("=FP(16|32)", r"={param_dtype:fp\1,reduce_dtype:fp32,buffer_dtype:fp32}", text)
-    base = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
-    if "rollout.n=" not in text:
-        base.append("actor_rollout_ref.rollout.n=8")
-    if "calculate_log_probs" not in text:
-        base.append("actor_rollout_ref.rollout.calculate_log_probs=True")
-    return compose_verl(*base, *text.split(), return_hydra_config=True)
+    rollout = (f"actor_rollout_ref.rollout.{setting}" for setting in ("name=vllm", "n=8", "calculate_log_probs=True"))
+    return compose_verl("algorithm.adv_estimator=grpo", *rollout, *text.split(), return_hydra_config=True)
 
 
 def found(overrides: str = "", environment: Environment = NOTHING_KNOWN) -> list[str]:
@@ -292,7 +285,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "+precision=bf16 +router_replay=old",
     "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
     "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
-    "+precision=bf16 fsdp.ulysses_sequence_parallel_size=2",
+    "+precision=bf16 fsdp.ULYSSES=2",
     "actor.strategy=fsdp2 fsdp.offload_policy=True",
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
