@@ -1,7 +1,5 @@
 """Bad input is refused before Ray or a model starts: setting, value, what is allowed, what to do."""
 
-import copy
-import functools
 import json
 import os
 import shutil
@@ -11,27 +9,22 @@ import forked
 import psutil
 import pytest
 import torch
+from composer import compose_recipe
 from omegaconf import OmegaConf
 
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
-from verl_precision.check.recipe_config import compose_recipe
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TRAIN, REWARD = "data.train_files", "reward.custom_reward_function.path"
-
-
-@functools.cache
-def composed(root):
-    return compose_recipe(root / "recipes/quickstart/quickstart.yaml", [])
 
 
 @pytest.fixture
 def config(root, monkeypatch):
     monkeypatch.chdir(root)
     monkeypatch.setenv("VERL_PLATFORM", "")  # the callback sets it; put back after the test
-    return copy.deepcopy(composed(root))
+    return compose_recipe("recipes/quickstart/quickstart.yaml", return_hydra_config=True)
 
 
 @pytest.fixture
@@ -52,10 +45,7 @@ def change(path, **values):
     ({MODEL: "/models/qwne3"}, [f"{MODEL}='/models/qwne3'", "no such folder"]),
     ({MODEL: "recipes"}, ["no readable config.json"]),
     ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
-    (
-        {TRAIN: ["recipes/data/stand_in.jsonl", "nowhere.parquet"], REWARD: "nowhere.py"},
-        [f"{TRAIN}='nowhere.parquet'", "repository's root"],
-    ),
+    ({TRAIN: ["recipes/data/stand_in.jsonl", "no.json"], REWARD: "no.py"}, [f"{TRAIN}='no.json'", "repository's root"]),
     ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
     ({CPUS: 7}, []),
     ({"trainer.nnodes": 2, CPUS: 16}, ["ray_kwargs.ray_init.num_gpus=1"]),
@@ -176,7 +166,7 @@ assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "c
 def test_a_gpu_that_the_scales_name_overfills_is_said_and_not_refused(root, monkeypatch, capsys):
     """The GPUs that are there may be larger, and the driver does not ask for them."""
     monkeypatch.chdir(root)
-    too_much = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000", "actor_rollout_ref.rollout.n=1024"]
-    config = compose_recipe(root / "recipes/sanity/sanity.yaml", too_much)
+    too_much = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000", "actor_rollout_ref.rollout.n=1024"
+    config = compose_recipe("recipes/sanity/sanity.yaml", *too_much, return_hydra_config=True)
     assert not [problem for problem in find_problems(config) if "memory-training" in problem]
     assert "warning: actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1600000" in capsys.readouterr().err
