@@ -92,12 +92,15 @@ def stored(monkeypatch, *responses: tuple[float, ...], layout=torch.jagged, **fi
     monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
 
 
+def reported_by(judge: RunMonitor) -> dict:
+    judge.add_metrics(metrics := {})
+    return metrics
+
+
 def measured_by(judge: RunMonitor, batch, step: int = 1) -> dict:
-    metrics: dict = {}
     judge.remember_mask(batch)
     judge.measure_in_driver(batch, step)
-    judge.add_metrics(metrics)
-    return metrics
+    return reported_by(judge)
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
@@ -130,12 +133,12 @@ def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, 
 
 def test_what_rejection_hides_is_measured(monkeypatch):
     """verl writes its rejection into the mask: the token with the gap is gone from it."""
-    judge, metrics = monitor(REJECTION), {}
+    judge = monitor(REJECTION)
     stored(monkeypatch, (-1.0, -2.0))
     judge.remember_mask(batch_of(0))
     stored(monkeypatch, (-1.0, -2.0), response_mask=[torch.tensor([0, 1])])
     judge.measure_in_driver(batch_of(0), 1)
-    judge.add_metrics(metrics)
+    metrics = reported_by(judge)
     assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/log_prob_gap_max"] == 0.5
 
 
@@ -153,15 +156,12 @@ def test_staleness_is_told_from_precision(monkeypatch):
 def test_the_updates_between_two_syncs_are_merged(monkeypatch):
     """parameter_sync_step=2: verl would average what each update reports, and sum `total_variation`."""
     responses = [(-1.0, -2.0, -1.5), (-0.5,)]
-    both, one = monitor(), monitor()
     stored(monkeypatch, *responses)
-    expected = measured_by(one, batch_of(0, 0))
-    metrics: dict = {}
+    expected, judge = measured_by(monitor(), batch_of(0, 0)), monitor()
     for response in responses:
         stored(monkeypatch, response)
-        both.measure_in_driver(batch_of(0), 1)
-    both.add_metrics(metrics)
-    assert metrics == pytest.approx(expected)
+        judge.measure_in_driver(batch_of(0), 1)
+    assert reported_by(judge) == pytest.approx(expected)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -207,15 +207,13 @@ def test_what_the_worker_measured_becomes_metrics_with_their_own_names():
 
 
 def test_updates_of_the_worker_are_merged_and_one_without_tokens_changes_nothing():
-    judge, metrics = monitor(BYPASS), {}
+    judge = monitor(BYPASS)
     for numbers in ((1.0, 2.0, 3.0), (), (6.0,)):
         judge.take_from_the_worker(of_the_worker(*numbers))
-    judge.add_metrics(metrics)
+    metrics = reported_by(judge)
     assert metrics["actor/is_weight_mean"] == 3.0 and metrics["mismatch/tokens"] == 6
     judge.take_from_the_worker(of_the_worker())
-    metrics = {}
-    judge.add_metrics(metrics)
-    assert "actor/is_weight_mean" not in metrics, "undefined, and so absent"
+    assert "actor/is_weight_mean" not in reported_by(judge), "undefined, and so absent"
 
 
 def nested(rows):

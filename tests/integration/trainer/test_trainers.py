@@ -3,6 +3,7 @@
 import inspect
 import json
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -72,69 +73,53 @@ def test_without_rollout_log_probs_it_is_refused(config):
             refused(config)
 
 
-def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(monkeypatch, tmp_path):
+@pytest.fixture
+def trainer(config, monkeypatch, tmp_path):
+    """Our trainer at step 2, without verl's part of what it does."""
+    base, config.trainer.default_local_dir = TRAINER_REGISTRY["sync"], str(tmp_path)
+    monkeypatch.setattr(base, "__init__", lambda self, config: setattr(self, "config", config))
+    monkeypatch.setattr(base, "_compute_metrics", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: None)
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}").mkdir()
+    trainer = TRAINER_REGISTRY["vp_sync"](config)
+    trainer.global_steps, trainer.local_trigger_step = 2, 0
+    trainer.logger = SimpleNamespace(log=lambda data, step: None, logger={})
+    return trainer
+
+
+def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, monkeypatch, tmp_path):
     """verl has woken it for the next step by then, and on a GPU saving needs that memory.
 
     The last checkpoint before the trouble began is marked, so that verl does not remove it.
     """
     done = []
-    (tmp_path / "global_step_1").mkdir()
-    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_compute_metrics", lambda self, *args, **kwargs: None)
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
-    trainer = object.__new__(TRAINER_REGISTRY["vp_sync"])
-    trainer.__dict__ |= {
-        "_canary_metrics": {},
-        "_saved_step": None,
-        "_monitor": SimpleNamespace(
-            measured=dict,
-            add_metrics=lambda metrics: None,
-            judge=lambda step, metrics: MismatchAlarmError("k3 grows"),
-            first_alarm_step=2,
-            show_histograms=lambda tracking, step: None,
-            save=lambda folder: None,
-        ),
-        "_known": {},
-        "logger": SimpleNamespace(log=lambda data, step: None, logger={}),
-        "checkpoint_manager": SimpleNamespace(sleep_replicas=lambda: done.append("asleep")),
-        "config": SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path))),
-        "global_steps": 2,
-    }
+    trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("asleep"))
+    trainer._monitor = Mock(first_alarm_step=2, measured=dict)
+    trainer._monitor.judge.return_value = MismatchAlarmError("k3 grows")
     with pytest.raises(MismatchAlarmError):
         trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
     assert done == ["asleep", "saved"]
     assert (tmp_path / "global_step_1" / "KEEP").is_file()
 
 
-def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(monkeypatch, config, tmp_path):
+def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path):
     """verl saves before the metrics of the step are there to be judged."""
-    base, config.trainer.default_local_dir = TRAINER_REGISTRY["sync"], str(tmp_path)
-    monkeypatch.setattr(base, "__init__", lambda self, config: setattr(self, "config", config))
-    monkeypatch.setattr(base, "_compute_metrics", lambda self, *args, **kwargs: None)
-    monkeypatch.setattr(base, "_save_checkpoint", lambda self: (tmp_path / "global_step_7").mkdir())
-    trainer = TRAINER_REGISTRY["vp_sync"](config)
-    trainer.global_steps, trainer.logger = 7, SimpleNamespace(logger={})
     trainer._save_checkpoint()
-    trainer._compute_metrics(None, {"mismatch/k3_kl": 1e-5}, {}, global_steps=7, epoch=0)
-    saved = json.loads((tmp_path / "global_step_7" / ALARM_FILE).read_text())
+    trainer._compute_metrics(None, {"mismatch/k3_kl": 1e-5}, {}, global_steps=2, epoch=0)
+    saved = json.loads((tmp_path / "global_step_2" / ALARM_FILE).read_text())
     assert len(saved["k3_growth"]["baseline"]) == 1
 
 
-def test_an_update_leaves_its_statistics_for_the_end_of_the_step(monkeypatch, config, tmp_path):
+def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch, tmp_path):
     """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
-    base, half = TRAINER_REGISTRY["sync"], MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))])
-    monkeypatch.setattr(base, "__init__", lambda self, config: None)
-    monkeypatch.setattr(
-        base, "_update_actor", lambda self, batch, metrics: metrics.update(reduce_metrics({"actor/half": half}))
-    )
-    trainer, metrics = TRAINER_REGISTRY["vp_sync"](config), {}
-    trainer.global_steps, trainer.local_trigger_step = 1, 0
+    half, metrics = MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))]), {}
+    update = lambda self, batch, metrics: metrics.update(reduce_metrics({"actor/half": half}))  # noqa: E731
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_update_actor", update)
     trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
     assert metrics == {}
-    config.trainer.default_local_dir = str(tmp_path)
-    (tmp_path / "global_step_1").mkdir()
-    monkeypatch.setattr(base, "_save_checkpoint", lambda self: None)
-    file = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
-    trainer.config, trainer.logger = config, SimpleNamespace(logger={"file": file})
+    trainer.logger.logger["file"] = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
     trainer._save_checkpoint()
     assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
     trainer._monitor.add_metrics(metrics)
@@ -145,13 +130,9 @@ def test_separate_async_cannot_run_on_a_cpu(compose_verl):
     """It wants a checkpoint engine other than `naive`; all of verl's need CUDA or RDMA. So the tests above stand in."""
     config = compose_verl(
         "+scale=cpu",
-        "trainer.v1.trainer_mode=vp_separate_async",
-        f"{LOG_PROBS}=True",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "trainer.v1.separate_async.parameter_sync_step=1",
+        *("trainer.v1.trainer_mode=vp_separate_async", "trainer.v1.separate_async.parameter_sync_step=1"),
+        *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1", f"{LOG_PROBS}=True"),
+        *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
     )
     with pytest.raises(AssertionError, match="please use nccl/nixl/mooncake"):
         TRAINER_REGISTRY["vp_separate_async"](config)
