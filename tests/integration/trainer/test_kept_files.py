@@ -3,6 +3,8 @@
 import json
 import math
 from collections import namedtuple
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,9 +28,7 @@ def files(tmp_path, monkeypatch) -> Files:
 
 def started(resumed_at: int | None) -> Tracking:
     """Open the logger as a start of a run does; None: under verl's own trainer."""
-    if resumed_at is None:
-        return Tracking("project", "run", ["file"])
-    with kept_files.series_goes_on(resumed_at):
+    with nullcontext() if resumed_at is None else kept_files.series_goes_on(resumed_at):
         return Tracking("project", "run", ["file"])
 
 
@@ -97,18 +97,9 @@ def test_a_start_that_is_killed_loses_nothing(files, monkeypatch):
     """Killed after verl has emptied the file and before the rows are back."""
     train(started(0), range(1, 5), 1.0)
     before = files.metrics.read_bytes()
-
-    class KilledError(BaseException):
-        pass
-
-    def killed(self, data):
-        raise KilledError
-
-    class Emptied(FileLogger):
-        fp = property(lambda self: pytest.fail("not read"), killed)
-
-    with kept_files.series_goes_on(4), pytest.raises(KilledError):
-        Emptied("project", "run")
+    emptied = type("Emptied", (FileLogger,), {"fp": property(fset=Mock(side_effect=KeyboardInterrupt))})
+    with kept_files.series_goes_on(4), pytest.raises(KeyboardInterrupt):
+        emptied("project", "run")
     assert files.metrics.read_bytes() == b"" and files.pending.read_bytes() == before
     started(4)
     assert files.metrics.read_bytes() == before

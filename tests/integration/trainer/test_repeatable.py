@@ -23,13 +23,8 @@ def test_prompts_are_named_by_step_and_place(monkeypatch):
 
 
 def test_a_batch_is_sorted_whatever_the_order_of_arrival(monkeypatch):
-    buffer = SortedReplayBuffer(
-        trainer_mode="sync",
-        trainer_config={},
-        max_off_policy_threshold=None,
-        max_off_policy_strategy="drop",
-        sampler_kwargs={},
-    )
+    off_policy = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}
+    buffer = SortedReplayBuffer(trainer_mode="sync", trainer_config={}, sampler_kwargs={}, **off_policy)
     monkeypatch.setattr("transfer_queue.kv_clear", lambda **_: None)
     keys = ["b_0_0", "a_10_0", "c_0_0", "a_2_0", "a_2_1"]
     buffer.partitions["train"] = {key: {"key": key} for key in keys}

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from pathlib import Path
 
 import pytest
 import yaml
@@ -48,26 +47,17 @@ def test_what_changes_the_training_is_another_folder(override):
 
 
 def test_what_does_not_is_the_same_folder():
+    actor = "ppo_max_token_len_per_gpu=9000 ppo_micro_batch_size_per_gpu=2 checkpoint.save_contents=[model]"
+    engine = "optimizer_offload=True shadow.every_n_steps=10"
+    rollout = "agent.num_workers=2 log_prob_micro_batch_size_per_gpu=2 gpu_memory_utilization=0.5 val_kwargs.n=4"
     assert folder_of() == folder_of(
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
-        "actor_rollout_ref.actor.fsdp_config.shadow.every_n_steps=10",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.rollout.agent.num_workers=2",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2",
-        "critic.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
-        "actor_rollout_ref.rollout.val_kwargs.n=4",
-        "data.dataloader_num_workers=1",
-        f"data.val_files={DATA}",
-        "mismatch.alarm.on_alarm=stop",
-        "mismatch.enabled=False",
-        "trainer.logger=[console,file,wandb]",
-        "trainer.resume_mode=disable",
-        "trainer.save_freq=7",
+        *(f"actor_rollout_ref.actor.{setting}" for setting in actor.split()),
+        *(f"actor_rollout_ref.actor.fsdp_config.{setting}" for setting in engine.split()),
+        *(f"actor_rollout_ref.rollout.{setting}" for setting in rollout.split()),
+        *("critic.ppo_micro_batch_size_per_gpu=2", "data.dataloader_num_workers=1", f"data.val_files={DATA}"),
+        *("mismatch.alarm.on_alarm=stop", "mismatch.enabled=False", "weight_sync.canary.tokens=8"),
+        *("trainer.logger=[console,file,wandb]", "trainer.resume_mode=disable", "trainer.save_freq=7"),
         "trainer.total_training_steps=3000",
-        "weight_sync.canary.tokens=8",
     )
 
 
@@ -85,9 +75,9 @@ def test_a_name_of_the_users_own_is_left_alone():
 
 @pytest.fixture
 def claim(tmp_path):
-    def start(*overrides):
-        run_identity.claim_folder(named(f"trainer.default_local_dir={tmp_path / 'mine'}", *overrides))
-        return tmp_path / "mine" / run_identity.RUN_FILE
+    def start(*overrides, name="mine"):
+        run_identity.claim_folder(named(f"trainer.default_local_dir={tmp_path / name}", *overrides))
+        return tmp_path / name / run_identity.RUN_FILE
 
     return start
 
@@ -102,12 +92,8 @@ def test_a_changed_command_in_the_same_folder_is_refused_with_both_ways_out(clai
     before = claim().read_text()
     with pytest.raises(ConfigurationError) as refused:
         claim("actor_rollout_ref.actor.optim.lr=2e-6")
-    for words in (
-        "actor_rollout_ref.actor.optim.lr was 1e-06, is 2e-06",
-        "trainer.experiment_name=",
-        "trainer.resume_mode=resume_path trainer.resume_from_path=",
-        str(Path("mine")),
-    ):
+    ways_out = ("mine", "trainer.experiment_name=", "trainer.resume_mode=resume_path trainer.resume_from_path=")
+    for words in ("actor_rollout_ref.actor.optim.lr was 1e-06, is 2e-06", *ways_out):
         assert words in str(refused.value)
     assert claim().read_text() == before
 
@@ -128,14 +114,11 @@ def test_a_run_that_saves_nothing_leaves_nothing(claim):
     assert not claim("trainer.save_freq=-1").exists()
 
 
-def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(tmp_path, caplog):
-    def start(name, *overrides):
-        run_identity.claim_folder(named(f"trainer.default_local_dir={tmp_path / name}", *overrides))
-
-    start("far", "estimator=grpo")
-    start("near", "actor_rollout_ref.actor.optim.lr=3e-6")
+def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(claim, caplog):
+    claim("estimator=grpo", name="far")
+    claim("actor_rollout_ref.actor.optim.lr=3e-6", name="near")
     with caplog.at_level(logging.INFO, logger="verl_precision"):
-        start("new")
+        claim(name="new")
     line = caplog.records[-1].getMessage()
     assert "a new run" in line and "near" in line and "lr was 3e-06, is 1e-06" in line and "/far" not in line
 
