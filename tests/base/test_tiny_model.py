@@ -1,6 +1,7 @@
 """Tiny models: deterministic, complete, and never half there."""
 
 import filecmp
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,12 +55,7 @@ def test_cache_builds_once_and_leaves_nothing_half_done(tmp_path, monkeypatch):
     folder = cached_tiny_model("qwen3")
     stamp = (folder / "config.json").stat().st_mtime_ns
     assert cached_tiny_model("qwen3") == folder and (folder / "config.json").stat().st_mtime_ns == stamp
-
-    def interrupted(architecture, path):
-        path.mkdir()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tiny_model, "build_tiny_model", interrupted)
+    monkeypatch.setattr(tiny_model, "save", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         cached_tiny_model("qwen3_tied")
     assert [path.name for path in (tmp_path / "tiny_models").iterdir()] == [folder.name]
