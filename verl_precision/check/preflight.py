@@ -21,8 +21,7 @@ from verl_precision.check.rules.registry import find_faults
 from verl_precision.integration.rollout.weight_socket import choose_name
 from verl_precision.integration.trainer.found_checkpoints import mend_tracker
 from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
-from verl_precision.integration.trainer.saving import saves
-from verl_precision.integration.trainer.signals import SignalRequests
+from verl_precision.integration.trainer.saving import SignalRequests, saves
 from verl_precision.integration.trainer.trainers import PREFIX, measured_mode
 
 

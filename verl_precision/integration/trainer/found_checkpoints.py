@@ -94,24 +94,20 @@ def mend_tracker(config: DictConfig) -> None:
 def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
     """Have verl's checkpoint manager remember the checkpoints of earlier starts, which it removes in its usual order.
 
-    Those of steps before the one that is to be saved; incomplete ones go first. With a file `KEEP` they stay. The
-    newest complete one, from which a run would go on, outlives the saving of the next: with `keep=1`, where verl
-    removes what it remembers as soon as the new shards are there, it is not remembered yet.
-
-    Args:
-        checkpoint_manager: verl's, of one role.
-        local_path: That role's folder in the checkpoint that is to be saved.
-        keep: How many verl keeps; None: all, and nothing happens.
+    Those of steps before the one that is to be saved, in `local_path`; incomplete ones go first. With a file `KEEP`
+    they stay. The newest complete one, from which a run would go on, outlives the saving of the next: with `keep=1`,
+    where verl removes what it remembers as soon as the new shards are there, it is not remembered yet. Where verl
+    keeps all (`keep=None`), nothing happens.
     """
     new, known = Path(local_path).absolute(), checkpoint_manager.previous_saved_paths
     if not keep or not (name := _STEP.match(new.parent.name)):
         return
     remembered = {Path(path).absolute() for path in known}
     earlier = [path for step, path in checkpoints_in(new.parent.parent).items() if step < int(name[1])]
-    ours = [path for path in earlier if (path / new.name).is_dir() and path / new.name not in remembered]
-    ours = [path for path in ours if not (path / MARK).exists()]
-    whole = [path for path in ours if is_complete(path, checkpoint_manager.checkpoint_load_contents, (new.name,))]
-    half = [path for path in ours if path not in whole]
+    there = [p for p in earlier if (p / new.name).is_dir() and not (p / MARK).exists()]
+    forgotten = [path for path in there if path / new.name not in remembered]
+    whole = [p for p in forgotten if is_complete(p, checkpoint_manager.checkpoint_load_contents, (new.name,))]
+    half = [path for path in forgotten if path not in whole]
     if keep == 1 and not known:
         whole = whole[:-1]
     if half or whole:
