@@ -139,6 +139,14 @@ def test_at_the_end_of_a_step_it_saves_and_ends_as_asked(
     assert trainer.total_training_steps == last
 
 
+def test_a_step_that_is_saved_again_is_not_complete_before_verl_has_written_it(trainer, monkeypatch, tmp_path):
+    last = tmp_path / "global_step_2" / "data.pt"
+    last.touch()
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: last.touch(exist_ok=False))
+    trainer._save_checkpoint()
+    assert last.exists()
+
+
 def test_asked_to_end_while_verl_loads_it_does_not_begin(trainer, monkeypatch, tmp_path):
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "fit", lambda self, manager: pytest.fail("a step was begun"))
     (tmp_path / ".end_requested").touch()

@@ -44,12 +44,12 @@ def first_checkpoint_late(config: DictConfig, environment: Environment) -> Fault
     left = environment.seconds_left
     if first <= (LONG_HOURS * HOUR if left is None else left):
         return
-    limit = "clusters end most jobs after a day or less" if left is None else f"the job ends in {left / HOUR:.1f}"
+    limit = "clusters end most jobs after a day or less" if left is None else f"the job ends in {left / HOUR:.1f} hours"
     yield Fault(
         severity="error" if left is not None and first > 2 * left else "warning",
         setting="trainer.save_freq",
         problem=f"at about {step / 60:.0f} minutes a step (by arithmetic, within a factor of 2) the first checkpoint "
-        f"comes after {first / HOUR:.1f} hours, and {limit}: a job that ends before it has learned nothing",
+        f"comes after {first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch",
         allowed="a first checkpoint well before the job ends",
         remedy="Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often.",
     )

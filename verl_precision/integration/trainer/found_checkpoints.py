@@ -26,6 +26,7 @@ from verl_precision.integration.trainer.kept_files import MARK
 
 logger = logging.getLogger("verl_precision")
 
+LAST_FILE = "data.pt"  # of what a checkpoint needs
 TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"global_step_(\d+)$")
 _SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt$")
@@ -41,7 +42,7 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:
     """Return whether verl has written all of a checkpoint of its FSDP engines, and removed nothing of it."""
     wanted = {_FILES[content] for content in contents if content in _FILES}
-    return zipfile.is_zipfile(checkpoint / "data.pt") and all(wanted <= _whole(checkpoint / role) for role in roles)
+    return zipfile.is_zipfile(checkpoint / LAST_FILE) and all(wanted <= _whole(checkpoint / role) for role in roles)
 
 
 def _whole(folder: Path) -> set[str]:
