@@ -11,9 +11,10 @@ from verl_precision.integration.trainer.saving import every_minutes, saves
 
 MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
 HOUR = 3600
-# The assumptions of recipes/README.md, for a step's seconds within about a factor of 2: tokens a second that vLLM
-# draws on a GPU for a small and for a large model (parameters), FLOP/s of 40% of an H100, a fifth for all else.
-SMALL, FAST, SLOW, FLOPS, REST = 8e9, 5_000, 1_500, 0.4 * 989e12, 1.2
+# The assumptions of recipes/README.md, whose seconds a step are met within a factor of 3, and are exceeded by less than
+# 2: tokens a second that vLLM draws on a GPU for a small and for a large model (parameters), FLOP/s of 40% of an H100,
+# a fifth for all else.
+SMALL, FAST, SLOW, FLOPS, ALL_ELSE = 8e9, 5_000, 1_500, 0.4 * 989e12, 1.2
 LONG_HOURS = 12  # without a checkpoint, of a job whose limit is not known; half of slurm.sbatch's
 
 
@@ -48,7 +49,7 @@ def first_checkpoint_late(config: DictConfig, environment: Environment) -> Fault
     yield Fault(
         severity="error" if left is not None and first > 2 * left else "warning",
         setting="trainer.save_freq",
-        problem=f"at about {step / 60:.0f} minutes a step (by arithmetic, within a factor of 2) the first checkpoint "
+        problem=f"at about {step / 60:.0f} minutes a step (by rough arithmetic) the first checkpoint "
         f"comes after {first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch",
         allowed="a first checkpoint well before the job ends",
         remedy="Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often.",
@@ -66,7 +67,7 @@ def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
     idle = 3 * (shape.experts - shape.experts_per_token) * shape.hidden * shape.intermediate  # a token, a layer
     active = shape.parameters - shape.layers * idle
     drawn = FAST if shape.parameters < SMALL else SLOW
-    return REST * tokens / math.prod(gpus) * (1 / drawn + 8 * active / FLOPS)
+    return ALL_ELSE * tokens / math.prod(gpus) * (1 / drawn + 8 * active / FLOPS)
 
 
 @rule("checkpoint-space", of_machine=True)
