@@ -4,17 +4,22 @@ import json
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import forked
 import psutil
 import pytest
 import torch
 from composer import compose_recipe
+from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
+from verl_precision.integration.rollout.weight_socket import VARIABLE
+from verl_precision.integration.trainer.found_checkpoints import TRACKER
+from verl_precision.integration.trainer.saving import ENDED, ENDING, SignalRequests
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TRAIN, REWARD = "data.train_files", "reward.custom_reward_function.path"
@@ -147,6 +152,40 @@ def test_callback_ends_the_process_with_every_error_and_no_warning(config, capsy
     said = capsys.readouterr().err
     assert said.count("verl_precision: ") == 2 and "[rollout-contradicts-actor]" in said
     assert os.environ["VERL_PLATFORM"] == "cpu", "the platform was followed first"
+
+
+@pytest.fixture
+def own_folder(config, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")  # the callback sets it; put back after the test
+    (tmp_path / "run").mkdir()
+    config.trainer.update(default_local_dir=str(tmp_path / "run"), save_freq=5, max_actor_ckpt_to_keep=2)
+    return tmp_path / "run"
+
+
+def test_a_run_that_would_begin_from_scratch_unasked_is_refused(config, own_folder, capsys):
+    (own_folder / TRACKER).write_text("100")
+    with pytest.raises(SystemExit):
+        PreflightCallback().on_job_start(config)
+    assert "says '100', and no checkpoint in that folder is complete" in capsys.readouterr().err
+
+
+def test_a_run_hears_signals_and_ends_with_their_exit_code(config, own_folder, monkeypatch):
+    heard, callback = [], PreflightCallback()
+    monkeypatch.setattr(SignalRequests, "listen", lambda self: heard.append((self.folder, self.saves)))
+    callback.on_run_start(config)  # the trainer that answers
+    callback.on_job_start(config)
+    assert heard == [(own_folder, True)]
+    (own_folder / ENDING).touch()
+    with pytest.raises(SystemExit) as caught:
+        callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
+    assert caught.value.code == ENDED
+
+
+@pytest.mark.parametrize(("end", "left"), [("", None), ("soon", None), ("1000", -500)])
+def test_slurms_limit_is_known_in_its_jobs(config, monkeypatch, end, left):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", end)
+    monkeypatch.setattr(probe.time, "time", lambda: 1500.0)
+    assert probe.probe_environment(config).seconds_left == left
 
 
 def test_verls_platform_is_made_the_cpu(tmp_path):

@@ -7,7 +7,7 @@ from composer import PAPER, ROOT, compose_recipe
 
 from verl_precision.check.probe import known_models
 from verl_precision.check.rules import gpu_memory as memory
-from verl_precision.check.rules.checkpoints import checkpoint_bytes
+from verl_precision.check.rules.checkpoints import checkpoint_bytes, step_seconds
 from verl_precision.check.rules.gpu_memory import GIB, REST
 
 SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
@@ -83,6 +83,17 @@ def test_a_recipe_says_truly_whether_its_state_fits_8_gpus(recipe):
     model, actor = SHAPES[config.actor_rollout_ref.model.path], config.actor_rollout_ref.actor
     peak = max(training_bytes(model, 8, actor.ppo_max_token_len_per_gpu), memory.rollout_bytes(model, 8, 0.6, GPU))
     assert bool(config.get("state_exceeds_8_gpus")) is (peak >= FILLED * GPU)
+
+
+def test_the_estimated_time_of_a_step_is_roughly_that_of_the_expected_hours():
+    """Which know the lengths of responses; `check` takes half of the allowed one. A fifth is for all else."""
+    table = r"^\| (\w+) \| `(\w+)` \| .*\| ([\d,]+) s \| ([\d,]+) s \|"
+    rows = re.findall(table, (ROOT / "recipes" / "README.md").read_text(), re.M)
+    assert {recipe for recipe, *_ in rows} == set(TRAINED)
+    for recipe, scale, *parts in rows:
+        config, seconds = composed(recipe, scale), 1.2 * sum(float(part.replace(",", "")) for part in parts)
+        estimate = step_seconds(config, SHAPES[config.actor_rollout_ref.model.path])
+        assert 1 / 3 < estimate / seconds < 2, (recipe, scale)
 
 
 def checkpoint_line(recipe: str) -> str:

@@ -7,6 +7,7 @@ problem ends the process with its message and exit code 1: setting, value got, w
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
@@ -18,12 +19,16 @@ from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.memory import GPU_RULES
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.integration.rollout.weight_socket import choose_name
+from verl_precision.integration.trainer.found_checkpoints import mend_tracker
 from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
-from verl_precision.integration.trainer.trainers import measured_mode
+from verl_precision.integration.trainer.saving import SignalRequests, saves
+from verl_precision.integration.trainer.trainers import PREFIX, measured_mode
 
 
 class PreflightCallback(Callback):
     """Hydra callback that prepares the driver and checks the composed config."""
+
+    _requests: SignalRequests | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False; name the run.
@@ -42,7 +47,7 @@ class PreflightCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Follow `VERL_PLATFORM` as the config sets it, ask every rule, see whose the checkpoints are.
 
-        Then choose the name of the weight sockets.
+        Then choose the name of the weight sockets, and hear signals.
 
         Raises:
             SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into
@@ -53,11 +58,20 @@ class PreflightCallback(Callback):
             problems = find_problems(config)
             if not problems:
                 claim_folder(config)
+                mend_tracker(config)
         except VerlPrecisionError as error:
             problems = [str(error)]
         if problems:
             _end(problems)
         choose_name()
+        if str(config.trainer.v1.trainer_mode).startswith(PREFIX):  # the trainers that answer
+            self._requests = SignalRequests(Path(config.trainer.default_local_dir), saves(config))
+            self._requests.listen()
+
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
+        """End with the exit code of a run that was asked to end, if that is why it has ended."""
+        if self._requests is not None:
+            self._requests.end(job_return.status.name == "COMPLETED")
 
 
 def _end(problems: Sequence[str]) -> NoReturn:

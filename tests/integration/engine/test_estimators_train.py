@@ -9,6 +9,7 @@ from composer import actor_config, compose_estimator
 
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.integration.engine.single_rank import engine_batch, nested
+from verl_precision.integration.trainer.found_checkpoints import is_complete
 from verl_precision.presets import preset_names
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
@@ -94,3 +95,13 @@ def test_an_update_reaches_the_weights(engine, estimator):
     assert not torch.equal(weights(engine), before) and torch.isfinite(weights(engine)).all()
     assert metrics["precision/loss_scale"] == [SCALE] and metrics["precision/skipped_steps"] == [0]
     assert math.isfinite(metrics["actor/pg_loss"].aggregate())
+
+
+def test_verls_own_checkpoints_are_told_to_be_complete_and_those_of_an_earlier_start_are_removed(engine, tmp_path):
+    paths = [tmp_path / f"global_step_{step}" for step in (1, 2, 3)]
+    for step, path in enumerate(paths, 1):
+        engine.checkpoint_manager.previous_saved_paths = []  # as after a start of its own
+        engine.save_checkpoint(str(path / "actor"), None, step, 2)
+        assert not is_complete(path)
+        torch.save({}, path / "data.pt")  # as verl's trainer does then
+    assert [is_complete(path) for path in paths] == [False, True, True] and not (paths[0] / "actor").exists()

@@ -112,6 +112,48 @@ def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path
     assert len(saved["k3_growth"]["baseline"]) == 1
 
 
+@pytest.mark.parametrize(("step", "saved_by_verl", "asked", "saves", "last"), [
+    (2, False, [], 0, 9),
+    (2, False, [".save_requested"], 1, 9),
+    (2, True, [".save_requested"], 0, 9),
+    (2, False, [".end_requested"], 1, 2),
+    (2, True, [".end_requested"], 0, 2),
+    (9, False, [".end_requested"], 0, 9),  # the last step: verl ends by itself
+])  # fmt: skip
+def test_at_the_end_of_a_step_it_saves_and_ends_as_asked(
+    trainer, monkeypatch, tmp_path, step, saved_by_verl, asked, saves, last
+):
+    """Before verl's own end of the step, which wakes the rollout; verl's loop ends after the step it counts as last."""
+    base, done = TRAINER_REGISTRY["sync"], []
+    monkeypatch.setattr(base, "on_step_end", lambda self: done.append("verl"))
+    trainer._canary = SimpleNamespace(ask=lambda replicas, tokenizer: None)
+    trainer.checkpoint_manager, trainer.tokenizer = SimpleNamespace(replicas=[]), None
+    trainer.global_steps, trainer.total_training_steps, trainer.timing_raw = step, 9, {}
+    for request in asked:
+        (tmp_path / request).touch()
+    if saved_by_verl:
+        trainer._save_checkpoint()
+    monkeypatch.setattr(base, "_save_checkpoint", lambda self: done.append("saved"))
+    trainer.on_step_end()
+    assert done == ["saved"] * saves + ["verl"] and ("save_checkpoint" in trainer.timing_raw) is bool(saves)
+    assert trainer.total_training_steps == last
+
+
+def test_a_step_that_is_saved_again_is_not_complete_before_verl_has_written_it(trainer, monkeypatch, tmp_path):
+    last = tmp_path / "global_step_2" / "data.pt"
+    last.touch()
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: last.touch(exist_ok=False))
+    trainer._save_checkpoint()
+    assert last.exists()
+
+
+def test_asked_to_end_while_verl_loads_it_does_not_begin(trainer, monkeypatch, tmp_path):
+    monkeypatch.setattr(TRAINER_REGISTRY["sync"], "fit", lambda self, manager: pytest.fail("a step was begun"))
+    (tmp_path / ".end_requested").touch()
+    trainer.fit(None)
+    assert [path.name for path in tmp_path.glob(".*")] == [".ending"], "which the driver finds"
+
+
 def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch, tmp_path):
     """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
     half, metrics = MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))]), {}

@@ -1,17 +1,27 @@
-"""Rules of checkpoints: how many are kept, whether the disk holds them, and which one a run resumes from."""
+"""Rules of checkpoints: when the first comes, how many are kept, whether the disk holds them, which one is resumed."""
+
+import math
 
 from omegaconf import DictConfig
 
-from verl_precision.check.rules.gpu_memory import GIB, SINGLE
+from verl_precision.base.verl_config import engines
+from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape, shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, rule
+from verl_precision.integration.trainer.saving import every_minutes, saves
 
 MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
+HOUR = 3600
+# The assumptions of recipes/README.md, whose seconds a step are met within a factor of 3, and are exceeded by less than
+# 2: tokens a second that vLLM draws on a GPU for a small and for a large model (parameters), FLOP/s of 40% of an H100,
+# a fifth for all else.
+SMALL, FAST, SLOW, FLOPS, ALL_ELSE = 8e9, 5_000, 1_500, 0.4 * 989e12, 1.2
+LONG_HOURS = 12  # without a checkpoint, of a job whose limit is not known; half of slurm.sbatch's
 
 
 @rule("one-checkpoint", "warning")
 def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
     """verl removes the former checkpoint before `latest_checkpointed_iteration.txt` names the new one."""
-    if config.trainer.save_freq > 0 and config.trainer.max_actor_ckpt_to_keep == 1:
+    if saves(config) and config.trainer.max_actor_ckpt_to_keep == 1:
         yield Fault(
             setting="trainer.max_actor_ckpt_to_keep",
             problem="verl removes the former checkpoint while latest_checkpointed_iteration.txt still names it: a run "
@@ -21,18 +31,60 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
         )
 
 
+@rule("first-checkpoint-late")
+def first_checkpoint_late(config: DictConfig, environment: Environment) -> Faults:
+    """A job that ends before its first checkpoint starts from scratch, as often as it is queued again."""
+    shape, steps = shape_of(environment.model), config.trainer.save_freq
+    step = None if shape is None or config.trainer.device == "cpu" else step_seconds(config, shape)
+    if step is None or not saves(config):
+        return
+    by_time = math.ceil(60 * every_minutes(config) / step) or math.inf
+    first = step * min(by_time, steps if steps > 0 else math.inf)
+    if config.trainer.total_training_steps and steps > 0:  # verl saves at the last one
+        first = min(first, step * config.trainer.total_training_steps)
+    left = environment.seconds_left
+    if first <= (LONG_HOURS * HOUR if left is None else left):
+        return
+    limit = "clusters end most jobs after a day or less" if left is None else f"the job ends in {left / HOUR:.1f} hours"
+    yield Fault(
+        severity="error" if left is not None and first > 2 * left else "warning",
+        setting="trainer.save_freq",
+        problem=f"at about {step / 60:.0f} minutes a step (by rough arithmetic) the first checkpoint "
+        f"comes after {first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch",
+        allowed="a first checkpoint well before the job ends",
+        remedy="Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often.",
+    )
+
+
+def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
+    """Return about how long a step takes on H100s, with responses of half the allowed length; None: no such counts."""
+    data, trainer = config.data, config.trainer
+    counts = data.train_batch_size, config.actor_rollout_ref.rollout.n, data.max_response_length
+    gpus = (trainer.nnodes, trainer.n_gpus_per_node)
+    if not all(isinstance(count, int) and count > 0 for count in (*counts, *gpus)):
+        return None
+    tokens = math.prod(counts) / 2
+    idle = 3 * (shape.experts - shape.experts_per_token) * shape.hidden * shape.intermediate  # a token, a layer
+    active = shape.parameters - shape.layers * idle
+    drawn = FAST if shape.parameters < SMALL else SLOW
+    return ALL_ELSE * tokens / math.prod(gpus) * (1 / drawn + 8 * active / FLOPS)
+
+
 @rule("checkpoint-space", of_machine=True)
 def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
-    """The disk holds the checkpoints that a run keeps, and the one that is being written."""
+    """The disk holds the checkpoints that a run keeps, those of its earlier starts counted, and one being written."""
     one = checkpoint_bytes(config, machine.parameters)
-    if config.trainer.save_freq <= 0 or one is None or machine.checkpoint_disk is None:
+    if not saves(config) or one is None or machine.checkpoint_disk is None:
         return
-    number = config.trainer.max_actor_ckpt_to_keep or 1  # without a limit their number is not known
+    keep = config.trainer.max_actor_ckpt_to_keep
+    number = keep or 1  # without a limit their number is not known
     needed = (number + 1) * one
-    if machine.checkpoint_disk < needed:
+    earlier = machine.removable if keep and engines(config)[0].ours else 0  # verl's own engine never removes them
+    held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
+    if machine.checkpoint_disk + earlier < needed:
         yield Fault(
             setting="trainer.default_local_dir",
-            problem=f"{machine.checkpoint_disk / GIB:.1f} GiB are free there; {number + 1} checkpoints of "
+            problem=f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
             f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)",
             allowed="a folder on a disk with that much space",
             remedy="Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep.",

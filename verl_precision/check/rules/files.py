@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.rules.rule import Fault, Faults, Machine, rule
+from verl_precision.integration.trainer.saving import saves
 
 DATA_ENDINGS = (".parquet", ".json", ".jsonl")  # RLHFDataset._read_files_and_tokenize
 DATA = ("data.train_files", "data.val_files")
@@ -40,7 +41,7 @@ def logger_packages(config: DictConfig) -> dict[str, str]:
 def written_folders(config: DictConfig) -> list[tuple[str, str]]:
     """Return setting and path of each folder that a run writes to."""
     settings = ["trainer.rollout_data_dir", "trainer.validation_data_dir"]
-    if config.trainer.save_freq > 0:
+    if saves(config):
         settings.append("trainer.default_local_dir")
     found = [(setting, OmegaConf.select(config, setting)) for setting in settings]
     return [(setting, str(path)) for setting, path in found if path is not None]

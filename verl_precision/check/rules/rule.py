@@ -55,6 +55,7 @@ class Machine:
     folder: str = ""  # working directory
     parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
     checkpoint_disk: int | None = None  # bytes free for `trainer.default_local_dir`
+    removable: int = 0  # bytes of the checkpoints there that are not marked to be kept
     # folders that cannot be made or written to, among those that a run writes to
     unwritable: frozenset[str] = frozenset()
     # packages that are not installed, among those that a logger imports
@@ -84,6 +85,7 @@ class Environment:
     plugin_policy: str | None = None
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
     ray_address: str | None = None  # value of `RAY_ADDRESS`
+    seconds_left: float | None = None  # until Slurm ends the job that this process is in; None elsewhere
     machine: Machine | None = None  # the machine at hand, or None where the run is meant for another one
 
 

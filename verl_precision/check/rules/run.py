@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import BUFFER, ROLLOUT, SEEDED, engines, is_repeatable
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
+from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
@@ -62,10 +63,11 @@ def verl_refuses(config: DictConfig, environment: Environment) -> Faults:
 
 @rule("mismatch-settings")
 def measuring(config: DictConfig, environment: Environment) -> Faults:
-    """The blocks `mismatch` and `weight_sync`."""
+    """The blocks `mismatch`, `weight_sync` and `checkpoint`."""
     yield from as_faults(settings_of, config)
     yield from as_faults(sync_settings, config)
     yield from as_faults(canary_settings, config)
+    yield from as_faults(checkpoint_settings, config)
 
 
 @rule("model-missing", of_machine=True)

@@ -5,6 +5,7 @@ forward. In bypass mode there are none before the update: the worker measures in
 does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
 """
 
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs
 from verl_precision.integration.trainer import kept_files
+from verl_precision.integration.trainer.found_checkpoints import LAST_FILE
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.run_monitor import RunMonitor
+from verl_precision.integration.trainer.saving import SavePlan, checkpoint_settings
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings
@@ -28,13 +31,15 @@ MODES = ("sync", "colocate_async", "separate_async")
 def measured_mode(config: DictConfig) -> str | None:
     """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change.
 
-    Refuses a block `mismatch` or `weight_sync.canary` that cannot be used, and a rollout that keeps its log-probs.
+    Refuses a block `mismatch`, `weight_sync.canary` or `checkpoint` that cannot be used, and a rollout that keeps its
+    log-probs.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
     if not settings_of(config).enabled or mode not in MODES:
         return None
     _require_rollout_log_probs(config)
     canary_settings(config)
+    checkpoint_settings(config)
     return PREFIX + mode
 
 
@@ -66,6 +71,7 @@ def _measuring(base: type, mode: str) -> type:
             self._canary = TrainerCanary(config, canary_settings(config))
             self._canary_metrics: dict[str, float] = {}
             self._known: dict[str, Any] = {}  # metrics of the step, before verl completes them
+            self._plan = SavePlan(config)
             self._saved_step: int | None = None
             # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
             config.trainer.v1.trainer_mode = mode
@@ -79,6 +85,9 @@ def _measuring(base: type, mode: str) -> type:
                 self.replay_buffer.poll_interval = _POLL_SECONDS_ON_CPU
 
         def fit(self, agent_loop_manager):
+            if self._plan.asked_to_end():  # while verl was loading: nothing was learned yet
+                return
+            self._plan.saved()
             with kept_files.series_goes_on(self.global_steps):  # of the checkpoint, which is loaded
                 super().fit(agent_loop_manager)
             kept_files.forget_row(self.logger)
@@ -88,6 +97,14 @@ def _measuring(base: type, mode: str) -> type:
             self._canary.ask(_synced_replicas(self), self.tokenizer)
 
         def on_step_end(self):
+            # At this point verl has saved, if `save_freq` says so. After the last step it ends by itself.
+            ends = self.global_steps < self.total_training_steps and self._plan.asked_to_end()
+            if (self._plan.due() or ends) and self._saved_step != self.global_steps:
+                start = time.perf_counter()
+                self._save_checkpoint()
+                self.timing_raw["save_checkpoint"] = time.perf_counter() - start
+            if ends:
+                self.total_training_steps = self.global_steps  # verl's loop ends once this step is logged
             super().on_step_end()
             self._canary.ask(_synced_replicas(self), self.tokenizer)
 
@@ -133,8 +150,11 @@ def _measuring(base: type, mode: str) -> type:
 
         def _save_checkpoint(self):
             kept_files.remember_row(self.logger, self.global_steps, {**self._known, **self._monitor.measured()})
+            # An earlier start may have saved this step: until verl has written all of it anew, it is not complete.
+            Path(_checkpoint_folder(self), LAST_FILE).unlink(missing_ok=True)
             super()._save_checkpoint()
             self._monitor.save(_checkpoint_folder(self))
+            self._plan.saved()
             self._saved_step = self.global_steps  # verl saves before the alarm has judged the step
 
         def _load_checkpoint(self):

@@ -1,0 +1,122 @@
+"""Checkpoints that earlier starts have left: which are complete, which one a run goes on from, and which may go.
+
+verl goes on from the one that `latest_checkpointed_iteration.txt` names. It writes that file in place, after all the
+rest: a run that is killed leaves it empty or old, and a missing one, or one that names a folder that is gone, has verl
+begin from scratch. And each start of verl forgets the checkpoints of the former ones, so that they are never removed.
+
+A checkpoint is complete where verl has written all of it: `data.pt`, which comes last, and for each role (actor,
+critic) a file of each rank for each content that is loaded. All are ZIP archives of `torch.save`, whose directory
+stands at the end: half a file has none.
+"""
+
+import logging
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_precision.base.errors import CheckpointStateError
+from verl_precision.base.files import write_file
+from verl_precision.base.verl_config import FSDP, engines
+from verl_precision.integration.trainer.kept_files import MARK
+
+logger = logging.getLogger("verl_precision")
+
+LAST_FILE = "data.pt"  # of what a checkpoint needs
+TRACKER = "latest_checkpointed_iteration.txt"
+_STEP = re.compile(r"global_step_(\d+)$")
+_SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt$")
+_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # of `checkpoint.load_contents`
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by their steps, in their order."""
+    found = {int(name[1]): path for path in folder.glob("global_step_*") if (name := _STEP.match(path.name))}
+    return dict(sorted(found.items()))
+
+
+def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:
+    """Return whether verl has written all of a checkpoint of its FSDP engines, and removed nothing of it."""
+    wanted = {_FILES[content] for content in contents if content in _FILES}
+    return zipfile.is_zipfile(checkpoint / LAST_FILE) and all(wanted <= _whole(checkpoint / role) for role in roles)
+
+
+def _whole(folder: Path) -> set[str]:
+    """Return the contents of which a role's folder has a readable file of every rank."""
+    ranks = defaultdict(set)
+    for file in folder.glob("*_rank_*.pt"):
+        if (name := _SHARD.match(file.name)) and zipfile.is_zipfile(file):
+            ranks[name[1], int(name[2])].add(int(name[3]))
+    return {content for (content, world), found in ranks.items() if found == set(range(world))}
+
+
+def mend_tracker(config: DictConfig) -> None:
+    """Have verl go on from the newest complete checkpoint, where its tracker names none; say so.
+
+    A tracker that names a complete checkpoint is left alone, and so are runs that do not resume by it, or have other
+    engines than FSDP. Without tracker and complete checkpoint, a run begins from scratch, and this says beside which.
+
+    Raises:
+        CheckpointStateError: There is a tracker, and no complete checkpoint: verl would stop, or begin from scratch.
+    """
+    actor, folder = config.actor_rollout_ref.actor, Path(config.trainer.default_local_dir)
+    if config.trainer.resume_mode != "auto" or actor.strategy not in FSDP:
+        return
+    found, tracker = checkpoints_in(folder), folder / TRACKER
+    roles = [engine.role for engine in engines(config) if engine.trains]
+    said = tracker.read_text(errors="replace").strip() if tracker.exists() else None
+    named = found.get(int(said)) if said and said.isdecimal() else None
+    if named is not None and is_complete(named, actor.checkpoint.load_contents, roles):
+        return
+    complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
+    half = ", ".join(path.name for step, path in found.items() if step not in complete) or "none"
+    if complete:
+        logger.warning(
+            "%s %s. The run goes on from the newest complete checkpoint, global_step_%d (not complete: %s)",
+            tracker, "is not there" if said is None else f"says {said!r}", complete[-1], half,
+        )  # fmt: skip
+        write_file(tracker, str(complete[-1]), replace=True)
+    elif said is not None:
+        raise CheckpointStateError(
+            f"{tracker} says {said!r}, and no checkpoint in that folder is complete (not complete: {half})",
+            setting="trainer.default_local_dir",
+            value=str(folder),
+            allowed="a folder with a complete checkpoint, or without any",
+            remedy="Bring the checkpoint back. Or, to begin from scratch, add trainer.resume_mode=disable.",
+        )
+    elif found:
+        logger.warning("%s: no checkpoint is complete (%s), and the run begins from scratch", folder, half)
+
+
+def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
+    """Have verl's checkpoint manager remember the checkpoints of earlier starts, which it removes in its usual order.
+
+    Those of steps before the one that is to be saved, in `local_path`; incomplete ones go first. With a file `KEEP`
+    they stay. The newest complete one, from which a run would go on, outlives the saving of the next: with `keep=1`,
+    where verl removes what it remembers as soon as the new shards are there, it is not remembered yet. Where verl
+    keeps all (`keep=None`), nothing happens.
+    """
+    new, known = Path(local_path).absolute(), checkpoint_manager.previous_saved_paths
+    if not keep or not (name := _STEP.match(new.parent.name)):
+        return
+    remembered = {Path(path).absolute() for path in known}
+    earlier = [path for step, path in checkpoints_in(new.parent.parent).items() if step < int(name[1])]
+    there = [p for p in earlier if (p / new.name).is_dir() and not (p / MARK).exists()]
+    forgotten = [path for path in there if path / new.name not in remembered]
+    whole = [p for p in forgotten if is_complete(p, checkpoint_manager.checkpoint_load_contents, (new.name,))]
+    half = [path for path in forgotten if path not in whole]
+    if keep == 1 and not known:
+        whole = whole[:-1]
+    if half or whole:
+        logger.info("of earlier starts, counted among the %d that are kept: %s", keep, [p.name for p in half + whole])
+    checkpoint_manager.previous_saved_paths = [*(str(path / new.name) for path in half + whole), *known]
+
+
+def removable_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's checkpoints that are not marked to be kept."""
+    paths = [path for path in checkpoints_in(folder).values() if not (path / MARK).exists()]
+    return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
