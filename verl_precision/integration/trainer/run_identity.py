@@ -3,8 +3,8 @@
 verl resumes from whatever lies in `trainer.default_local_dir`: a run with a changed learning rate goes on from the old
 one's checkpoint. Where a recipe's name is `${verl_precision.run_name:}`, the name gets a digest of the settings, so
 that a changed command starts in a new folder; the same command finds the folder whose `run.yaml` has the same settings
-(`run_settings.py`), under whatever digest an earlier version gave it. A folder of another run is refused, with what
-differs, and so is one in which a process still runs.
+(`run_settings.py`), under whatever digest an earlier version gave it. A folder of another run is refused, with the
+differing settings, and so is one that another process owns (`base/owner.py`).
 
 Only the driver can know this: verl changes its config after the start, and Ray's workers resolve it again.
 """
@@ -61,14 +61,33 @@ def name_the_run(config: DictConfig) -> None:
 def claim_folder(config: DictConfig) -> None:
     """Own the run's folder until this process ends, and write down whose it is; leave all as it was where that fails.
 
-    This process, the driver, outlives the run: it waits for verl's task runner, which Ray ends some seconds after a
-    driver that was killed, before the next one has started.
+    This process is the driver, which waits for verl's task runner. If the driver is killed, Ray ends the actors of its
+    job soon after; in those seconds nothing but Ray itself keeps them from the folder.
 
     Raises:
         ConfigurationError: If the folder has the checkpoints of a run with other settings; if another process owns it;
             or if a job that Slurm has queued again would begin a new one.
     """
     folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
+    known = _require_same(config, folder, run)
+    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
+    if known is None and not (folder.exists() or saves):
+        return
+    beside = {} if known is not None else _runs_beside(folder)
+    _require_first_start(folder, run, beside)
+    _own(folder)
+    known = _require_same(config, folder, run)  # a start of the same moment may have been first
+    if known is None:
+        if beside:
+            logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
+        write_file(folder / RUN_FILE, yaml.safe_dump(as_record(run)))
+    elif run.content.items() - known.content.items():  # by a version that knew none, or before a model was downloaded
+        record = {**as_record(known), "content": {**known.content, **run.content}}
+        write_file(folder / RUN_FILE, yaml.safe_dump(record), replace=True)
+
+
+def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSettings | None:
+    """Return the run that a folder belongs to, if to any; refuse another one than this."""
     known = run_in(folder)
     if known is not None and (changed := differences(known, run)):
         raise ConfigurationError(
@@ -81,20 +100,7 @@ def claim_folder(config: DictConfig) -> None:
             f"the new settings, add trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_N. "
             "To go on with the old settings, give the old command.",
         )
-    beside = {} if known is not None else _runs_beside(folder)
-    _require_first_start(folder, run, beside)
-    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
-    if known is None and not (folder.exists() or saves):
-        return
-    _own(folder)
-    known = run_in(folder)  # a start of the same moment may have been first
-    if known is None:
-        if beside:
-            logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
-        write_file(folder / RUN_FILE, yaml.safe_dump(as_record(run)))
-    elif run.content.items() - known.content.items():  # written before its files were looked at, or were there
-        record = {**as_record(known), "content": {**known.content, **run.content}}
-        write_file(folder / RUN_FILE, yaml.safe_dump(record), replace=True)
+    return known
 
 
 def run_in(folder: Path) -> RunSettings | None:
@@ -139,9 +145,8 @@ def _require_first_start(folder: Path, run: RunSettings, beside: dict[Path, RunS
     A start that ended before it had a folder left none: where each folder beside is another job's, the next one begins.
     """
     starts, job = _starts_before(), owner.this_job()
-    jobs = {place: {each.job for each in owner.owners(place)} for place in beside}
-    own = {place: known for place, known in beside.items() if not jobs[place] or jobs[place] & {job, None}}
-    if starts and own:
+    jobs = {place: {each.job for each in owner.owners(place)} for place in (beside if starts else ())}
+    if own := {place: beside[place] for place in jobs if not jobs[place] or jobs[place] & {job, None}}:
         nearest, changed = _nearest(own, run)
         raise ConfigurationError(
             f"start {starts + 1} of the job {job} would begin a new run at step 0: it is not the run in {nearest} "
@@ -149,8 +154,8 @@ def _require_first_start(folder: Path, run: RunSettings, beside: dict[Path, RunS
             setting=_FOLDER,
             value=str(folder),
             allowed="for a job that was queued again, the folder of its earlier start",
-            remedy="Take back what has changed since (recipe, files, an update of verl or verl_precision), and submit "
-            "the command again. Without taking it back, the same begins the new run.",
+            remedy="Undo the change (of recipe, files, verl or verl_precision) and submit the command again. To begin "
+            "the new run on purpose, submit it as a new job.",
         )
 
 

@@ -1,4 +1,4 @@
-"""The settings that make a run another one, what of them differs from the defaults, and the content of its files.
+"""The settings that make a run another one, those of them that are not at their default, and its files' content.
 
 Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
 verl and this package may get new settings between two starts. A default is that of verl's own `ppo_trainer`, or of the
@@ -89,7 +89,7 @@ def settings_of_record(record: Mapping[str, Any]) -> RunSettings:
     """Return the run of a record of `run_identity`; those of earlier versions have neither `chosen` nor `content`.
 
     Raises:
-        KeyError: If it is none, as TypeError, ValueError and AttributeError.
+        KeyError, TypeError, ValueError, AttributeError: If it is none.
     """
     settings = _same_names({k: v for k, v in record["settings"].items() if IGNORED_SETTINGS.isdisjoint(k.split("."))})
     chosen = record.get("chosen", [name for name, value in settings.items() if value not in _NOT_SET])
