@@ -168,7 +168,7 @@ def test_a_model_of_the_hub_and_its_copy_are_one_run_and_a_download_changes_noth
 
 def test_what_cannot_be_read_is_named(files):
     (files / "model" / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ConfigurationError, match=rf"{MODEL}='.*': a file of its content cannot be read"):
+    with pytest.raises(ConfigurationError, match=rf"{MODEL}='.*': a file that it names cannot be read"):
         run_in(files)
     with pytest.raises(ConfigurationError, match=r"critic\._target_='verl\.nowhere\.Critic': it cannot be imported"):
         run_of("critic._target_=verl.nowhere.Critic")

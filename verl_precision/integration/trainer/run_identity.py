@@ -131,7 +131,7 @@ def _runs_beside(folder: Path) -> dict[Path, RunSettings]:
 def _nearest(beside: dict[Path, RunSettings], run: RunSettings) -> tuple[Path, str]:
     """Return the folder of the run that differs least, and what differs: perhaps that one was to go on."""
     nearest = min(beside, key=lambda place: len(changed_settings(beside[place], run)))
-    return nearest, differences(beside[nearest], run)
+    return nearest, differences(beside[nearest], run) or "the same settings under another name"
 
 
 def _starts_before() -> int:

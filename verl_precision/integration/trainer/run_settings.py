@@ -210,7 +210,7 @@ def _fields(kind: Any) -> dict[str, Any]:
         block = field.default_factory
         if dataclasses.is_dataclass(block):
             name = getattr(block, "__qualname__", "")
-            found[field.name] = {"_target_": f"{block.__module__}.{name}", **_fields(block)}
+            found[field.name] = {**_fields(block), "_target_": f"{block.__module__}.{name}"}
         elif block is not dataclasses.MISSING:
             found[field.name] = block()
         elif field.default is not dataclasses.MISSING:
@@ -252,7 +252,7 @@ def _content(name: str, value: Any) -> str | None:
         files = [file for each in found if each is not None for file in each]
         return None if None in found else content_digest(files)
     except (OSError, ValueError, KeyError) as error:
-        problem = f"a file of its content cannot be read ({type(error).__name__}: {error})"
+        problem = f"a file that it names cannot be read ({type(error).__name__}: {error})"
         remedy = "Mend the file, or name another one: a run with another content is another run."
         raise ConfigurationError(problem, setting=name, value=value, remedy=remedy) from error
 
