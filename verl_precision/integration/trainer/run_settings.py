@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from pydantic.fields import FieldInfo
 
@@ -187,7 +187,7 @@ def _defaults_of_verl(engine: str) -> dict[str, Any]:
 
 def _class_defaults(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict):
-        if isinstance(target := node.get("_target_"), str):
+        if target := node.get("_target_"):
             yield from _flat(_fields(_imported(target, path)), path)
         for name, value in node.items():
             if name not in IGNORED_SETTINGS:
@@ -195,11 +195,11 @@ def _class_defaults(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _imported(target: str, path: str) -> Any:
-    module, _, name = target.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        problem, allowed = f"it cannot be imported ({error})", "the full name of a class that is installed"
+        return get_object(target)
+    except (ImportError, ValueError) as error:
+        problem = f"it cannot be imported ({' '.join(str(error).split())})"
+        allowed = "the full name of a class that is installed"
         raise ConfigurationError(problem, setting=f"{path}._target_", value=target, allowed=allowed) from error
 
 
