@@ -45,7 +45,7 @@ class PreflightCallback(Callback):
             config.trainer.v1.trainer_mode = measured
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, see whose the checkpoints are.
+        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, own the run's folder.
 
         Then choose the name of the weight sockets, and hear signals.
 

@@ -2,12 +2,15 @@
 
 import functools
 import logging
+import subprocess
+import sys
 
 import pytest
 import yaml
 from composer import compose_recipe
 from omegaconf import OmegaConf
 
+from verl_precision.base import owner
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.integration.trainer import run_identity
@@ -74,12 +77,17 @@ def test_a_name_of_the_users_own_is_left_alone():
 
 
 @pytest.fixture
-def claim(tmp_path):
+def claim(tmp_path, monkeypatch):
+    for variable in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(variable, raising=False)
+
     def start(*overrides, name="mine"):
         run_identity.claim_folder(named(f"trainer.default_local_dir={tmp_path / name}", *overrides))
         return tmp_path / name / run_identity.RUN_FILE
 
-    return start
+    yield start
+    for folder in tmp_path.iterdir():
+        owner.release(folder)
 
 
 def test_the_same_command_and_one_that_only_shows_more_go_on(claim):
@@ -104,10 +112,13 @@ def test_many_differences_are_counted(claim):
         claim("estimator=grpo", "precision=bf16")
 
 
-def test_a_record_that_cannot_be_read_is_refused_by_name(claim):
+def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
     claim().write_text("settings: [")
-    with pytest.raises(ConfigurationError, match=r"run\.yaml cannot be read"):
+    with pytest.raises(SystemExit):  # while it is named; with a name of the user's own, while it is claimed
         claim()
+    assert "run.yaml cannot be read" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match=r"run\.yaml cannot be read"):
+        claim("trainer.experiment_name=own")
 
 
 def test_a_run_that_saves_nothing_leaves_nothing(claim):
@@ -124,6 +135,93 @@ def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(claim, caplog)
 
 
 def test_the_record_is_plain_yaml(claim):
-    record = yaml.safe_load(claim().read_text())
+    path = claim()
+    record = yaml.safe_load(path.read_text())
     assert record["settings"]["actor_rollout_ref.rollout.n"] == 8
-    assert record["digest"] == run_identity.digest(record["settings"])
+    assert "actor_rollout_ref.rollout.n" in record["chosen"]
+    assert run_identity.settings_in(path.parent) == record["settings"]
+
+
+def as_before(record_file, digest="2ad1a612"):
+    """Rewrite a record as the version before wrote it: all settings, those that are ignored today among them."""
+    settings = yaml.safe_load(record_file.read_text())["settings"] | {"actor_rollout_ref.nccl_timeout": 600}
+    record_file.write_text(yaml.safe_dump({"digest": digest, "settings": settings}))
+
+
+def test_a_folder_that_another_version_has_named_is_found_again(claim, tmp_path):
+    base = tmp_path / "fp16_pg_seq_is"
+    as_before(claim(name=f"{base.name}-2ad1a612"))
+    claim("actor_rollout_ref.actor.optim.lr=2e-6", name=f"{base.name}-00000000")
+    claim("actor_rollout_ref.actor.optim.lr=1e-6", name=f"{base.name}-2ad1a612-2")  # a name of the user's own
+    own_name = f"trainer.default_local_dir={tmp_path}/${{trainer.experiment_name}}"
+    assert named(own_name).trainer.experiment_name == f"{base.name}-2ad1a612"
+    changed = named(own_name, "data.seed=1").trainer.experiment_name
+    assert changed.startswith(base.name) and not changed.endswith(("-2ad1a612", "-00000000"))
+    fixed = named(f"trainer.default_local_dir={base}-2ad1a612")
+    assert fixed.trainer.experiment_name == f"{base.name}-2ad1a612", "and its metrics go on in the same file"
+
+
+def test_a_record_of_before_gets_the_content_that_it_lacks(claim, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+    as_before(claim(f"data.train_files={data}"))
+    record = yaml.safe_load(claim(f"data.train_files={data}").read_text())
+    assert "data.train_files" in record["content"] and record["digest"] == "2ad1a612"
+    data.write_text("{}{}")
+    with pytest.raises(ConfigurationError, match=r"data\.train_files='.*data\.jsonl' has another content than it had"):
+        claim(f"data.train_files={data}")
+
+
+def test_a_job_that_is_queued_again_begins_nothing_new(claim, monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    claim(name="first")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(ConfigurationError) as refused:
+        claim("actor_rollout_ref.actor.optim.lr=2e-6", name="second")
+    for words in ("start 2 of the job 7", "step 0", f"{tmp_path}/first", "lr was 1e-06, is 2e-06", "submit"):
+        assert words in str(refused.value)
+    assert not (tmp_path / "second").exists()
+    claim(name="first")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert claim("data.seed=1", name="third").exists(), "its first start ended before it had a folder"
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    owner.release(tmp_path / "first")
+    (tmp_path / "first" / owner.OWNER_FILE).unlink()
+    with pytest.raises(ConfigurationError, match="begin a new run"):  # nobody knows whose that was
+        claim("data.seed=2", name="fourth")
+
+
+@pytest.fixture
+def other_run(tmp_path, root):
+    """Another process at work in the folder `mine`, as the job 7."""
+    program = "import sys, pathlib; from verl_precision.base.owner import take; "
+    program += "take(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    command = ["env", "SLURM_JOB_ID=7", sys.executable, "-c", program, str(tmp_path / "mine")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_the_second_of_two_starts_is_refused_and_touches_nothing(claim, other_run, monkeypatch, tmp_path):
+    def there():
+        return {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+
+    before = there()
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # a requeue beside another job does not wait for it
+    with pytest.raises(ConfigurationError) as refused:
+        claim()
+    for words in ("trainer.default_local_dir=", f"process {other_run.pid} on ", "(job 7), since ", "Nothing of it was"):
+        assert words in str(refused.value)
+    assert there() == before
+    other_run.kill()
+    other_run.wait()
+    assert claim().exists()
+
+
+def test_a_start_waits_for_the_lock_that_the_lost_host_of_its_own_job_has_left(claim, other_run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr(owner.time, "sleep", lambda seconds: (other_run.kill(), other_run.wait()))
+    assert claim().exists()

@@ -1,66 +1,98 @@
-"""Which run is this? The settings that make it another run, in its folder's name and beside its checkpoints.
+"""Which run is this, and who may run it? A folder belongs to one run, and at a time to one process.
 
 verl resumes from whatever lies in `trainer.default_local_dir`: a run with a changed learning rate goes on from the old
 one's checkpoint. Where a recipe's name is `${verl_precision.run_name:}`, the name gets a digest of the settings, so
-that the same command finds its checkpoint and a changed one starts in a new folder. The folder's `run.yaml` keeps the
-settings. A folder that belongs to another run is refused, with what differs.
+that a changed command starts in a new folder; the same command finds the folder whose `run.yaml` has the same settings
+(`run_settings.py`), under whatever digest an earlier version gave it. A folder of another run is refused, with the
+differing settings, and so is one that another process owns (`base/owner.py`).
 
 Only the driver can know this: verl changes its config after the start, and Ray's workers resolve it again.
 """
 
-import hashlib
-import json
+import glob
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base import owner
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
+from verl_precision.integration.trainer.run_settings import (
+    RunSettings,
+    as_record,
+    changed_settings,
+    differences,
+    settings_of_record,
+    settings_of_run,
+)
 
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
-# What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
-IDENTITY_BLOCKS: tuple[str, ...] = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function")
-IDENTITY_BLOCKS += ("data", "distillation", "reward")
-IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
-# Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
-# after an out-of-memory error goes on with the same run.
-IGNORED_SETTINGS = frozenset(
-    ("checkpoint", "checkpoint_engine", "cudagraph_capture_sizes", "dataloader_num_workers")
-    + ("disable_log_stats", "enable_activation_offload", "enable_chunked_prefill", "enable_gradient_checkpointing")
-    + ("enforce_eager", "entropy_checkpointing", "entropy_from_logits_chunk_size", "every_n_steps")
-    + ("filter_overlong_prompts_workers", "forward_max_token_len_per_gpu", "forward_micro_batch_size")
-    + ("forward_micro_batch_size_per_gpu", "forward_prefetch", "free_cache_engine")
-    + ("gpu_memory_utilization", "log_prob_chunk_tokens", "log_prob_max_token_len_per_gpu")
-    + ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "max_num_batched_tokens")
-    + ("max_num_seqs", "num_workers", "offload_policy", "optimizer_offload", "param_offload")
-    + ("ppo_max_token_len_per_gpu", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "profiler", "prometheus")
-    + ("reshard_after_forward", "send_weight_manifest", "trace", "use_torch_compile", "val_batch_size", "val_files")
-    + ("val_kwargs", "val_max_samples", "validation_shuffle")
-)
+_DIGEST = "-" + "[0-9a-f]" * 8  # behind the name, as a pattern
+_FOLDER = "trainer.default_local_dir"
 
 logger = logging.getLogger("verl_precision")
 
 
 def name_the_run(config: DictConfig) -> None:
-    """Put the digest of the settings behind the name, where the name is this package's; before anybody changes them."""
-    if RUN_NAME_RESOLVER in str(OmegaConf.to_container(config.trainer)["experiment_name"]):
-        config.trainer.experiment_name = f"{config.trainer.experiment_name}-{digest(settings_of_run(config))}"
+    """Put a digest of the settings behind the name, where the name is this package's; before anybody changes them.
+
+    It is the one that the run has already, if a folder of that name is there with the same settings.
+    """
+    if RUN_NAME_RESOLVER not in str(OmegaConf.to_container(config.trainer)["experiment_name"]):
+        return
+    run, name = settings_of_run(config), config.trainer.experiment_name
+    config.trainer.experiment_name = f"{name}-{run.digest}"
+    folder = Path(config.trainer.default_local_dir)
+    named_after_it = folder.name == config.trainer.experiment_name
+    if named_after_it and folder.exists():
+        return
+    for place in sorted(folder.parent.glob(glob.escape(name) + _DIGEST)) if named_after_it else [folder]:
+        known = run_in(place)
+        if known is not None and not changed_settings(known, run):
+            config.trainer.experiment_name = place.name if named_after_it else f"{name}-{known.digest}"
+            return
 
 
 def claim_folder(config: DictConfig) -> None:
-    """Refuse a folder with the checkpoints of a run with other settings; write down whose a new one is."""
-    folder = Path(config.trainer.default_local_dir)
-    settings, known = settings_of_run(config), settings_in(folder)
-    if known is not None and known != settings:
+    """Own the run's folder until this process ends, and write down whose it is; leave all as it was where that fails.
+
+    This process is the driver, which waits for verl's task runner. If the driver is killed, Ray ends the actors of its
+    job soon after; in those seconds nothing but Ray itself keeps them from the folder.
+
+    Raises:
+        ConfigurationError: If the folder has the checkpoints of a run with other settings; if another process owns it;
+            or if a job that Slurm has queued again would begin a new one.
+    """
+    folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
+    known = _require_same(config, folder, run)
+    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
+    if known is None and not (folder.exists() or saves):
+        return
+    beside = {} if known is not None else _runs_beside(folder)
+    _require_first_start(folder, run, beside)
+    _own(folder)
+    known = _require_same(config, folder, run)  # a start of the same moment may have been first
+    if known is None:
+        if beside:
+            logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
+        write_file(folder / RUN_FILE, yaml.safe_dump(as_record(run)))
+    elif run.content.items() - known.content.items():  # by a version that knew none, or before a model was downloaded
+        record = {**as_record(known), "content": {**known.content, **run.content}}
+        write_file(folder / RUN_FILE, yaml.safe_dump(record), replace=True)
+
+
+def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSettings | None:
+    """Return the run that a folder belongs to, if to any; refuse another one than this."""
+    known = run_in(folder)
+    if known is not None and (changed := differences(known, run)):
         raise ConfigurationError(
-            f"it holds the checkpoints of a run with other settings ({differences(known, settings)}), from which verl "
-            "would go on",
-            setting="trainer.default_local_dir",
+            f"it holds the checkpoints of a run with other settings ({changed}), from which verl would go on",
+            setting=_FOLDER,
             value=str(folder),
             allowed="a folder of this run, or a new one",
             remedy=f"To start anew, give it a name or a folder of its own: "
@@ -68,73 +100,79 @@ def claim_folder(config: DictConfig) -> None:
             f"the new settings, add trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_N. "
             "To go on with the old settings, give the old command.",
         )
-    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
-    if known is None and (folder.exists() or saves):
-        warn_about_sibling_runs(folder, settings)
-        write_file(folder / RUN_FILE, yaml.safe_dump({"digest": digest(settings), "settings": settings}))
+    return known
 
 
-def settings_of_run(config: DictConfig) -> dict[str, Any]:
-    """Return the settings that make a run, resolved, by their full names."""
-    parts = {**_chosen(config, IDENTITY_BLOCKS), "trainer": _chosen(config.trainer, IDENTITY_TRAINER_KEYS)}
-    settings = dict(_flat(parts, ""))
-    mode = "trainer.v1.trainer_mode"
-    if mode in settings:  # the variant that measures trains alike
-        settings[mode] = settings[mode].removeprefix("vp_")
-    return json.loads(json.dumps(settings, default=str))  # plain types, as they will be read back
-
-
-def digest(settings: Mapping[str, Any]) -> str:
-    """Return eight digits that other settings do not have."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Say in which settings the run that is to start differs from the one that is there, of at most five."""
-    absent, most = "not set", 5
-    changed = [name for name in sorted({*old, *new}) if old.get(name, absent) != new.get(name, absent)]
-    named = [f"{name} was {old.get(name, absent)!r}, is {new.get(name, absent)!r}" for name in changed[:most]]
-    return "; ".join([*named, *([f"and {len(changed) - most} more"] if len(changed) > most else [])])
-
-
-def _chosen(node: DictConfig, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the names that a node has, with their values resolved."""
-    found = {name: node[name] for name in names if name in node}
-    is_config, plain = OmegaConf.is_config, OmegaConf.to_container
-    return {name: plain(value, resolve=True) if is_config(value) else value for name, value in found.items()}
-
-
-def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, dict):
-        yield path, node
-        return
-    for name, value in node.items():
-        if name not in IGNORED_SETTINGS:
-            yield from _flat(value, f"{path}.{name}" if path else str(name))
-
-
-def settings_in(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that a folder belongs to, or None where it says nothing."""
+def run_in(folder: Path) -> RunSettings | None:
+    """Return the run that a folder belongs to, or None where it says nothing."""
     path = folder / RUN_FILE
     try:
-        return _read(path) if path.exists() else None
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, UnicodeDecodeError) as error:
+        return settings_of_record(yaml.safe_load(path.read_text())) if path.exists() else None
+    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}), so that nobody knows whose checkpoints these are",
-            setting="trainer.default_local_dir",
+            setting=_FOLDER,
             value=str(folder),
             remedy=f"Give another folder. Or remove {RUN_FILE}, if you know that these checkpoints are this run's.",
         ) from error
 
 
-def _read(run_file: Path) -> dict[str, Any]:
-    return dict(yaml.safe_load(run_file.read_text())["settings"])
+def settings_in(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the run that a folder belongs to, or None where it says nothing."""
+    known = run_in(folder)
+    return None if known is None else dict(known.settings)
 
 
-def warn_about_sibling_runs(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Say from which run in the folder beside this one differs least: perhaps that one was to go on."""
-    beside = {path.parent: _read(path) for path in folder.parent.glob(f"*/{RUN_FILE}")}
-    if beside:
-        nearest = min(beside, key=lambda path: sum(settings.get(k) != v for k, v in beside[path].items()))
-        changed = differences(beside[nearest], settings)
-        logger.info("a new run, in %s. It is not the one in %s: %s", folder, nearest, changed)
+def _runs_beside(folder: Path) -> dict[Path, RunSettings]:
+    places = sorted(path.parent for path in folder.parent.glob(f"*/{RUN_FILE}"))
+    return {place: known for place in places if place != folder and (known := run_in(place)) is not None}
+
+
+def _nearest(beside: dict[Path, RunSettings], run: RunSettings) -> tuple[Path, str]:
+    """Return the folder of the run that differs least, and what differs: perhaps that one was to go on."""
+    nearest = min(beside, key=lambda place: len(changed_settings(beside[place], run)))
+    return nearest, differences(beside[nearest], run) or "the same settings under another name"
+
+
+def _starts_before() -> int:
+    """Return how often Slurm has queued this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _require_first_start(folder: Path, run: RunSettings, beside: dict[Path, RunSettings]) -> None:
+    """Refuse a new folder to a job that was queued again and has, or may have, one beside it with other settings.
+
+    A start that ended before it had a folder left none: where each folder beside is another job's, the next one begins.
+    """
+    starts, job = _starts_before(), owner.this_job()
+    jobs = {place: {each.job for each in owner.owners(place)} for place in (beside if starts else ())}
+    if own := {place: beside[place] for place in jobs if not jobs[place] or jobs[place] & {job, None}}:
+        nearest, changed = _nearest(own, run)
+        raise ConfigurationError(
+            f"start {starts + 1} of the job {job} would begin a new run at step 0: it is not the run in {nearest} "
+            f"({changed})",
+            setting=_FOLDER,
+            value=str(folder),
+            allowed="for a job that was queued again, the folder of its earlier start",
+            remedy="Undo the change (of recipe, files, verl or verl_precision) and submit the command again. To begin "
+            "the new run on purpose, submit it as a new job.",
+        )
+
+
+def _own(folder: Path) -> None:
+    """Own a folder; the earlier start of this job may still be written down where its host was lost (base/owner.py)."""
+    holder = owner.take(folder)
+    if holder is None or owner.owned_here(folder):
+        return
+    if _starts_before() and holder.job == owner.this_job():
+        logger.warning("%s is still locked by an earlier start of this job: %s", folder, holder)
+        holder = owner.take(folder, owner.LEASE_SECONDS)
+    if holder is not None:
+        raise ConfigurationError(
+            f"another run is at work in it: {holder}",
+            setting=_FOLDER,
+            value=str(folder),
+            allowed="one run at a time in a folder",
+            remedy="Nothing of it was touched. Wait for its end, or end it, then give the same command again. For a "
+            "second run beside it, give another trainer.experiment_name.",
+        )

@@ -1,19 +1,19 @@
 """The folder of a comparison: a new one, or that of the same command which was interrupted.
 
-`comparison.json` says which command a folder belongs to, and is locked while that command runs. A comparison is
-finished when its `summary.json` has every run.
+`comparison.json` says which command a folder belongs to, and `base/owner.py` locks the folder while that command runs.
+A comparison is finished when its `summary.json` has every run.
 """
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.owner import release, take
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.grid import preset_arms, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
@@ -49,18 +49,27 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
     With `anew`, interrupted ones are left alone. Two comparisons in one second are refused.
     """
     for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
-        with path.open() as file:
-            if _locked(file) and json.load(file) == command and not finished(path.parent, command):
-                yield path.parent
-                return
+        if _interrupted(path, command) and take(path.parent) is None:
+            try:
+                if _interrupted(path, command):  # still, now that nobody else is at work in it
+                    yield path.parent
+                    return
+            finally:
+                release(path.parent)
     path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S") / COMMAND
     if path.parent.exists():
         remedy = "Wait a second, or give another --output."
         raise ConfigurationError(f"{path.parent} exists, and nothing is overwritten", remedy=remedy)
-    write_json(path, command, replace=False)
-    with path.open() as file:
-        _locked(file)
+    take(path.parent)
+    try:
+        write_json(path, command, replace=False)
         yield path.parent
+    finally:
+        release(path.parent)
+
+
+def _interrupted(path: Path, command: dict[str, Any]) -> bool:
+    return json.loads(path.read_text()) == command and not finished(path.parent, command)
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:
@@ -77,12 +86,3 @@ def finished(folder: Path, command: dict[str, Any]) -> bool:
     arms = command.get("arms") or [arm.name for arm in preset_arms(*presets)]
     names = {run_name(arm, seed) for arm in arms for seed in command.get("seeds", (None,))}
     return names <= seconds_of_runs(folder).keys()
-
-
-def _locked(file: IO[str]) -> bool:
-    """Lock a comparison's file until it is closed; return False where another process holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -1,0 +1,179 @@
+"""Two runs are the same exactly if they learn alike: by settings, and by the content of their files."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import huggingface_hub.constants
+import pytest
+from composer import compose_recipe, compose_verl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.integration.trainer import run_settings
+from verl_precision.integration.trainer.run_settings import (
+    as_record,
+    changed_settings,
+    differences,
+    settings_of_record,
+    settings_of_run,
+)
+
+SANITY = "recipes/sanity/sanity.yaml"
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model.path"
+
+
+def run_of(*overrides):
+    return settings_of_run(compose_recipe(SANITY, *overrides))
+
+
+@functools.cache
+def plain_run():
+    return run_of()
+
+
+def recorded(run):
+    return settings_of_record(as_record(run))
+
+
+NAMES = st.deferred(lambda: st.sampled_from(sorted(plain_run().settings)))
+
+
+def test_verls_own_yaml_is_what_hydra_composes():
+    composed = run_settings._parts(compose_verl(), resolve=False)
+    assert dict(run_settings._flat(composed)) == run_settings._defaults_of_verl("dp")
+
+
+def test_of_verl_alone_nothing_is_chosen_but_what_it_wants_to_be_told():
+    assert settings_of_run(compose_verl(f"{ROLLOUT}.name=vllm")).chosen == {f"{ROLLOUT}.name"}
+
+
+@settings(max_examples=20)
+@given(name=NAMES)
+def test_a_setting_that_is_given_the_value_it_has_changes_nothing(name):
+    config, before = compose_recipe(SANITY), plain_run()
+    OmegaConf.update(config, name, before.settings[name], force_add=True)
+    run = settings_of_run(config)
+    assert run.digest == before.digest and changed_settings(recorded(before), run) == []
+
+
+@given(gone=st.sets(NAMES), other=st.sets(NAMES))
+def test_only_a_chosen_setting_that_one_version_does_not_know_makes_another_run(gone, other):
+    """A newer verl has settings more, an older one fewer; here, any."""
+
+    def without(run, names):
+        return dataclasses.replace(run, settings={k: v for k, v in run.settings.items() if k not in names})
+
+    run = plain_run()
+    old, new = without(recorded(run), gone), without(run, other)
+    assert {*changed_settings(old, new)} == (gone ^ other) & run.chosen
+
+
+@pytest.mark.parametrize(("setting", "value", "same"), [
+    (f"{ROLLOUT}.of_the_next_verl", None, True),
+    (f"{ROLLOUT}.of_the_next_verl", [], True),
+    (f"{ROLLOUT}.of_the_next_verl", 1, False),
+    (f"{ACTOR}.fsdp_config.watch_routing", False, True),  # not in our YAML: the default of our class
+    (f"{ACTOR}.fsdp_config.watch_routing", True, False),
+    (f"{ACTOR}.fsdp_config.loss_scale.maximum", 2.0**32, True),
+    (f"{ACTOR}.fsdp_config.loss_scale.maximum", 2.0**30, False),
+    (f"{ROLLOUT}.temperature", 1, True),  # 1.0
+    (f"{ROLLOUT}.of_the_next_verl.enable_prefix_caching", False, True),
+])  # fmt: skip
+def test_a_new_setting_counts_if_it_has_another_value_than_its_default(setting, value, same):
+    config = compose_recipe(SANITY)
+    OmegaConf.update(config, setting, value, force_add=True)
+    run = settings_of_run(config)
+    assert changed_settings(recorded(plain_run()), run) == ([] if same else [setting])
+    assert (run.digest == plain_run().digest) == same
+
+
+@pytest.mark.parametrize("override", [
+    *("actor_rollout_ref.nccl_timeout=1200", "actor_rollout_ref.model.use_shm=True"),
+    *(f"{ROLLOUT}.enable_prefix_caching=False", f"{ROLLOUT}.layered_summon=True"),
+    f"{ROLLOUT}.skip_tokenizer_init=False",
+])  # fmt: skip
+def test_a_harmless_setting_is_the_same_run(override):
+    assert run_of(override).digest == plain_run().digest
+
+
+def test_a_record_of_before_has_all_settings_and_the_former_name_of_a_loss():
+    config = compose_recipe(SANITY, "estimator=grpo")
+    new = settings_of_run(config)
+    before = {**new.settings, "actor_rollout_ref.nccl_timeout": 600, f"{ROLLOUT}.enable_prefix_caching": True}
+    before[f"{ACTOR}.policy_loss.loss_mode"] = "grpo"
+    assert new.settings[f"{ACTOR}.policy_loss.loss_mode"] == "vp_grpo"
+    old = settings_of_record({"digest": "2ad1a612", "settings": before})
+    assert changed_settings(old, new) == []
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = "grpo"
+    assert settings_of_run(config).digest == new.digest
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Data, a reward and a model, each in its file; and a run that names them."""
+    (tmp_path / "model").mkdir()
+    texts = {"data.jsonl": "{}", "reward.py": "a = 1", "model/config.json": "{}", "model/model.safetensors": "weights"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run_in(folder, model=None):
+    reward = f"reward.custom_reward_function.path={folder}/reward.py"
+    return run_of(f"data.train_files=[{folder}/data.jsonl]", reward, f"{MODEL}={model or folder / 'model'}")
+
+
+@pytest.mark.parametrize(("changed", "setting"), [
+    ("data.jsonl", "data.train_files"),
+    ("reward.py", "reward.custom_reward_function.path"),
+    ("model/model.safetensors", MODEL),
+    ("model/config.json", MODEL),
+    ("model/README.md", None),
+])  # fmt: skip
+def test_another_content_at_one_path_is_another_run(files, changed, setting):
+    old = run_in(files)
+    (files / changed).write_text("changed")
+    new = run_in(files)
+    assert changed_settings(old, new) == ([setting] if setting else [])
+    assert (new.digest == old.digest) == (setting is None)
+    assert setting is None or "has another content than it had" in differences(old, new)
+
+
+def test_the_same_content_elsewhere_is_the_same_run(files, tmp_path_factory):
+    old, moved = run_in(files), tmp_path_factory.mktemp("elsewhere") / "files"
+    shutil.move(files, moved)
+    new = run_in(moved)
+    assert new.digest == old.digest and changed_settings(settings_of_record(as_record(old)), new) == []
+
+
+def test_a_model_of_the_hub_and_its_copy_are_one_run_and_a_download_changes_nothing(files, monkeypatch):
+    cache, name = files / "cache", "somebody/model"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    before = run_in(files, name)
+    (cache / "models--somebody--model" / "refs").mkdir(parents=True)
+    (cache / "models--somebody--model" / "refs" / "main").write_text("abc")
+    snapshot = shutil.copytree(files / "model", cache / "models--somebody--model" / "snapshots" / "abc")
+    weights = (snapshot / "model.safetensors").rename(files / "weights")  # the download has not ended
+    assert MODEL not in run_in(files, name).content
+    weights.rename(snapshot / "model.safetensors")
+    hub, local = run_in(files, name), run_in(files)
+    assert before.digest == hub.digest and changed_settings(before, hub) == []
+    assert changed_settings(hub, local) == changed_settings(local, hub) == []
+    assert changed_settings(before, local) == [MODEL], "nobody knows"
+
+
+def test_what_cannot_be_read_is_named(files):
+    (files / "model" / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=rf"{MODEL}='.*': a file that it names cannot be read"):
+        run_in(files)
+    with pytest.raises(ConfigurationError, match=r"critic\._target_='verl\.nowhere\.Critic': it cannot be imported"):
+        run_of("critic._target_=verl.nowhere.Critic")
+
+
+def test_a_record_is_plain_values(files):
+    record = as_record(run_in(files))
+    assert json.loads(json.dumps(record)) == record and record["settings"][f"{ROLLOUT}.n"] == 8

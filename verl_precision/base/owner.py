@@ -1,0 +1,121 @@
+"""A folder has one owner at a time: the process that holds the lock on the file `owner.jsonl` in it.
+
+The file has one line for each process that has owned the folder: host, process, job, since when. The lock is POSIX's
+(`fcntl.lockf`), which the kernel removes when the process ends, `kill -9` included: no lock is left behind, and a
+process's children do not inherit it. It excludes processes of one host on any local file system, and those of all
+hosts that mount an NFS export with locks. Limits:
+
+* A host that dies or loses its network keeps its locks on NFSv4 until its lease ends (usually 90 seconds), and on
+  NFSv3 until it starts again. A host without network that goes on computing has lost its lock and does not know.
+* Mounted with `nolock` or `local_lock=all`, NFS excludes processes of one host only.
+* A file system without locks (Lustre without `-o flock`) excludes nobody; that is logged as a warning.
+* The lock ends as soon as its process closes any handle of the file: only this module may open it.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+OWNER_FILE = "owner.jsonl"
+LEASE_SECONDS = 180.0  # twice the usual lease of NFSv4
+_POLL_SECONDS = 5.0
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_TAKEN, _NO_LOCKS = (errno.EACCES, errno.EAGAIN), (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+logger = logging.getLogger("verl_precision")
+_held: dict[tuple[int, Path], IO[str]] = {}  # process and folder -> the locked file; a forked child holds nothing
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process that owns a folder, or has owned it."""
+
+    host: str
+    process: int
+    job: str | None  # the id that Slurm, PBS or LSF gave
+    since: str
+
+    def __str__(self) -> str:
+        """Return where to find the process."""
+        job = f" (job {self.job})" if self.job else ""
+        return f"process {self.process} on {self.host}{job}, since {self.since}"
+
+
+def this_job() -> str | None:
+    """Return the id of the job that this process belongs to; None outside of Slurm, PBS and LSF."""
+    return next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
+
+
+def take(folder: Path, wait_seconds: float = 0.0) -> Owner | None:
+    """Own a folder, which is made, until this process ends or calls `release`; return who owns it, if somebody does.
+
+    That may be this process itself. With `wait_seconds`, ask again until then.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while (owner := _take(folder)) is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return owner
+
+
+def release(folder: Path) -> None:
+    """Give up a folder that this process owns; another one's is left alone."""
+    if file := _held.pop(_key(folder), None):
+        file.close()
+
+
+def owned_here(folder: Path) -> bool:
+    """Return whether this process owns a folder."""
+    return _key(folder) in _held
+
+
+def owners(folder: Path) -> list[Owner]:
+    """Return who has owned a folder, the last one last; a line cut short by a full disk is left out."""
+    if owned_here(folder):
+        return _owners(_held[_key(folder)])
+    path = folder / OWNER_FILE
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return _owners(file)
+
+
+def _take(folder: Path) -> Owner | None:
+    if owned_here(folder):
+        return owners(folder)[-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / OWNER_FILE).open("a+")  # NFS locks only a file that is open for writing
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (*_TAKEN, *_NO_LOCKS):
+            file.close()
+            raise
+        if error.errno in _TAKEN:
+            with file:  # its owner may not have written its line yet
+                return (_owners(file) or [Owner("a host", 0, None, "just now")])[-1]
+        logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
+    file.seek(0)
+    torn = not ("\n" + file.read()).endswith("\n")
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    mine = Owner(socket.gethostname(), os.getpid(), this_job(), since)
+    file.write("\n" * torn + json.dumps(asdict(mine)) + "\n")
+    file.flush()
+    _held[_key(folder)] = file
+    return None
+
+
+def _owners(file: IO[str]) -> list[Owner]:
+    file.seek(0)
+    return [Owner(**json.loads(line)) for line in file if line.startswith("{") and line.endswith("}\n")]
+
+
+def _key(folder: Path) -> tuple[int, Path]:
+    return os.getpid(), folder.resolve()

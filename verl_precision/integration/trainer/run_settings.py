@@ -1,0 +1,282 @@
+"""The settings that make a run another one, those of them that are not at their default, and its files' content.
+
+Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
+verl and this package may get new settings between two starts. A default is that of verl's own `ppo_trainer`, or of the
+class that a block's `_target_` names; a setting without a known one has null for it.
+"""
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from pydantic.fields import FieldInfo
+
+from verl_precision.base.content import content_digest, weight_files
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.losses.registry import FORMER_NAMES
+
+# What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
+IDENTITY_BLOCKS: tuple[str, ...] = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function")
+IDENTITY_BLOCKS += ("data", "distillation", "reward")
+IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
+# Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
+# after an out-of-memory error goes on with the same run.
+IGNORED_SETTINGS = frozenset(
+    ("checkpoint", "checkpoint_engine", "cudagraph_capture_sizes", "dataloader_num_workers")
+    + ("disable_log_stats", "enable_activation_offload", "enable_chunked_prefill", "enable_gradient_checkpointing")
+    + ("enable_prefix_caching", "enforce_eager", "entropy_checkpointing", "entropy_from_logits_chunk_size")
+    + ("every_n_steps", "filter_overlong_prompts_workers", "forward_max_token_len_per_gpu")
+    + ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "forward_prefetch", "free_cache_engine")
+    + ("gpu_memory_utilization", "layered_summon", "log_prob_chunk_tokens", "log_prob_max_token_len_per_gpu")
+    + ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "max_num_batched_tokens")
+    + ("max_num_seqs", "nccl_timeout", "num_workers", "offload_policy", "optimizer_offload", "param_offload")
+    + ("ppo_max_token_len_per_gpu", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "profiler", "prometheus")
+    + ("reshard_after_forward", "send_weight_manifest", "skip_tokenizer_init", "trace", "use_shm")
+    + ("use_torch_compile", "val_batch_size", "val_files", "val_kwargs", "val_max_samples", "validation_shuffle")
+)
+_TRAINER_MODE, _LOSS = "trainer.v1.trainer_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"
+_NOT_SET: tuple[Any, ...] = (None, [])
+_SCRATCH = "default_of_a_setting"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """A run, as its config has it or as its folder's record does.
+
+    Attributes:
+        settings: Every setting that counts, resolved, by its full name.
+        chosen: Those that have not their default; of a record without such a list, those that are set.
+        content: Digest of the files that a setting names, where they are on this machine.
+        digest: Eight digits of what is chosen and of the local files' content, for the folder's name.
+        defaults: Defaults as texts of the config, interpolations included; none of a record.
+    """
+
+    settings: Mapping[str, Any]
+    chosen: frozenset[str]
+    content: Mapping[str, str]
+    digest: str
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def settings_of_run(config: DictConfig) -> RunSettings:
+    """Return the settings that make a run.
+
+    Raises:
+        ConfigurationError: If files that it names cannot be read, or a `_target_` cannot be imported.
+    """
+    parts = _parts(config, resolve=True)
+    settings, written = _same_names(_plain(_flat(parts))), dict(_flat(_parts(config, resolve=False)))
+    defaults = _same_names(_defaults(config, parts))
+    content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
+    local = {name for name in content if all(_local(path).exists() for path in _paths(settings[name]))}
+    chosen = local.union(_chosen(config, settings, written, defaults))
+    named = {name: content[name] if name in local else _number(settings[name]) for name in chosen}
+    digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
+    return RunSettings(settings, frozenset(chosen), content, digest, defaults)
+
+
+def settings_of_record(record: Mapping[str, Any]) -> RunSettings:
+    """Return the run of a record of `run_identity`; those of earlier versions have neither `chosen` nor `content`.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: If it is none.
+    """
+    settings = _same_names({k: v for k, v in record["settings"].items() if IGNORED_SETTINGS.isdisjoint(k.split("."))})
+    chosen = record.get("chosen", [name for name, value in settings.items() if value not in _NOT_SET])
+    return RunSettings(settings, frozenset(chosen), dict(record.get("content", {})), str(record["digest"]))
+
+
+def as_record(run: RunSettings) -> dict[str, Any]:
+    """Return plain values of a run, for `settings_of_record`."""
+    kept = {"settings": dict(run.settings), "chosen": sorted(run.chosen), "content": dict(run.content)}
+    return {"digest": run.digest, **kept}
+
+
+def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:
+    """Return the names of the settings by which a run that is to start is another than a recorded one."""
+    return [name for name in sorted({*old.settings, *new.settings}) if not _same(name, old, new)]
+
+
+def differences(old: RunSettings, new: RunSettings) -> str:
+    """Say in which settings, of at most five, the run that is to start is another one; empty where it is the same."""
+    changed, most = changed_settings(old, new), 5
+    named = [_difference(name, old, new) for name in changed[:most]]
+    return "; ".join([*named, *([f"and {len(changed) - most} more"] if len(changed) > most else [])])
+
+
+def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
+    if name in old.settings and name in new.settings:
+        if name in old.content and name in new.content:
+            return old.content[name] == new.content[name]
+        return old.settings[name] == new.settings[name]
+    if name in new.settings:
+        return name not in new.chosen
+    return name not in old.chosen or (name in new.defaults and new.defaults[name] == old.settings[name])
+
+
+def _difference(name: str, old: RunSettings, new: RunSettings) -> str:
+    was, now = (run.settings.get(name, "not set") for run in (old, new))
+    return f"{name} was {was!r}, is {now!r}" if was != now else f"{name}={now!r} has another content than it had"
+
+
+def _same_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with today's name of the loss, and with verl's of the trainer: the one that measures is alike."""
+    now = dict(settings)
+    if _TRAINER_MODE in now:
+        now[_TRAINER_MODE] = str(now[_TRAINER_MODE]).removeprefix("vp_")
+    if _LOSS in now:
+        now[_LOSS] = FORMER_NAMES.get(now[_LOSS], now[_LOSS])
+    return now
+
+
+def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
+    """Return what decides how a run learns; unresolved, an interpolation is its own text."""
+
+    def chosen(node: DictConfig, names: Iterable[str]) -> dict[str, Any]:
+        found = {name: node[name] for name in names if name in node}
+        is_config, plain = OmegaConf.is_config, OmegaConf.to_container
+        return {name: plain(value, resolve=resolve) if is_config(value) else value for name, value in found.items()}
+
+    return {**chosen(config, IDENTITY_BLOCKS), "trainer": chosen(config.trainer, IDENTITY_TRAINER_KEYS)}
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        yield path, node
+        return
+    for name, value in node.items():
+        if name not in IGNORED_SETTINGS:
+            yield from _flat(value, f"{path}.{name}" if path else str(name))
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    """Return flat settings of plain types, as they will be read back."""
+    return json.loads(json.dumps(dict(settings), default=str))
+
+
+def _number(value: Any) -> Any:
+    """Return a whole number as an integer: 1 and 1.0 are one setting."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _defaults(config: DictConfig, parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the default of each setting that has a known one: in verl's YAML, else in the class that it belongs to."""
+    of_classes = reversed(list(_class_defaults(parts)))  # an outer class decides what it puts into its blocks
+    return {**_plain(of_classes), **_defaults_of_verl(config.get("model_engine", "dp"))}
+
+
+@functools.cache
+def _defaults_of_verl(engine: str) -> dict[str, Any]:
+    """Return verl's `ppo_trainer` as verl itself has flattened it; a test compares it with what Hydra composes."""
+    file = "_generated_ppo_trainer.yaml" if engine == "dp" else f"_generated_ppo_{engine}_trainer.yaml"
+    composed = OmegaConf.create(resources.files("verl.trainer.config").joinpath(file).read_text())
+    return _plain(_flat(_parts(composed, resolve=False)))
+
+
+def _class_defaults(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        if target := node.get("_target_"):
+            yield from _flat(_fields(_imported(target, path)), path)
+        for name, value in node.items():
+            if name not in IGNORED_SETTINGS:
+                yield from _class_defaults(value, f"{path}.{name}" if path else str(name))
+
+
+def _imported(target: str, path: str) -> Any:
+    try:
+        return get_object(target)
+    except (ImportError, ValueError) as error:
+        problem = f"it cannot be imported ({' '.join(str(error).split())})"
+        allowed = "the full name of a class that is installed"
+        raise ConfigurationError(problem, setting=f"{path}._target_", value=target, allowed=allowed) from error
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass, its blocks included; of another class none is known."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        block = field.default_factory
+        if dataclasses.is_dataclass(block):
+            name = getattr(block, "__qualname__", "")
+            found[field.name] = {**_fields(block), "_target_": f"{block.__module__}.{name}"}
+        elif block is not dataclasses.MISSING:
+            found[field.name] = block()
+        elif field.default is not dataclasses.MISSING:
+            is_pydantics = isinstance(field.default, FieldInfo)
+            found[field.name] = field.default.default if is_pydantics else field.default
+    return found
+
+
+def _chosen(
+    config: DictConfig, settings: Mapping[str, Any], written: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the settings that have another value than their default has in this config."""
+    probe = copy.deepcopy(config)
+    OmegaConf.set_struct(probe, False)
+    for name, value in settings.items():
+        paths = itertools.accumulate(name.split("."), "{}.{}".format)
+        origin = next((path for path in paths if _derived(defaults.get(path))), "")
+        default = defaults.get(origin or name)
+        if origin and written.get(origin) == default:
+            continue  # derived from other settings, as in verl's YAML
+        if origin:
+            OmegaConf.update(probe, _SCRATCH, default)
+            default = OmegaConf.select(probe, _SCRATCH + name.removeprefix(origin))
+        if value != default and not (default is None and value in _NOT_SET):
+            yield name
+
+
+def _derived(text: Any) -> bool:
+    return isinstance(text, str) and "${" in text
+
+
+def _content(name: str, value: Any) -> str | None:
+    """Return the digest of the files that a setting names; None: it names none, or one that is not on this machine."""
+    key, paths = name.rpartition(".")[2], _paths(value)
+    if not paths or not (key in ("path", "train_files") or key.endswith("_path")):
+        return None
+    try:
+        found = [_files(path) for path in paths]
+        files = [file for each in found if each is not None for file in each]
+        return None if None in found else content_digest(files)
+    except (OSError, ValueError, KeyError) as error:
+        problem = f"a file that it names cannot be read ({type(error).__name__}: {error})"
+        remedy = "Mend the file, or name another one: a run with another content is another run."
+        raise ConfigurationError(problem, setting=name, value=value, remedy=remedy) from error
+
+
+def _paths(value: Any) -> list[str]:
+    return [str(each) for each in (value if isinstance(value, list) else [value]) if each]
+
+
+def _local(path: str) -> Path:
+    return Path(os.path.expanduser(path.removeprefix("file://")))
+
+
+def _files(path: str) -> list[Path] | None:
+    """Return the files at a path: a file, a model's weights, any other folder's files, or a cached model of the hub."""
+    place = _local(path)
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        return weight_files(place) or sorted(file for file in place.iterdir() if file.is_file())
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # no name of the hub; if it should be a file, a rule says that it is missing
+        return None
+    return weight_files(Path(cached).parent) if isinstance(cached, str) else None
