@@ -15,6 +15,8 @@ ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for na
 # Packages of verl's loggers, where not the logger's name (verl.utils.tracking).
 LOGGER_PACKAGES = {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
 WITHOUT_PACKAGE = ("console", "file", "rl_insight")
+ENGINE_PACKAGES = {"sglang": "sglang", "trtllm": "tensorrt_llm"}  # of rollouts; vLLM's own rules ask for its version
+CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 
 
 def names_in(config: DictConfig, setting: str) -> list:
@@ -24,8 +26,8 @@ def names_in(config: DictConfig, setting: str) -> list:
 
 
 def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield setting and name of each data file, and of the reward function, that a config looks for on the disk."""
-    for setting in (*DATA, f"{REWARD}.path"):
+    """Yield setting and name of each file of data and of code that a config looks for on the disk."""
+    for setting in (*DATA, *CODE):
         for name in names_in(config, setting):
             if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
                 yield setting, str(name)
@@ -35,6 +37,18 @@ def logger_packages(config: DictConfig) -> dict[str, str]:
     """Return the package of each logger that needs one."""
     names = map(str, names_in(config, "trainer.logger"))
     return {name: LOGGER_PACKAGES.get(name, name) for name in names if name not in WITHOUT_PACKAGE}
+
+
+def needed_packages(config: DictConfig) -> dict[str, str]:
+    """Return the package that each of a few settings needs."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    named = {
+        "actor_rollout_ref.rollout.name": ENGINE_PACKAGES.get(str(config.actor_rollout_ref.rollout.name)),
+        "actor_rollout_ref.actor.optim.optimizer_impl": actor.optim.get("optimizer_impl"),
+        "actor_rollout_ref.model.use_liger": "liger_kernel" if model.get("use_liger") else None,
+        "actor_rollout_ref.model.external_lib": model.get("external_lib"),
+    }
+    return {setting: str(name).partition(".")[0] for setting, name in named.items() if name}
 
 
 def written_folders(config: DictConfig) -> list[tuple[str, str]]:
@@ -114,7 +128,11 @@ def _train_rows(config: DictConfig, machine: Machine) -> float:
 def reward_function(config: DictConfig, machine: Machine) -> Faults:
     """The reward function is in its file."""
     path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
-    if path and (names := machine.reward_names) is not None and name not in names:
+    if path and machine.reward_names == frozenset():
+        allowed, remedy = "a file, or pkg:// and a module of an installed package", "Correct the path."
+        problem = "there is no such module, or Python cannot read it: verl stops in the reward workers"
+        yield Fault(setting=f"{REWARD}.path", problem=problem, allowed=allowed, remedy=remedy)
+    elif path and (names := machine.reward_names) is not None and name not in names:
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
         problem = f"{path} defines no such function: verl stops in the reward workers"
         allowed = functions or "a function of that file"
@@ -152,3 +170,32 @@ def loggers(config: DictConfig, machine: Machine) -> Faults:
                 allowed="console, file, or a logger whose package is installed",
                 remedy=f"Install it: pip install {package}. Or set trainer.logger=[console,file].",
             )
+
+
+@rule("package-not-installed", of_machine=True)
+def packages(config: DictConfig, machine: Machine) -> Faults:
+    """Packages that a worker imports for a setting."""
+    for setting, package in needed_packages(config).items():
+        if package in machine.missing_packages:
+            problem = f"it needs the package {package}, which is not installed: a worker stops when it imports it"
+            remedy = f"Install {package} on every host, or leave {setting} as the recipe has it."
+            yield Fault(setting=setting, problem=problem, allowed="one whose package is installed", remedy=remedy)
+
+
+@rule("column-missing", of_machine=True)
+def columns(config: DictConfig, machine: Machine) -> Faults:
+    """Columns that verl's data set and its reward managers read; a data set class of the user's own may make them."""
+    if machine.columns is None or OmegaConf.select(config, "data.custom_cls.path"):
+        return
+    for setting, column, effect in (
+        ("data.prompt_key", config.data.prompt_key, "no prompt is read: where long prompts are filtered, all are"),
+        ("data.train_files", "data_source", "the reward managers fail at the first response"),
+        ("data.train_files", "reward_model", "the reward managers fail at the first response"),
+    ):
+        if column not in machine.columns:
+            problem, allowed = (
+                f"the training files have no column {column}: {effect}",
+                ", ".join(sorted(machine.columns)),
+            )
+            remedy = "Correct it, or write the file with: verl-precision data."
+            yield Fault(setting=setting, problem=problem, allowed=f"of these columns: {allowed}", remedy=remedy)
