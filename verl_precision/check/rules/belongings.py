@@ -19,7 +19,7 @@ SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention
          "num_experts_per_tok", "rope_theta", "rms_norm_eps", "tie_word_embeddings")  # fmt: skip
 
 
-@rule("agent-loop-unknown", "warning")
+@rule("name-unknown", "warning")
 def agent_loop_unknown(config: DictConfig, environment: Environment) -> Faults:
     """A module of the user's own may register more, in the agent workers."""
     agent, loops = config.actor_rollout_ref.rollout.agent, ("single_turn_agent", "tool_agent", AGENT_LOOP)
@@ -42,7 +42,7 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         return
     names = [f"model.layers.0.{name}" for name in LINEAR]
     if isinstance(targets, str):  # a pattern, for the whole name
-        wrong = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+        wrong = [] if _matches_one(targets, names) else [targets]
     else:
         ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
         wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
@@ -54,6 +54,13 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
             allowed="all-linear, or names of modules such as [q_proj,v_proj]",
             remedy=f"Set {MODEL}.target_modules=all-linear.",
         )
+
+
+def _matches_one(pattern: str, names: list[str]) -> bool:
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error:  # no pattern at all: PEFT raises it
+        return False
 
 
 @rule("model-overridden")

@@ -1,5 +1,6 @@
 """Rules of a run's progress: nothing is trained, nothing is written, or what was written is not read again."""
 
+import math
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -21,11 +22,11 @@ def not_updated(config: DictConfig, environment: Environment) -> Faults:
     trainer, optim, rank = config.trainer, config.actor_rollout_ref.actor.optim, lora_rank(config)
     clip = "clip_grad" if optim.get("grad_clip") is None else "grad_clip"
     steps, alpha = trainer.total_training_steps, config.actor_rollout_ref.model.lora_alpha
-    never = isinstance(steps, int) and trainer.critic_warmup >= steps and not trainer.get("val_only")
+    never = _number(trainer.critic_warmup) >= _number(steps) and not trainer.get("val_only")
     yield from _wrong(
-        (not (optim.get(clip) or 0) > 0, f"{ACTOR}.optim.{clip}", "gradients are scaled down to this norm: 0 leaves "
+        (not _number(optim.get(clip)) > 0, f"{ACTOR}.optim.{clip}", "gradients are scaled down to this norm: 0 leaves "
          "nothing of them, null is asserted against in the first update", "a number above 0, such as verl's 1.0"),
-        (rank and alpha <= 0, f"{MODEL}.lora_alpha", "the adapter's output is scaled by lora_alpha / lora_rank: it "
+        (rank and not _number(alpha) > 0, f"{MODEL}.lora_alpha", "the adapter's output is scaled by lora_alpha / lora_rank: it "
          "adds nothing, and has no gradient", f"a number above 0, such as {2 * rank}"),
         (never, "trainer.critic_warmup", f"the actor waits that many steps for the critic, of {steps} in all",
          f"less than {steps}"),
@@ -37,11 +38,10 @@ def trains_little(config: DictConfig, environment: Environment) -> Faults:
     """Runs that may be meant, and mostly are not."""
     trainer, actor, rollout = config.trainer, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     steps, optim = trainer.total_training_steps, actor.optim
-    fixed, share = optim.get("lr_warmup_steps") or 0, optim.get("lr_warmup_steps_ratio") or 0
-    way, too_long = "lr_warmup_steps_ratio", share >= 1
-    if fixed > 0:
-        way, too_long = "lr_warmup_steps", isinstance(steps, int) and fixed >= steps
-    waits = trainer.critic_warmup > 0 and all(engine.role != "critic" for engine in engines(config))
+    way, too_long = "lr_warmup_steps_ratio", _number(optim.get("lr_warmup_steps_ratio")) >= 1
+    if (fixed := _number(optim.get("lr_warmup_steps"))) > 0:
+        way, too_long = "lr_warmup_steps", fixed >= _number(steps)
+    waits = _number(trainer.critic_warmup) > 0 and all(engine.role != "critic" for engine in engines(config))
     yield from _wrong(
         (optim.lr == 0, f"{ACTOR}.optim.lr", "the weights stay as they are", "a number above 0"),
         (too_long, f"{ACTOR}.optim.{way}", f"the warm-up is as long as the run: the rate never reaches lr={optim.lr}",
@@ -81,6 +81,11 @@ def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
         (names_in(config, "trainer.logger") in ([], [None]), "trainer.logger", "no metric is written anywhere",
          "[console,file]"),
     )  # fmt: skip
+
+
+def _number(value: object) -> float:
+    """Return a number as it is, and NaN for anything else, with which no comparison holds."""
+    return value if isinstance(value, int | float) else math.nan
 
 
 def _wrong(*rows: tuple[object, str, str, str]) -> Iterator[Fault]:

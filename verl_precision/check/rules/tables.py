@@ -79,7 +79,8 @@ def lengths_differ(config: DictConfig, environment: Environment) -> Faults:
     """The rollout's own lengths stand beside those of `data`, from which verl and the presets derive the rest."""
     for key, source, effect in LENGTHS:
         own, meant = config.actor_rollout_ref.rollout.get(key), config.data[source]
-        if own is not None and (own < meant or own > meant and key == "response_length"):
+        numbers = isinstance(own, int | float) and isinstance(meant, int | float)
+        if numbers and (own < meant or own > meant and key == "response_length"):
             remedy = f"Set data.{source} instead: the rollout's follows."
             problem = f"data.{source} is {meant}: {effect}"
             yield Fault(setting=f"{ROLLOUT}.{key}", problem=problem, allowed=str(meant), remedy=remedy)
