@@ -114,7 +114,7 @@ batch-exceeds-data      E quickstart  cpu      data.train_batch_size=512        
 epochs-end-first        W quickstart  cpu      trainer.total_training_steps=100 trainer.total_epochs=2 \
     | by reading: verl/trainer/ppo/v1/trainer_base.py:467
 folder-not-writable E quickstart cpu trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints | folder
-logger-not-installed    E quickstart  cpu      trainer.logger=clearml                   | logger
+package-not-installed   E quickstart  cpu      trainer.logger=clearml                   | logger
 model-missing E quickstart cpu algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
 value-unusual           W sanity      1x8_a100 actor.optim.lr=1e6                       | nobody
 value-unusual           W lora        1x8_h100 actor.optim.lr=4e-15                     | nobody

@@ -4,7 +4,7 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import AGENT_LOOP, FSDP, ROLLOUT, engines, lora_rank
+from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
@@ -17,19 +17,6 @@ LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for
 # Keys of config.json that make another model of it.
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
          "num_experts_per_tok", "rope_theta", "rms_norm_eps", "tie_word_embeddings")  # fmt: skip
-
-
-@rule("name-unknown", "warning")
-def agent_loop_unknown(config: DictConfig, environment: Environment) -> Faults:
-    """A module of the user's own may register more, in the agent workers."""
-    agent, loops = config.actor_rollout_ref.rollout.agent, ("single_turn_agent", "tool_agent", AGENT_LOOP)
-    if agent.default_agent_loop not in loops and agent.get("agent_loop_config_path") is None:
-        yield Fault(
-            setting=f"{ROLLOUT}.agent.default_agent_loop",
-            problem="neither verl nor this package has such an agent loop: the first prompt fails",
-            allowed=", ".join(loops),
-            remedy="Correct the name, or register it in every agent worker (agent_loop_config_path).",
-        )
 
 
 @rule("name-unknown")

@@ -33,22 +33,15 @@ def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
                 yield setting, str(name)
 
 
-def logger_packages(config: DictConfig) -> dict[str, str]:
-    """Return the package of each logger that needs one."""
-    names = map(str, names_in(config, "trainer.logger"))
-    return {name: LOGGER_PACKAGES.get(name, name) for name in names if name not in WITHOUT_PACKAGE}
-
-
-def needed_packages(config: DictConfig) -> dict[str, str]:
-    """Return the package that each of a few settings needs."""
-    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    named = {
-        "actor_rollout_ref.rollout.name": ENGINE_PACKAGES.get(str(config.actor_rollout_ref.rollout.name)),
-        "actor_rollout_ref.actor.optim.optimizer_impl": actor.optim.get("optimizer_impl"),
-        "actor_rollout_ref.model.use_liger": "liger_kernel" if model.get("use_liger") else None,
-        "actor_rollout_ref.model.external_lib": model.get("external_lib"),
-    }
-    return {setting: str(name).partition(".")[0] for setting, name in named.items() if name}
+def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
+    """Return setting, name and package of each logger, engine and optimizer that needs one."""
+    rollout, actor = str(config.actor_rollout_ref.rollout.name), config.actor_rollout_ref.actor
+    optimizer = str(actor.optim.get("optimizer_impl", "torch"))
+    loggers = [name for name in map(str, names_in(config, "trainer.logger")) if name not in WITHOUT_PACKAGE]
+    named = [("trainer.logger", name, LOGGER_PACKAGES.get(name, name)) for name in loggers]
+    if rollout in ENGINE_PACKAGES:
+        named.append(("actor_rollout_ref.rollout.name", rollout, ENGINE_PACKAGES[rollout]))
+    return [*named, ("actor_rollout_ref.actor.optim.optimizer_impl", optimizer, optimizer.partition(".")[0])]
 
 
 def written_folders(config: DictConfig) -> list[tuple[str, str]]:
@@ -159,27 +152,17 @@ def folders(config: DictConfig, machine: Machine) -> Faults:
             yield Fault(setting=setting, value=path, problem=problem, allowed=allowed, remedy=remedy)
 
 
-@rule("logger-not-installed", of_machine=True)
-def loggers(config: DictConfig, machine: Machine) -> Faults:
-    """verl imports a logger's package once everything is loaded."""
-    for name, package in logger_packages(config).items():
-        if package in machine.missing_packages:
-            yield Fault(
-                setting="trainer.logger",
-                problem=f"the logger {name} needs the package {package}, which is not installed",
-                allowed="console, file, or a logger whose package is installed",
-                remedy=f"Install it: pip install {package}. Or set trainer.logger=[console,file].",
-            )
-
-
 @rule("package-not-installed", of_machine=True)
 def packages(config: DictConfig, machine: Machine) -> Faults:
-    """Packages that a worker imports for a setting."""
-    for setting, package in needed_packages(config).items():
+    """verl imports a logger's package once everything is loaded, and others in its workers."""
+    for setting, name, package in needed_packages(config):
         if package in machine.missing_packages:
-            problem = f"it needs the package {package}, which is not installed: a worker stops when it imports it"
-            remedy = f"Install {package} on every host, or leave {setting} as the recipe has it."
-            yield Fault(setting=setting, problem=problem, allowed="one whose package is installed", remedy=remedy)
+            yield Fault(
+                setting=setting,
+                problem=f"{name} needs the package {package}, which is not installed",
+                allowed="console and file, and others whose package is installed",
+                remedy=f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it.",
+            )
 
 
 @rule("column-missing", of_machine=True)
@@ -193,9 +176,6 @@ def columns(config: DictConfig, machine: Machine) -> Faults:
         ("data.train_files", "reward_model", "the reward managers fail at the first response"),
     ):
         if column not in machine.columns:
-            problem, allowed = (
-                f"the training files have no column {column}: {effect}",
-                ", ".join(sorted(machine.columns)),
-            )
+            problem, allowed = f"the training files have no column {column}: {effect}", ", ".join(machine.columns)
             remedy = "Correct it, or write the file with: verl-precision data."
-            yield Fault(setting=setting, problem=problem, allowed=f"of these columns: {allowed}", remedy=remedy)
+            yield Fault(setting=setting, problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)

@@ -26,8 +26,8 @@ def not_updated(config: DictConfig, environment: Environment) -> Faults:
     yield from _wrong(
         (not _number(optim.get(clip)) > 0, f"{ACTOR}.optim.{clip}", "gradients are scaled down to this norm: 0 leaves "
          "nothing of them, null is asserted against in the first update", "a number above 0, such as verl's 1.0"),
-        (rank and not _number(alpha) > 0, f"{MODEL}.lora_alpha", "the adapter's output is scaled by lora_alpha / lora_rank: it "
-         "adds nothing, and has no gradient", f"a number above 0, such as {2 * rank}"),
+        (rank and not _number(alpha) > 0, f"{MODEL}.lora_alpha", "the adapter's output is scaled by lora_alpha / "
+         "lora_rank: it adds nothing, and has no gradient", f"a number above 0, such as {2 * rank}"),
         (never, "trainer.critic_warmup", f"the actor waits that many steps for the critic, of {steps} in all",
          f"less than {steps}"),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 from verl_precision.losses.rollout_weights import WEIGHTS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -61,7 +61,9 @@ def unknown_names(config: DictConfig, environment: Environment) -> Faults:
         wrong = [name for name in given.replace(" ", "").split(",") if name not in ("", *allowed) and "/" not in name]
         if wrong and _is_read(config, condition):
             problem = f"there is no {', '.join(wrong)}: {effect}"
-            yield Fault(setting=setting, problem=problem, allowed=", ".join(allowed), remedy="Correct the name.")
+            # agent loops are the only ones that a user's module may add to
+            severity: Severity = "warning" if setting.endswith("_loop") else "error"
+            yield Fault("", severity, setting, None, problem, ", ".join(allowed), "Correct the name.")
 
 
 @rule("setting-ignored", "warning")
