@@ -40,12 +40,12 @@ def trains_little(config: DictConfig, environment: Environment) -> Faults:
     steps, optim = trainer.total_training_steps, actor.optim
     way, too_long = "lr_warmup_steps_ratio", _number(optim.get("lr_warmup_steps_ratio")) >= 1
     if (fixed := _number(optim.get("lr_warmup_steps"))) > 0:
-        way, too_long = "lr_warmup_steps", fixed >= _number(steps)
+        way, too_long = "lr_warmup_steps", fixed > _number(steps)
     waits = _number(trainer.critic_warmup) > 0 and all(engine.role != "critic" for engine in engines(config))
     yield from _wrong(
         (optim.lr == 0, f"{ACTOR}.optim.lr", "the weights stay as they are", "a number above 0"),
-        (too_long, f"{ACTOR}.optim.{way}", f"the warm-up is as long as the run: the rate never reaches lr={optim.lr}",
-         "less than the run"),
+        (too_long, f"{ACTOR}.optim.{way}", f"the warm-up outlasts the run: the rate never reaches lr={optim.lr}",
+         "fewer steps than the run has"),
         (waits, "trainer.critic_warmup", "there is no critic, and the actor waits that many steps for it", "0"),
         (actor.use_kl_loss and actor.kl_loss_coef == 0, f"{ACTOR}.kl_loss_coef", "the reference is loaded and asked, "
          "and its KL counts nothing", "a number above 0, or use_kl_loss=False"),
