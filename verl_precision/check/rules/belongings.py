@@ -79,7 +79,7 @@ def overlong_buffer(config: DictConfig, environment: Environment) -> Faults:
         problem = "the overlong buffer ends there, and responses elsewhere (data.max_response_length); null is refused"
         allowed = str(config.data.max_response_length)
         yield Fault(setting=f"{SHAPING}.max_resp_len", problem=problem, allowed=allowed)
-    elif not 0 < buffer.get("len", 0) <= longest:
+    elif not 0 < (buffer.get("len") or 0) <= longest:
         problem = "verl asserts in its reward workers that the buffer is not empty, and not longer than a response"
         remedy = f"Set {setting}={max(longest // 5, 1)}, a fifth as in DAPO, or overlong_buffer_cfg.enable=False."
         yield Fault(setting=setting, problem=problem, allowed=f"1 to {longest}", remedy=remedy)

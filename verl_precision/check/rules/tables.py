@@ -42,7 +42,7 @@ def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
     longest, usual = config.data.max_response_length, [*_table("usual")]
     if config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm":
         setting, source = "actor_rollout_ref.actor.loss_scale_factor", "arXiv 2503.20783: data.max_response_length"
-        usual.append((setting, longest / MANY_TIMES, longest * MANY_TIMES, source))
+        usual.append([setting, longest / MANY_TIMES, longest * MANY_TIMES, source])
     for setting, low, high, source in usual:
         value = OmegaConf.select(config, setting)
         if isinstance(value, int | float) and value and not low <= value <= high:
