@@ -18,7 +18,7 @@ from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
-from verl_precision.check.rules.files import logger_packages, named_files, names_in, written_folders
+from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
 from verl_precision.check.verl_refusals import refusals
@@ -106,8 +106,9 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         removable=removable_bytes(Path(str(config.trainer.default_local_dir)).expanduser()),
         unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
         missing_packages=frozenset(
-            package for package in logger_packages(config).values() if importlib.util.find_spec(package) is None
+            package for _, _, package in needed_packages(config) if importlib.util.find_spec(package) is None
         ),
+        columns=_columns(config),
         train_rows=_rows(config),
         reward_names=_reward_names(config),
         **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
@@ -153,10 +154,36 @@ def _rows(config: DictConfig) -> int | None:
     return total
 
 
+def _columns(config: DictConfig) -> tuple[str, ...] | None:
+    """Return the columns of the first training file; None where it is missing, or is no such file."""
+    path = Path(str(names_in(config, "data.train_files")[0])).expanduser()
+    if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
+        return None
+    try:
+        if path.suffix == ".jsonl":
+            with path.open() as lines:
+                return tuple(json.loads(lines.readline()))
+        from pyarrow.parquet import read_schema
+
+        return tuple(read_schema(path).names)
+    except (TypeError, ValueError):  # not what its ending says, which verl will say
+        return None
+
+
 def _reward_names(config: DictConfig) -> frozenset[str] | None:
     """Return the names that the reward function's file defines at its top level; None where that does not say all."""
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
-    if not path or str(path).startswith("pkg://") or not Path(str(path)).expanduser().is_file():
+    if str(path).startswith("pkg://"):
+        name = str(path).removeprefix("pkg://").replace("/", ".")
+        try:
+            spec = importlib.util.find_spec(name)
+        except ImportError:  # of a package above it
+            spec = None
+        if spec is None:  # `python -m` finds modules below the working directory, a console script does not
+            here = Path(name.replace(".", "/"))
+            return None if here.is_dir() or here.with_suffix(".py").is_file() else frozenset()
+        path = spec.origin
+    if not path or not Path(str(path)).expanduser().is_file():
         return None
     try:
         tree = ast.parse(Path(str(path)).expanduser().read_text())

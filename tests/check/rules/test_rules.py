@@ -129,7 +129,8 @@ one-checkpoint            W max_actor_ckpt_to_keep trainer.save_freq=5 trainer.m
 COMPANIONS = {
     "router-replay": {"bypass-clips-mismatch"},
     "agent-loop": {"truncated-sampling"},
-    "sampling-masks": {"logprobs-missing"},
+    "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
+    "loss-settings": {"value-unusual"},
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
     "dtype-ignored": {"rollout-contradicts-actor"},
@@ -302,6 +303,19 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
     "+precision=bf16 fsdp.ULYSSES=2",
     "actor.strategy=fsdp2 fsdp.offload_policy=True",
+    "trainer.total_training_steps=100 trainer.save_freq=20 actor.optim.lr_warmup_steps=10 trainer.total_epochs=1",
+    "trainer.total_training_steps=10 trainer.default_local_dir=/tmp/trial trainer.save_freq=5",
+    "actor.optim.lr=1e-2 actor.optim.weight_decay=0 actor.optim.betas=[0.9,0.95] actor.optim.clip_grad=100",
+    "actor.clip_ratio_low=1 actor.clip_ratio_high=5 actor.entropy_coeff=1e-3 rollout.temperature=1.2",
+    "actor.clip_ratio_low=null actor.clip_ratio_high=null actor.clip_ratio=0.1 trainer.logger=console",
+    "actor.optim.lr_scheduler_type=cosine actor.optim.min_lr_ratio=0.1 actor.optim.lr_warmup_steps_ratio=0.05",
+    "actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=k3+ critic.enable=True trainer.critic_warmup=5",
+    "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.01",
+    "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8 model.lora_alpha=64 model.target_modules=[q_proj,v_proj]",
+    "rollout.prompt_length=2048 rollout.max_model_len=4096 rollout.val_kwargs.temperature=0.6 rollout.val_kwargs.n=32",
+    "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc data.gen_batch_size=1",
+    "trainer.save_freq=5 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    "+model.override_config.attn_implementation=kernels-community/vllm-flash-attn3",
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []

@@ -12,7 +12,10 @@
     layout          what is divided over GPUs and into micro-batches, what vLLM refuses
     memory          what a GPU has to hold; `gpu_memory` has the arithmetic
     checkpoints     how many are kept, the disk that holds them, resuming
-    files           data, the reward function, folders, loggers' packages
+    files           data, the reward function, folders, packages
+    tables          numbers and names of tables.yaml, settings that nothing reads, lengths
+    belongings      LoRA's modules, the model's shape, the overlong buffer, dynamic sampling's metric
+    progress        nothing is trained, nothing is saved, or it is not read again
     cpu             a run on a CPU: its vLLM, memory, Ray's resources
 
 `verl-precision check` shows the faults, and the preflight refuses the errors among them. A rule is a pure function of

@@ -16,6 +16,8 @@ ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for na
 # Packages of verl's loggers, where not the logger's name (verl.utils.tracking).
 LOGGER_PACKAGES = {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
 WITHOUT_PACKAGE = ("console", "file", "rl_insight")
+ENGINE_PACKAGES = {"sglang": "sglang", "trtllm": "tensorrt_llm"}  # of rollouts; vLLM's own rules ask for its version
+CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 
 
 def names_in(config: DictConfig, setting: str) -> list:
@@ -25,17 +27,22 @@ def names_in(config: DictConfig, setting: str) -> list:
 
 
 def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
-    """Yield setting and name of each data file, and of the reward function, that a config looks for on the disk."""
-    for setting in (*DATA, f"{REWARD}.path"):
+    """Yield setting and name of each file of data and of code that a config looks for on the disk."""
+    for setting in (*DATA, *CODE):
         for name in names_in(config, setting):
             if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
                 yield setting, str(name)
 
 
-def logger_packages(config: DictConfig) -> dict[str, str]:
-    """Return the package of each logger that needs one."""
-    names = map(str, names_in(config, "trainer.logger"))
-    return {name: LOGGER_PACKAGES.get(name, name) for name in names if name not in WITHOUT_PACKAGE}
+def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
+    """Return setting, name and package of each logger, engine and optimizer that needs one."""
+    rollout, actor = str(config.actor_rollout_ref.rollout.name), config.actor_rollout_ref.actor
+    optimizer = str(actor.optim.get("optimizer_impl", "torch"))
+    loggers = [name for name in map(str, names_in(config, "trainer.logger")) if name not in WITHOUT_PACKAGE]
+    named = [("trainer.logger", name, LOGGER_PACKAGES.get(name, name)) for name in loggers]
+    if rollout in ENGINE_PACKAGES:
+        named.append(("actor_rollout_ref.rollout.name", rollout, ENGINE_PACKAGES[rollout]))
+    return [*named, ("actor_rollout_ref.actor.optim.optimizer_impl", optimizer, optimizer.partition(".")[0])]
 
 
 def written_folders(config: DictConfig) -> list[tuple[str, str]]:
@@ -115,7 +122,11 @@ def _train_rows(config: DictConfig, machine: Machine) -> float:
 def reward_function(config: DictConfig, machine: Machine) -> Faults:
     """The reward function is in its file."""
     path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
-    if path and (names := machine.reward_names) is not None and name not in names:
+    if path and machine.reward_names == frozenset():
+        allowed, remedy = "a file, or pkg:// and a module of an installed package", "Correct the path."
+        problem = "there is no such module, or Python cannot read it: verl stops in the reward workers"
+        yield Fault(setting=f"{REWARD}.path", problem=problem, allowed=allowed, remedy=remedy)
+    elif path and (names := machine.reward_names) is not None and name not in names:
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
         problem = f"{path} defines no such function: verl stops in the reward workers"
         allowed = functions or "a function of that file"
@@ -142,14 +153,30 @@ def folders(config: DictConfig, machine: Machine) -> Faults:
             yield Fault(setting=setting, value=path, problem=problem, allowed=allowed, remedy=remedy)
 
 
-@rule("logger-not-installed", of_machine=True)
-def loggers(config: DictConfig, machine: Machine) -> Faults:
-    """verl imports a logger's package once everything is loaded."""
-    for name, package in logger_packages(config).items():
+@rule("package-not-installed", of_machine=True)
+def packages(config: DictConfig, machine: Machine) -> Faults:
+    """verl imports a logger's package once everything is loaded, and others in its workers."""
+    for setting, name, package in needed_packages(config):
         if package in machine.missing_packages:
             yield Fault(
-                setting="trainer.logger",
-                problem=f"the logger {name} needs the package {package}, which is not installed",
-                allowed="console, file, or a logger whose package is installed",
-                remedy=f"Install it: pip install {package}. Or set trainer.logger=[console,file].",
+                setting=setting,
+                problem=f"{name} needs the package {package}, which is not installed",
+                allowed="console and file, and others whose package is installed",
+                remedy=f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it.",
             )
+
+
+@rule("column-missing", of_machine=True)
+def columns(config: DictConfig, machine: Machine) -> Faults:
+    """Columns that verl's data set and its reward managers read; a data set class of the user's own may make them."""
+    if machine.columns is None or OmegaConf.select(config, "data.custom_cls.path"):
+        return
+    for setting, column, effect in (
+        ("data.prompt_key", config.data.prompt_key, "no prompt is read: where long prompts are filtered, all are"),
+        ("data.train_files", "data_source", "the reward managers fail at the first response"),
+        ("data.train_files", "reward_model", "the reward managers fail at the first response"),
+    ):
+        if column not in machine.columns:
+            problem, allowed = f"the training files have no column {column}: {effect}", ", ".join(machine.columns)
+            remedy = "Correct it, or write the file with: verl-precision data."
+            yield Fault(setting=setting, problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)

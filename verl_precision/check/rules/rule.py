@@ -58,8 +58,9 @@ class Machine:
     removable: int = 0  # bytes of the checkpoints there that are not marked to be kept
     # folders that cannot be made or written to, among those that a run writes to
     unwritable: frozenset[str] = frozenset()
-    # packages that are not installed, among those that a logger imports
+    # packages that are not installed, among those that a logger or another setting needs
     missing_packages: frozenset[str] = frozenset()
+    columns: tuple[str, ...] | None = None  # of the first training file; None where that cannot be read
     train_rows: int | None = None  # rows of the training files; None where that is not known
     # names that the reward function's file defines; None where it cannot be told without running it
     reward_names: frozenset[str] | None = None

@@ -4,7 +4,7 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import BUFFER, ROLLOUT, SEEDED, engines, is_repeatable
+from verl_precision.base.verl_config import BUFFER, ROLLOUT, SEEDED, engine_kwargs, engines, is_repeatable
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
@@ -22,6 +22,7 @@ COUNTS = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": "there is no prompt in a mini-batch",
     "actor_rollout_ref.actor.ppo_epochs": "no update is made",
     "actor_rollout_ref.rollout.agent.num_workers": "nobody asks for responses",
+    "reward.num_workers": "nobody scores responses",
 }
 # verl's estimators that compare the responses to one prompt with each other
 GROUP_ESTIMATORS = ("grpo", "rloo")
@@ -99,14 +100,30 @@ def tokenizer(config: DictConfig, environment: Environment) -> Faults:
         yield environment.tokenizer_problem
 
 
+@rule("chat-template-missing", "warning")
+def chat_template(config: DictConfig, environment: Environment) -> Faults:
+    """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
+    setting = "actor_rollout_ref.model.custom_chat_template"
+    if environment.model.get("has_chat_template") is False and OmegaConf.select(config, setting) is None:
+        yield Fault(
+            setting=setting,
+            problem="the model's tokenizer has no chat template: no prompt can be made, and where long prompts are "
+            "filtered, all are",
+            allowed="a template in Jinja",
+            remedy="Leave it as the recipe has it, or give one that fits the prompts.",
+        )
+
+
 @rule("context-too-small")
 def context(config: DictConfig, environment: Environment) -> Faults:
     """verl shortens what it asks vLLM for until it fits into the context, and says nothing."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    length = config.actor_rollout_ref.rollout.get("max_model_len")
-    if length is not None and length < longest:
+    engine = config.actor_rollout_ref.rollout.name
+    for own, node in (("", config.actor_rollout_ref.rollout), (f".engine_kwargs.{engine}", engine_kwargs(config))):
+        if (length := node.get("max_model_len")) is None or length >= longest:
+            continue
         yield Fault(
-            setting="actor_rollout_ref.rollout.max_model_len",
+            setting=f"{ROLLOUT}{own}.max_model_len",
             problem=f"data.max_prompt_length + data.max_response_length is {longest}: verl would cut responses at what "
             "the prompt leaves of the context, without a word",
             allowed=f"at least {longest}",
@@ -123,12 +140,6 @@ def value_out_of_range(config: DictConfig, environment: Environment) -> Faults:
             yield Fault(
                 setting=setting, problem=effect, allowed="a whole number >= 1", remedy=f"Set {setting}=1 or more."
             )
-    temperature = "actor_rollout_ref.rollout.temperature"
-    value = OmegaConf.select(config, temperature)
-    if not isinstance(value, int | float) or value <= 0:
-        problem = "the trainer divides logits by it, and greedy sampling has no distribution to train"
-        allowed = "a number > 0; validation has its own, rollout.val_kwargs.temperature"
-        yield Fault(setting=temperature, problem=problem, allowed=allowed, remedy=f"Set {temperature}=1.0.")
 
 
 @rule("nothing-trained")
@@ -144,11 +155,12 @@ def nothing_trained(config: DictConfig, environment: Environment) -> Faults:
                 remedy="Set trainer.val_before_train=True.",
             )
         return
-    setting = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
-    if not isinstance(value := OmegaConf.select(config, setting), int) or value < 1:
-        problem = "the run ends before its first step, without an error"
-        allowed = "a whole number >= 1; trainer.val_only=True only validates"
-        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {setting}=1 or more.")
+    for setting in ("trainer.total_epochs", "trainer.total_training_steps"):
+        value = OmegaConf.select(config, setting)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            problem = "the run ends before its first step, without an error"
+            allowed = "a whole number >= 1; trainer.val_only=True only validates"
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {setting}=1 or more.")
 
 
 @rule("group-of-one", "warning")

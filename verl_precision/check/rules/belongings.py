@@ -1,0 +1,104 @@
+"""Rules of what belongs together: modules and model, overlong buffer and reward manager, filter and reward."""
+
+import re
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.verl_config import FSDP, engines, lora_rank
+from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
+from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+
+FILTER = "algorithm.filter_groups"
+MODEL = "actor_rollout_ref.model"
+SHAPING = "reward.reward_kwargs"
+# What a layer's linear modules are called in these architectures of transformers.
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+# Keys of config.json that make another model of it.
+SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "num_experts_per_tok", "rope_theta", "rms_norm_eps", "tie_word_embeddings")  # fmt: skip
+
+
+@rule("name-unknown")
+def lora_modules(config: DictConfig, environment: Environment) -> Faults:
+    """PEFT trains the modules that it finds, and raises only if there is none."""
+    targets = config.actor_rollout_ref.model.target_modules
+    if not lora_rank(config) or engines(config)[0].strategy not in FSDP or targets is None:
+        return
+    if environment.model.get("model_type") not in FAMILIES or str(targets).lower() == "all-linear":
+        return
+    names = [f"model.layers.0.{name}" for name in LINEAR]
+    if isinstance(targets, str):  # a pattern, for the whole name
+        wrong = [] if _matches_one(targets, names) else [targets]
+    else:
+        ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
+        wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
+    if wrong:
+        yield Fault(
+            setting=f"{MODEL}.target_modules",
+            problem=f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained, and "
+            "PEFT raises where none is left",
+            allowed="all-linear, or names of modules such as [q_proj,v_proj]",
+            remedy=f"Set {MODEL}.target_modules=all-linear.",
+        )
+
+
+def _matches_one(pattern: str, names: list[str]) -> bool:
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error:  # no pattern at all: PEFT raises it
+        return False
+
+
+@rule("model-overridden")
+def model_overridden(config: DictConfig, environment: Environment) -> Faults:
+    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
+    for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
+        own = environment.model.get(key)
+        if key in SHAPE and own is not None and own != value:
+            yield Fault(
+                setting=f"{MODEL}.override_config.{key}",
+                problem=f"the model has {own}; verl tells its trainer only, and the rollout keeps the model as it is",
+                allowed=str(own),
+                remedy="Remove it, or name a folder whose config.json says so (actor_rollout_ref.model.path).",
+            )
+
+
+@rule("overlong-buffer")
+def overlong_buffer(config: DictConfig, environment: Environment) -> Faults:
+    """The buffer belongs to the reward manager `dapo`, which asserts its bounds in the reward workers."""
+    shaping = OmegaConf.select(config, SHAPING) or {}
+    buffer, longest = shaping.get("overlong_buffer_cfg") or {}, shaping.get("max_resp_len")
+    if not buffer.get("enable"):
+        return
+    manager, setting = config.reward.reward_manager, f"{SHAPING}.overlong_buffer_cfg.len"
+    if manager.get("source", "register") == "register" and manager.name != "dapo":
+        problem = "this reward manager ignores the overlong buffer that is switched on: long responses cost nothing"
+        yield Fault(setting="reward.reward_manager.name", problem=problem, allowed="dapo")
+    elif longest != config.data.max_response_length:
+        problem = "the overlong buffer ends there, and responses elsewhere (data.max_response_length); null is refused"
+        allowed = str(config.data.max_response_length)
+        yield Fault(setting=f"{SHAPING}.max_resp_len", problem=problem, allowed=allowed)
+    elif not 0 < (buffer.get("len") or 0) <= longest:
+        problem = "verl asserts in its reward workers that the buffer is not empty, and not longer than a response"
+        remedy = f"Set {setting}={max(longest // 5, 1)}, a fifth as in DAPO, or overlong_buffer_cfg.enable=False."
+        yield Fault(setting=setting, problem=problem, allowed=f"1 to {longest}", remedy=remedy)
+
+
+@rule("filter-metric")
+def filter_metric(config: DictConfig, environment: Environment) -> Faults:
+    """Dynamic sampling reads a value that the reward has returned, after the first rollout."""
+    metric, reward = OmegaConf.select(config, f"{FILTER}.metric"), OmegaConf.select(config, f"{REWARD}.path")
+    if not OmegaConf.select(config, f"{FILTER}.enable") or metric in ("acc", "reward"):
+        return
+    known = reward is None or reward in ANSWER_REWARDS  # a user's own may return anything
+    if metric == "score" and (reward is None or "boxed_answer" in reward):
+        return
+    yield Fault(
+        severity="error" if known or not metric else "warning",
+        setting=f"{FILTER}.metric",
+        problem="the reward has to return it with each response: without it the replay buffer raises after the first "
+        "rollout",
+        allowed="acc, reward, or a key of the dictionary that the reward function returns",
+        remedy=f"Set {FILTER}.metric=acc.",
+    )

@@ -1,0 +1,101 @@
+"""Rules that are rows of tables.yaml: numbers, names, settings that nothing reads; and lengths that follow others."""
+
+import functools
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.verl_config import ROLLOUT
+from verl_precision.check.rules.files import names_in
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.losses.rollout_weights import WEIGHTS
+
+MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
+# The rollout's own lengths, those of `data` that they follow from, and what happens where they differ.
+LENGTHS = (
+    ("response_length", "max_response_length", "responses end at the rollout's, while normaliser, overlong buffer, "
+     "context and token budgets are made for the other"),
+    ("prompt_length", "max_prompt_length", "prompts between the two lose their beginning"),
+)  # fmt: skip
+
+
+@functools.cache
+def _table(name: str) -> list[list]:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())[name]
+
+
+@rule("value-out-of-range")
+def refused_numbers(config: DictConfig, environment: Environment) -> Faults:
+    """Numbers that fail in a request, an assertion or a constructor, after everything is loaded."""
+    for setting, interval, effect, *condition in _table("refused"):
+        value = OmegaConf.select(config, setting)
+        if value is None or not _is_read(config, condition) or _is_within(value, interval):
+            continue
+        remedy = f"Correct {setting}, or leave it as the recipe has it."
+        yield Fault(setting=setting, problem=effect, allowed=f"a number in {interval}", remedy=remedy)
+
+
+@rule("value-unusual", "warning")
+def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
+    """Numbers that are orders of magnitude from those in use."""
+    longest, usual = config.data.max_response_length, [*_table("usual")]
+    if config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm":
+        setting, source = "actor_rollout_ref.actor.loss_scale_factor", "arXiv 2503.20783: data.max_response_length"
+        usual.append([setting, longest / MANY_TIMES, longest * MANY_TIMES, source])
+    for setting, low, high, source in usual:
+        value = OmegaConf.select(config, setting)
+        if isinstance(value, int | float) and value and not low <= value <= high:
+            problem = f"it is orders of magnitude from the values in use ({source})"
+            remedy = "Correct it if it is a slip; a run is not refused for it."
+            yield Fault(setting=setting, problem=problem, allowed=f"usually {low:g} to {high:g}", remedy=remedy)
+
+
+@rule("name-unknown")
+def unknown_names(config: DictConfig, environment: Environment) -> Faults:
+    """Names that are looked up in a worker only."""
+    for setting, known, effect, *condition in _table("names"):
+        allowed = [*known, *(WEIGHTS if setting.endswith(".rollout_is") else ())]
+        given = ",".join(str(name) for name in names_in(config, setting) if name)
+        # a name with a slash is a kernel of the Hugging Face hub
+        wrong = [name for name in given.replace(" ", "").split(",") if name not in ("", *allowed) and "/" not in name]
+        if wrong and _is_read(config, condition):
+            problem = f"there is no {', '.join(wrong)}: {effect}"
+            # agent loops are the only ones that a user's module may add to
+            severity: Severity = "warning" if setting.endswith("_loop") else "error"
+            yield Fault("", severity, setting, None, problem, ", ".join(allowed), "Correct the name.")
+
+
+@rule("setting-ignored", "warning")
+def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
+    """Settings that were changed from verl's default where nothing reads them."""
+    for setting, default, other, word, meant, reason in _table("ignored"):
+        value, decided = OmegaConf.select(config, setting), OmegaConf.select(config, other) == meant
+        if decided is (word == "where") and value is not None and value != default:
+            remedy = "Remove it, or change what keeps it from being read."
+            yield Fault(setting=setting, problem=f"nothing reads it: {reason}", allowed=str(default), remedy=remedy)
+
+
+@rule("lengths-differ")
+def lengths_differ(config: DictConfig, environment: Environment) -> Faults:
+    """The rollout's own lengths stand beside those of `data`, from which verl and the presets derive the rest."""
+    for key, source, effect in LENGTHS:
+        own, meant = config.actor_rollout_ref.rollout.get(key), config.data[source]
+        numbers = isinstance(own, int | float) and isinstance(meant, int | float)
+        if numbers and (own < meant or own > meant and key == "response_length"):
+            remedy = f"Set data.{source} instead: the rollout's follows."
+            problem = f"data.{source} is {meant}: {effect}"
+            yield Fault(setting=f"{ROLLOUT}.{key}", problem=problem, allowed=str(meant), remedy=remedy)
+
+
+def _is_read(config: DictConfig, condition: list) -> bool:
+    """Return whether the setting that a row names, if any, has the value with which verl reads the row's."""
+    return not condition or OmegaConf.select(config, condition[0]) == condition[1]
+
+
+def _is_within(value: object, interval: str) -> bool:
+    """Return whether a value is a number in an interval, such as `(0, 1]`."""
+    low, high = map(float, interval[1:-1].split(","))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return (low < value < high) or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
