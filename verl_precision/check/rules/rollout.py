@@ -6,12 +6,14 @@ from packaging.version import Version
 from verl_precision.base.dtypes import HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
+    BACKEND,
     FSDP,
     OF_LOOP,
     ROLLOUT,
     engine_kwargs,
     engines,
     missing_log_probs,
+    sync_backend,
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
@@ -68,14 +70,19 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
 
 @rule("temperature-in-half", "warning")
 def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
-    """verl divides logits by the temperature in their 16-bit dtype, vLLM in FP32."""
+    """verl, and its fused kernel in any engine, divide logits by the temperature in their 16 bits, vLLM in FP32."""
     actor, temperature = engines(config)[0], config.actor_rollout_ref.rollout.temperature
-    if temperature != 1 and actor.compute in HALF and not actor.ours and _needs_logprobs(config):
+    model = config.actor_rollout_ref.model
+    backend = OmegaConf.select(model, "fused_kernel_options.impl_backend") or "torch"
+    fused = bool(model.get("use_fused_kernels")) and backend == "torch"  # triton's divides its FP32 sums
+    if temperature != 1 and actor.compute in HALF and (fused or not actor.ours) and _needs_logprobs(config):
+        who = "the fused kernel of verl" if fused else "verl"
         yield Fault(
             setting=f"{ROLLOUT}.temperature",
-            problem=f"verl divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
+            problem=f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
             "rounding",
             allowed="1.0",
+            remedy="Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else "",
         )
 
 
@@ -167,6 +174,20 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
             f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
             allowed="True",
             remedy=f"Set +{setting}=True.",
+        )
+
+
+@rule("separate-async-transport")
+def separate_async_transport(config: DictConfig, environment: Environment) -> Faults:
+    """verl's trainer with a rollout on GPUs of its own asserts against the sync inside one process."""
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    if mode.removeprefix("vp_") == "separate_async" and sync_backend(config) == "naive":
+        yield Fault(
+            setting=BACKEND,
+            problem=f"trainer_mode={mode} has a rollout on GPUs of its own, which naive does not reach: verl's trainer "
+            "asserts against it",
+            allowed="nccl or nixl; mooncake, kimi_ckpt_engine and delta_sharded round weights to BF16",
+            remedy=f"Set {BACKEND}=nccl.",
         )
 
 
