@@ -160,6 +160,9 @@ def disk(free: int) -> Environment:
 
 
 A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
+KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
+EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
+EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
@@ -183,6 +186,10 @@ ENVIRONMENTS = [
     ("cascade-attention", Environment("0.11.0", A100), f"{CASCADE}=True", False),
     ("cascade-attention", Environment("0.28.0", A100), f"{CASCADE}=False", True),
     ("cascade-attention", Environment(None, A100), "", False),
+    ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=fp16", True),
+    ("experts-kernel-bf16", Environment(gpus=("GB200",), model=EXPERTS), f"+precision=fp16 {KERNEL}=triton", False),
+    ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=bf16", False),
+    ("experts-kernel-bf16", Environment(gpus=("NVIDIA H100",), model=EXPERTS), "+precision=fp16", False),
     ("adapter-not-loadable", Environment("0.29.0"), LORA, True),
     ("adapter-not-loadable", Environment("0.29.0rc1"), LORA, True),
     ("adapter-not-loadable", Environment("0.31.0"), LORA.replace("_rank", ".rank"), True),
@@ -267,7 +274,7 @@ def test_planted_fault_is_found(row):
 def test_what_is_known_beyond_the_config_decides(name, environment, overrides, fault):
     assert found(overrides, environment) == [name] * fault
     (here,) = find_faults(composed(overrides), environment, this_machine=False) or [None]
-    of_machine = environment.machine is not None or name == "cascade-attention"
+    of_machine = environment.machine is not None or name in ("cascade-attention", "experts-kernel-bf16")
     assert here is None or here.severity == ("warning" if of_machine else "error")
 
 

@@ -1,5 +1,7 @@
 """Rules of the rollout: log-probs, truncated sampling, what the installed vLLM does."""
 
+import re
+
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
@@ -13,10 +15,13 @@ from verl_precision.base.verl_config import (
     engine_kwargs,
     engines,
     missing_log_probs,
+    quantisations,
+    rollout_dtype,
     sync_backend,
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
+from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.losses.registry import find_loss
 
@@ -25,6 +30,7 @@ NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p":
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
+BLACKWELL = re.compile(r"\bG?B[123]00\b")
 MASKS = f"{ROLLOUT}.custom.sampling_masks"
 
 
@@ -174,6 +180,27 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
             f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
             allowed="True",
             remedy=f"Set +{setting}=True.",
+        )
+
+
+@rule("experts-kernel-bf16", "warning")
+def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
+    """On Blackwell vLLM prefers FlashInfer's BF16 kernel for experts, and asks it for no dtype."""
+    model, kwargs = shape_of(environment.model), engine_kwargs(config)
+    gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
+    if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    weights = f"{ROLLOUT}.quantization" in quantisations(config)  # quantised experts have kernels of their own
+    backend, dtype = str(kwargs.get("moe_backend") or "auto"), rollout_dtype(config)
+    if dtype in ("fp16", "fp32") and backend == "auto" and not weights:
+        setting = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend"
+        yield Fault(
+            setting=setting,
+            value=backend,
+            problem=f"on {gpu} vLLM prefers a kernel for experts that is made for BF16 (TrtLlmBf16Experts), without a "
+            f"look at the dtype, which is {dtype}; read in vLLM 0.28, not run",
+            allowed="triton",
+            remedy=f"Set +{setting}=triton.",
         )
 
 
