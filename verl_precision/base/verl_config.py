@@ -116,15 +116,9 @@ def sync_backend(config: DictConfig) -> str:
 def quantisations(config: DictConfig) -> dict[str, str]:
     """Return vLLM's name of each grid below 16 bits on which the rollout keeps weights or cache, by its setting."""
     kwargs = engine_kwargs(config)
-    named = {
-        "quantization": kwargs.get("quantization") or config.actor_rollout_ref.rollout.get("quantization"),
-        "engine_kwargs.vllm.kv_cache_dtype": kwargs.get("kv_cache_dtype"),
-    }
-    return {
-        f"{ROLLOUT}.{key}": str(name)
-        for key, name in named.items()
-        if name is not None and short(name) not in (*DTYPES, "auto")
-    }
+    weights = kwargs.get("quantization") or config.actor_rollout_ref.rollout.get("quantization")
+    named = {"quantization": weights, "engine_kwargs.vllm.kv_cache_dtype": kwargs.get("kv_cache_dtype")}
+    return {f"{ROLLOUT}.{k}": str(v) for k, v in named.items() if v is not None and short(v) not in (*DTYPES, "auto")}
 
 
 def lora_is_merged(config: DictConfig) -> bool:

@@ -86,11 +86,8 @@ class CanaryJudge:
         """
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
-        eps = max(
-            *(torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype)),
-            *(grid_eps(name) for name in self.grids),
-            self.tf32 * TF32_EPS,
-        )
+        dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))
+        eps = max(*dtypes, *map(grid_eps, self.grids), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
         learned = max(FLOOR, FACTOR * max(self._healthy, default=0.0))
         limit = min(FIRST_LIMIT, learned) if len(self._healthy) == LEARNING_SYNCS else FIRST_LIMIT

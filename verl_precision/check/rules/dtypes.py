@@ -253,10 +253,6 @@ def export_rounds(config: DictConfig, environment: Environment) -> Faults:
 def rollout_quantised(config: DictConfig, environment: Environment) -> Faults:
     """A quantised rollout computes another policy than the trainer, whatever its dtype says."""
     for setting, value in quantisations(config).items():
-        yield Fault(
-            setting=setting,
-            value=value,
-            problem="the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's",
-            allowed="null",
-            remedy="Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis.",
-        )
+        problem = "the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's"
+        remedy = "Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis."
+        yield Fault(setting=setting, value=value, problem=problem, allowed="null", remedy=remedy)

@@ -112,12 +112,8 @@ def require_known_gpu(name: str) -> str:
         ConfigurationError: If neither a table nor the name itself says its memory.
     """
     if gpu_memory(name) is None:
-        raise ConfigurationError(
-            "no GPU of this name is known, so nothing could be said of its memory and kernels",
-            setting="--gpu",
-            value=name,
-            allowed=f"{', '.join(sorted(GPU_GIB))}, or a name with its memory, such as 'RTX 6000 48GB'",
-        )
+        allowed = f"{', '.join(sorted(GPU_GIB))}, or a name with its memory, such as 'RTX 6000 48GB'"
+        raise ConfigurationError("no GPU of this name is known", setting="--gpu", value=name, allowed=allowed)
     return name
 
 

@@ -227,15 +227,11 @@ def router_replay_memory(config: DictConfig, environment: Environment) -> Faults
         return
     tokens = data.train_batch_size * config.actor_rollout_ref.rollout.n
     tokens *= data.max_prompt_length + data.max_response_length
-    held, hosts = routing_bytes(model, tokens), max(config.trainer.nnodes, 1)
-    each = held / hosts / GIB
-    if each > ROUTING_GIB:
-        yield Fault(
-            setting=SENT,
-            problem=f"if every response has full length, a step's choices of experts are {held / 1e9:.0f} GB "
-            f"({routing_bytes(model, 1)} bytes a token), which TransferQueue holds: {each:.0f} GiB of each host's "
-            "memory, beside all else",
-            allowed=f"at most {ROUTING_GIB} GiB a host without this warning",
-            remedy="Have that much free on each host, take more hosts or a smaller data.train_batch_size, or leave out "
-            "router_replay.",
+    held = routing_bytes(model, tokens)
+    if (of_host := held / GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
+        problem = (
+            f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts "
+            f"({routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of each host's memory"
         )
+        remedy = "Have that much free, take more hosts or a smaller data.train_batch_size, or no router_replay."
+        yield Fault(setting=SENT, problem=problem, allowed=f"at most {ROUTING_GIB} GiB a host", remedy=remedy)

@@ -77,10 +77,10 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
 @rule("temperature-in-half", "warning")
 def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     """verl, and its fused kernel in any engine, divide logits by the temperature in their 16 bits, vLLM in FP32."""
-    actor, temperature = engines(config)[0], config.actor_rollout_ref.rollout.temperature
-    model = config.actor_rollout_ref.model
-    backend = OmegaConf.select(model, "fused_kernel_options.impl_backend") or "torch"
-    fused = bool(model.get("use_fused_kernels")) and backend == "torch"  # triton's divides its FP32 sums
+    actor, model = engines(config)[0], config.actor_rollout_ref.model
+    temperature = config.actor_rollout_ref.rollout.temperature
+    backend = OmegaConf.select(model, "fused_kernel_options.impl_backend")
+    fused = model.get("use_fused_kernels") and backend == "torch"  # triton's divides its FP32 sums
     if temperature != 1 and actor.compute in HALF and (fused or not actor.ours) and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
         yield Fault(
@@ -190,18 +190,11 @@ def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
     gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
     if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
         return
-    weights = f"{ROLLOUT}.quantization" in quantisations(config)  # quantised experts have kernels of their own
-    backend, dtype = str(kwargs.get("moe_backend") or "auto"), rollout_dtype(config)
-    if dtype in ("fp16", "fp32") and backend == "auto" and not weights:
-        setting = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend"
-        yield Fault(
-            setting=setting,
-            value=backend,
-            problem=f"on {gpu} vLLM prefers a kernel for experts that is made for BF16 (TrtLlmBf16Experts), without a "
-            f"look at the dtype, which is {dtype}; read in vLLM 0.28, not run",
-            allowed="triton",
-            remedy=f"Set +{setting}=triton.",
-        )
+    quantised = f"{ROLLOUT}.quantization" in quantisations(config)  # such experts have kernels of their own
+    setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
+    if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
+        problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, without a look at the dtype, {dtype} (read)"
+        yield Fault(setting=setting, value="auto", problem=problem, allowed="triton", remedy=f"Set +{setting}=triton.")
 
 
 @rule("separate-async-transport")
@@ -209,13 +202,9 @@ def separate_async_transport(config: DictConfig, environment: Environment) -> Fa
     """verl's trainer with a rollout on GPUs of its own asserts against the sync inside one process."""
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     if mode.removeprefix("vp_") == "separate_async" and sync_backend(config) == "naive":
-        yield Fault(
-            setting=BACKEND,
-            problem=f"trainer_mode={mode} has a rollout on GPUs of its own, which naive does not reach: verl's trainer "
-            "asserts against it",
-            allowed="nccl or nixl; mooncake, kimi_ckpt_engine and delta_sharded round weights to BF16",
-            remedy=f"Set {BACKEND}=nccl.",
-        )
+        problem = f"{mode} has a rollout on GPUs of its own, which naive does not reach: verl asserts against it"
+        allowed = "nccl or nixl; mooncake, kimi_ckpt_engine and delta_sharded round weights to BF16"
+        yield Fault(setting=BACKEND, problem=problem, allowed=allowed, remedy=f"Set {BACKEND}=nccl.")
 
 
 @rule("adapter-not-loadable")
