@@ -80,8 +80,9 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     actor, model = engines(config)[0], config.actor_rollout_ref.model
     temperature = config.actor_rollout_ref.rollout.temperature
     backend = OmegaConf.select(model, "fused_kernel_options.impl_backend")
-    fused = model.get("use_fused_kernels") and backend == "torch"  # triton's divides its FP32 sums
-    if temperature != 1 and actor.compute in HALF and (fused or not actor.ours) and _needs_logprobs(config):
+    fused = bool(model.get("use_fused_kernels"))
+    in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
+    if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
         yield Fault(
             setting=f"{ROLLOUT}.temperature",
