@@ -167,9 +167,10 @@ def check(
 def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
     from verl_precision.check.probe import gpus_here
     from verl_precision.check.recipe_config import check_recipe
+    from verl_precision.check.rules.gpu_memory import require_known_gpu
     from verl_precision.check.show import show_recipe
 
-    report = check_recipe(config, overrides, gpus_here() if gpu is None else (gpu,))
+    report = check_recipe(config, overrides, gpus_here() if gpu is None else (require_known_gpu(gpu),))
     if as_json:
         print(report.as_json())
     else:

@@ -83,8 +83,10 @@ def test_terminal_shows_table_finding_and_remedy():
     (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
     ([RECIPE, "precision=fp61"], "precision/fp61"),
     ([RECIPE, "actor_rollout_ref.rolout.dtype=half"], "rolout"),
+    ([RECIPE, "--gpu", "B2000"], "--gpu B2000: no GPU of this name is known"),
+    ([RECIPE, "--gpu", "B2000"], "B200, GB200, H100"),
 ])  # fmt: skip
-def test_what_does_not_compose_is_said_in_hydras_words(arguments, words):
+def test_what_cannot_be_checked_is_refused_with_the_reason(arguments, words):
     code, text = check(*arguments)
     assert code == 1 and words in text
 

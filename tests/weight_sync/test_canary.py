@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.weight_sync.canary import FACTOR, LEARNING_SYNCS, CanaryJudge, canary_tokens
+from verl_precision.weight_sync.canary import FACTOR, LEARNING_SYNCS, CanaryJudge, canary_tokens, grid_eps
 from verl_precision.weight_sync.settings import CanarySettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,6 +48,45 @@ def test_fp32_on_a_gpu_has_the_rounding_of_tf32():
     verdict = _judge(CanaryJudge(FP32, FP32, tf32=True), healthy)
     assert verdict.problems == ()
     assert verdict.bound == _judge(CanaryJudge(FP16, FP16, tf32=True), healthy).bound
+
+
+@pytest.mark.parametrize(("name", "eps"), [
+    ("fp8", 1 / 8), ("fp8_e4m3", 1 / 8), ("int8_per_token_head", 1 / 8), ("fp8_e5m2", 1 / 4), ("nvfp4", 1 / 2),
+    ("int4_per_token_head", 1 / 2), ("turboquant_k8v4", 1 / 2), ("torchao", 1 / 2),
+])  # fmt: skip
+def test_the_unit_is_that_of_the_coarsest_grid(name, eps):
+    """The first bound by hand: 0.15 of 1 + mean |log π|, and one unit at least; ε as torch has it, where it has."""
+    assert grid_eps(name) == eps
+    torchs = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    assert name not in torchs or torch.finfo(torchs[name]).eps == eps
+    trainer = torch.tensor([[-1.0, -3.0]])
+    verdict = _judge(CanaryJudge(FP16, FP16, grids=("fp8", name)), trainer, trainer=trainer)
+    assert verdict.bound == pytest.approx(max(0.15, eps) * 3)
+
+
+@pytest.mark.parametrize("train", [FP16, BF16])
+def test_a_right_fp8_rollout_goes_on_and_a_wrong_one_does_not(train):
+    """Blocks of 128 on e4m3, weights and activations, through eight layers; then weights of another seed."""
+
+    def on_grid(x: torch.Tensor) -> torch.Tensor:
+        blocks = x.reshape(-1, 128)
+        scales = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).view_as(x)
+
+    def log_probs(seed: int, rounded) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(62, 128, generator=torch.Generator().manual_seed(0))
+        for _ in range(8):
+            weight = torch.randn(128, 128, generator=generator) / 128**0.5
+            x = x + torch.nn.functional.silu(rounded(x / x.square().mean(-1, keepdim=True).sqrt()) @ rounded(weight))
+        logits = x @ torch.randn(128, 32, generator=generator) * 0.2
+        return logits.log_softmax(-1)[:, 0].view(2, 31)
+
+    trainer = log_probs(1, lambda x: x.to(train).float())
+    served, wrong = log_probs(1, on_grid), log_probs(2, on_grid)
+    judge = CanaryJudge(train, train, tf32=True, grids=("fp8",))
+    assert all(_judge(judge, served, trainer=trainer).problems == () for _ in range(2 * LEARNING_SYNCS))
+    assert _judge(judge, wrong, trainer=trainer).problems
 
 
 def test_the_bound_is_learned_from_the_first_healthy_syncs_alone():

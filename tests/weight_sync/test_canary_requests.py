@@ -116,6 +116,22 @@ def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dt
     assert workers.rounded_to == [dtype]
 
 
+@pytest.mark.parametrize(("overrides", "eps"), [
+    ([], 2**-10),
+    (["rollout.quantization=fp8"], 2**-3),
+    (["+rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2"], 2**-2),
+    (["+rollout.engine_kwargs.vllm.quantization=torchao"], 2**-1),
+    (["+rollout.engine_kwargs.vllm.kv_cache_dtype=bfloat16"], 2**-10),
+])  # fmt: skip
+def test_the_bound_is_of_the_coarsest_grid_of_the_rollout(overrides, eps, healthy):
+    """Mean |log π| is -LOG_PROB, so the bound is min(16 ε, max(0.15, ε)) · (1 - LOG_PROB)."""
+    overrides = [text.replace("rollout.", "actor_rollout_ref.rollout.", 1) for text in overrides]
+    config = compose_recipe(QUICKSTART, ["precision=fp16", *overrides])
+    metrics = _one_sync(TrainerCanary(config, CanarySettings()), healthy[:1])
+    bound = min(16 * eps, max(0.15, eps)) * (1 - LOG_PROB)
+    assert metrics["weight_sync/canary_bound"] == pytest.approx(bound)
+
+
 def test_only_every_nth_sync_is_asked(canary, healthy):
     every_second = canary(every_n_syncs=2)
     assert [bool(_one_sync(every_second, healthy)) for _ in range(4)] == [True, False, True, False]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import HALF, short
+from verl_precision.base.dtypes import DTYPES, HALF, short
 from verl_precision.base.errors import ConfigurationError
 
 FSDP = ("fsdp", "fsdp2")
@@ -18,6 +18,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
 SEEDED = f"{ROLLOUT}.custom.seeded"
 BUFFER = "trainer.v1.sampler.custom_sampler.name"
+BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
+# verl's checkpoint engines that cast weights to BF16 on their way (delta_sharded in its FSDP engine). The others carry
+# weights as they are: nccl and nixl keep `rollout_dtype`, and read it nowhere.
+CASTING = ("kimi_ckpt_engine", "mooncake", "delta_sharded")
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,19 @@ def rollout_dtype(config: DictConfig) -> str:
     return short(engine_kwargs(config).get("dtype", config.actor_rollout_ref.rollout.dtype))
 
 
+def sync_backend(config: DictConfig) -> str:
+    """Return the checkpoint engine that carries weights to the rollout."""
+    return str(OmegaConf.select(config, BACKEND) or "naive")
+
+
+def quantisations(config: DictConfig) -> dict[str, str]:
+    """Return vLLM's name of each grid below 16 bits on which the rollout keeps weights or cache, by its setting."""
+    kwargs = engine_kwargs(config)
+    weights = kwargs.get("quantization") or config.actor_rollout_ref.rollout.get("quantization")
+    named = {"quantization": weights, "engine_kwargs.vllm.kv_cache_dtype": kwargs.get("kv_cache_dtype")}
+    return {f"{ROLLOUT}.{k}": str(v) for k, v in named.items() if v is not None and short(v) not in (*DTYPES, "auto")}
+
+
 def lora_is_merged(config: DictConfig) -> bool:
     """Return whether LoRA weights are merged into the base before they are sent to the rollout."""
     return lora_rank(config) > 0 and bool((config.actor_rollout_ref.model.get("lora") or {}).get("merge"))
@@ -123,9 +140,9 @@ def lora_rank(config: DictConfig) -> int:
 def transport_dtype(config: DictConfig) -> tuple[str, str]:
     """Return the dtype of weights on their way to the rollout, and where it comes from."""
     actor = engines(config)[0]
-    backend = (config.actor_rollout_ref.rollout.get("checkpoint_engine") or {}).get("backend", "naive")
-    if backend != "naive":
-        return "bf16", f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} (its default rollout_dtype)"
+    backend = sync_backend(config)
+    if backend in CASTING:
+        return "bf16", f"{BACKEND}={backend} (verl casts weights to BF16 there)"
     if lora_is_merged(config) and actor.verls_fsdp:
         return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
     if actor.ours and OmegaConf.select(config, "weight_sync.rounding") == "stochastic":

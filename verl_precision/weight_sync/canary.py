@@ -13,14 +13,19 @@ from torch import Tensor
 
 CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
 
-# Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarser dtype: rounding errors of logits grow with
-# the logits, so a policy with little entropy has a larger gap in the same good health.
+# Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way: rounding errors of logits
+# grow with the logits, so a policy with little entropy has a larger gap in the same good health.
 # Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units.
 FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is that far away
 FLOOR = 4.0  # smallest learned bound, for a policy whose gap grows in training
 FACTOR = 10.0  # learned bound / largest gap of the first healthy syncs
 LEARNING_SYNCS = 5
 TF32_EPS = 2.0**-10  # as FP16's
+# On a grid of 8 or 4 bits, 16 units are more than lies between two models that have nothing in common. So a bound is at
+# most this share of 1 + mean |log π|, but one unit at least. Right FP8 rollouts, computed from four random models with
+# blocks of 128, lay at up to 0.47 units of e4m3, which is a share of 0.06.
+LARGEST_SHARE = 0.15
+E4M3_EPS, E5M2_EPS, FOUR_BITS_EPS = 2.0**-3, 2.0**-2, 2.0**-1
 NOTICEABLE = 0.5  # the rounding of another batch moves log-probs by less
 
 
@@ -48,6 +53,21 @@ def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, to
     return ordinary[torch.randint(len(ordinary), (sequences, tokens), generator=generator)]
 
 
+def grid_eps(name: str) -> float:
+    """Return ε of a quantisation of weights or cache by vLLM's name for it.
+
+    An integer grid of 8 bits counts as e4m3, whose relative error for weights is the larger one. Where a name does not
+    say the bits (`torchao`, `compressed-tensors`, `awq`) they may be four.
+
+    Example:
+        >>> grid_eps("fp8"), grid_eps("fp8_e5m2"), grid_eps("int8_per_token_head"), grid_eps("nvfp4")
+        (0.125, 0.25, 0.125, 0.5)
+    """
+    if "e5m2" in name:
+        return E5M2_EPS
+    return E4M3_EPS if any(eight in name for eight in ("fp8", "int8")) else FOUR_BITS_EPS
+
+
 @dataclass
 class CanaryJudge:
     """Compares the answers after each sync, and learns from the first healthy ones how large a healthy gap is."""
@@ -55,6 +75,7 @@ class CanaryJudge:
     train_dtype: torch.dtype  # of the trainer's forward
     rollout_dtype: torch.dtype
     tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
+    grids: Collection[str] = ()  # vLLM's names of the grids below 16 bits, of weights and of the cache
     _healthy: list[float] = field(default_factory=list)  # gaps of the first healthy syncs, in units
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # replica -> (log π, log μ), last sync
 
@@ -65,10 +86,12 @@ class CanaryJudge:
         """
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
-        eps = max(*(torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype)), self.tf32 * TF32_EPS)
+        dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))
+        eps = max(*dtypes, *map(grid_eps, self.grids), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
         learned = max(FLOOR, FACTOR * max(self._healthy, default=0.0))
         limit = min(FIRST_LIMIT, learned) if len(self._healthy) == LEARNING_SYNCS else FIRST_LIMIT
+        limit = min(limit, max(LARGEST_SHARE / eps, 1.0))
         bound, worst = limit * unit, max(gaps.values())
         problems = [
             f"replica {rank}: its served log-probs differ from the trainer's by {gap:.3g} nats a token on average; in "

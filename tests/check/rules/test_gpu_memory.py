@@ -28,8 +28,15 @@ def test_bytes_by_hand():
 
 def test_memory_of_a_gpu_by_its_name():
     sizes = {"H200": 141, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-40GB": 40, "A100": 80, "L40S": 48}
+    sizes |= {"NVIDIA B200": 180, "NVIDIA GB200": 186}
     found = {name: memory.gpu_memory(name) for name in (*sizes, "?")}
     assert found == {name: gb * GIB for name, gb in sizes.items()} | {"?": None}
+
+
+def test_router_replay_by_hand():
+    """Two layers, two experts a token, two bytes; Qwen3-30B-A3B: 48 layers, 8 experts."""
+    assert memory.routing_bytes(EXPERTS, 5) == 2 * 2 * 2 * 5
+    assert memory.routing_bytes(ModelShape(48, 2048, 10, 32, 4, 128, 768, 128, 8), 1) == 768
 
 
 def test_kv_cache_by_hand():

@@ -54,6 +54,8 @@ token-budget-too-small  E dense_14b   8x8_h100 actor.use_kl_loss=True ref.log_pr
 memory-training         E sanity      1x8_a100 actor.ppo_max_token_len_per_gpu=160000   | arithmetic
 memory-training         E dense_14b   8x8_h100 model.enable_gradient_checkpointing=False | arithmetic
 memory-training         E moe         2x8_h100 trainer.nnodes=1                         | arithmetic
+memory-training         E moe 8x8_h100 fsdp.use_no_sync_for_gradient_accumulation=True  | arithmetic
+router-replay-memory    W moe         2x8_h100 +router_replay=rollout                   | arithmetic
 memory-rollout          E moe         8x8_h100 rollout.tensor_model_parallel_size=1     | arithmetic
 memory-rollout          E dense_14b   1x8_h100 rollout.gpu_memory_utilization=0.2       | arithmetic
 memory-rollout          W sanity      1x8_a100 rollout.gpu_memory_utilization=0.95      | arithmetic
@@ -483,6 +485,27 @@ def test_vllm_would_have_refused_it():
     config = composed("sanity", "cpu", "rollout.dtype=half")
     assert asked(config.actor_rollout_ref.rollout, {})
     assert set(get_args(ModelDType)) == set(VLLM_DTYPES) and max(get_args(MaxLoRARanks)) == VLLM_LORA_RANK
+
+
+def test_whole_gradients_are_named_where_they_do_not_fit_and_only_there():
+    """4 bytes x 30.5e9 parameters are 114 GiB; the small model's 7 GiB, and one micro-batch a mini-batch, are fine."""
+    edit = "fsdp.use_no_sync_for_gradient_accumulation=True"
+    config = composed("moe", "8x8_h100", edit)
+    (fault,) = find_faults(config, Environment(model=model_config(config)))
+    assert fault.name == "memory-training" and fault.setting.endswith("use_no_sync_for_gradient_accumulation")
+    assert "114 (whole gradients until the last micro-batch)" in fault.problem and "=False" in fault.remedy
+    for recipe, scale, more in (("sanity", "1x8_h100", ""), ("moe", "8x8_h100", " actor.ppo_mini_batch_size=4")):
+        config = composed(recipe, scale, edit + more)
+        assert not find_faults(config, Environment(model=model_config(config)))
+
+
+def test_router_replay_is_counted_a_host():
+    """768 bytes x 512 x 16 x 22,528 tokens are 142 GB: 18 GB on each of 8 hosts, 71 GB on each of two."""
+    config = composed("moe", "8x8_h100", "+router_replay=rollout")
+    assert not find_faults(config, Environment(model=model_config(config)))
+    config = composed("moe", "2x8_h100", "+router_replay=rollout")
+    (fault,) = find_faults(config, Environment(model=model_config(config)))
+    assert all(words in fault.problem for words in ("142 GB", "768 bytes a token", "66 GiB"))
 
 
 def test_a_named_gpu_counts_before_the_scales_own():

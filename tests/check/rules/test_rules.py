@@ -18,6 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.base.verl_config import CASTING
 from verl_precision.check.rules.attention import ATTENTION
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 from verl_precision.check.rules.gpu_memory import GIB, shape_of
@@ -62,7 +63,10 @@ half-master-weights       W model_dtype            fsdp.model_dtype=bf16 model.l
 half-weights              W ref.fsdp_config.model_dtype actor.use_kl_loss=True ref.fsdp_config.model_dtype=bf16
 adam-eps-underflow        E actor.optim.override_optimizer_config.eps fsdp.model_dtype=fp16
 merged-lora-rounds        E lora.merge             +precision=fp16 VERLS_ENGINE model.lora_rank=8 model.lora.merge=True
-transport-rounds          E backend                +precision=fp16 rollout.checkpoint_engine.backend=nccl
+transport-rounds          E backend                +precision=fp16 rollout.checkpoint_engine.backend=mooncake
+transport-rounds          E backend                +precision=fp16 rollout.checkpoint_engine.backend=kimi_ckpt_engine
+transport-rounds          E backend                +precision=fp32 rollout.checkpoint_engine.backend=delta_sharded
+separate-async-transport  E backend                trainer.v1.trainer_mode=separate_async
 stochastic-rounding       E weight_sync.rounding   +weight_sync.rounding=stochastic
 stochastic-rounding       E weight_sync.rounding   +precision=fp32 weight_sync.rounding=stochastic
 stochastic-rounding       E weight_sync.rounding   \
@@ -75,6 +79,7 @@ fp32-head-unread          E fp32_output_head +precision=fp16 fsdp.fp32_output_he
 export-rounds             W save_contents          \
     +precision=fp16 VERLS_ENGINE trainer.save_freq=5 actor.checkpoint.save_contents=[model,hf_model]
 rollout-quantised         W quantization           rollout.quantization=fp8
+rollout-quantised         W kv_cache_dtype         +rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2
 normalizer-missing        E loss_scale_factor      actor.loss_agg_mode=seq-mean-token-sum-norm
 bypass-without-loss       E bypass_mode            \
     correction.bypass_mode=True correction.loss_type=reinforce correction.rollout_is=sequence
@@ -113,6 +118,7 @@ sampling-masks            E fp32_log_probs         MASKS +precision=bf16 fsdp.fp
 sampling-masks            E use_fused_kernels      MASKS +precision=bf16 model.use_fused_kernels=True
 sampling-masks E actor.fsdp_config.ulysses_sequence_parallel_size MASKS +precision=bf16 fsdp.ULYSSES=2
 temperature-in-half       W temperature            rollout.temperature=0.7 VERLS_ENGINE
+temperature-in-half       W temperature            +precision=fp16 rollout.temperature=0.7 model.use_fused_kernels=True
 logprobs-missing          E calculate_log_probs    rollout.calculate_log_probs=False correction.rollout_is=token
 logprobs-missing          W calculate_log_probs    rollout.calculate_log_probs=False trainer.v1.trainer_mode=vp_sync
 loss-settings             E use_v1                 +estimator=pg_seq_is trainer.use_v1=False
@@ -131,6 +137,7 @@ COMPANIONS = {
     "agent-loop": {"truncated-sampling"},
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
+    "not-repeatable": {"separate-async-transport"},
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
     "dtype-ignored": {"rollout-contradicts-actor"},
@@ -161,6 +168,9 @@ def job(seconds_left: float | None) -> Environment:
 
 
 A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
+KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
+EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
+EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
@@ -184,6 +194,10 @@ ENVIRONMENTS = [
     ("cascade-attention", Environment("0.11.0", A100), f"{CASCADE}=True", False),
     ("cascade-attention", Environment("0.28.0", A100), f"{CASCADE}=False", True),
     ("cascade-attention", Environment(None, A100), "", False),
+    ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=fp16", True),
+    ("experts-kernel-bf16", Environment(gpus=("GB200",), model=EXPERTS), f"+precision=fp16 {KERNEL}=triton", False),
+    ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=bf16", False),
+    ("experts-kernel-bf16", Environment(gpus=("NVIDIA H100",), model=EXPERTS), "+precision=fp16", False),
     ("adapter-not-loadable", Environment("0.29.0"), LORA, True),
     ("adapter-not-loadable", Environment("0.29.0rc1"), LORA, True),
     ("adapter-not-loadable", Environment("0.31.0"), LORA.replace("_rank", ".rank"), True),
@@ -228,6 +242,11 @@ ENVIRONMENTS = [
     ("first-checkpoint-late", job(600), "", False),  # verl's own: no checkpoints at all
 ]
 NOTHING_KNOWN = Environment()
+DISAGGREGATED = (
+    "trainer.v1.trainer_mode=vp_separate_async trainer.v1.separate_async.parameter_sync_step=4 "
+    "rollout.nnodes=1 rollout.n_gpus_per_node=8"
+)
+TRITON = "model.fused_kernel_options.impl_backend=triton"
 ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
 SHORT = {
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
@@ -271,7 +290,7 @@ def test_planted_fault_is_found(row):
 def test_what_is_known_beyond_the_config_decides(name, environment, overrides, fault):
     assert found(overrides, environment) == [name] * fault
     (here,) = find_faults(composed(overrides), environment, this_machine=False) or [None]
-    of_machine = environment.machine is not None or name == "cascade-attention"
+    of_machine = environment.machine is not None or name in ("cascade-attention", "experts-kernel-bf16")
     assert here is None or here.severity == ("warning" if of_machine else "error")
 
 
@@ -294,6 +313,11 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "rollout.logprobs_mode=raw_logprobs rollout.calculate_log_probs=False",
     "rollout.dtype=half +precision=fp16 trainer.device=cuda trainer.save_freq=-1",
     "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=naive",
+    "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=nixl",
+    f"+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=nccl {DISAGGREGATED}",
+    "+precision=fp16 trainer.save_freq=-1 rollout.temperature=0.7",
+    "+precision=fp16 trainer.save_freq=-1 +rollout.engine_kwargs.vllm.kv_cache_dtype=bfloat16",
+    f"+precision=fp16 trainer.save_freq=-1 rollout.temperature=0.7 model.use_fused_kernels=True {TRITON}",
     "+precision=fp16 model.lora.merge=True model.lora.rank=8",  # our engine merges in FP32
     "+precision=bf16_train_fp16_rollout",  # the preset names the pair
     "+precision=fp32",  # it chooses sdpa
@@ -319,6 +343,16 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []
+
+
+def test_the_list_of_transports_that_cast_is_verls():
+    """Read from verl's sources, since most engines import CUDA's libraries: who calls `.to(rollout_dtype)`?"""
+    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "checkpoint_engine"
+    casting = set()
+    for source in (path.read_text() for path in folder.glob("*_checkpoint_engine.py")):
+        (name,) = re.findall(r'^@CheckpointEngineRegistry\.register\("(\w+)"\)', source, re.M)
+        casting |= {name} if re.search(r"\.to\((self\.)?rollout_dtype\)", source) else set()
+    assert casting == set(CASTING)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp32_train_bf16_rollout", "fp32_train_fp16_rollout"])

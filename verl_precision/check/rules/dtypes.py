@@ -5,7 +5,14 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import HALF, short
-from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype, transport_dtype
+from verl_precision.base.verl_config import (
+    BACKEND,
+    engines,
+    quantisations,
+    rollout_dtype,
+    sync_backend,
+    transport_dtype,
+)
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
@@ -153,8 +160,10 @@ def merged_lora_rounds(config: DictConfig, environment: Environment) -> Faults:
 def transport_rounds(config: DictConfig, environment: Environment) -> Faults:
     """Weights rounded to BF16 on their way bring BF16's gap back into an FP16 or FP32 rollout."""
     setting = _rounded_by(config)
-    if setting.endswith(".backend"):
-        yield Fault(setting=setting, problem=TRAVEL_ROUNDED.format(rollout_dtype(config)), allowed="naive")
+    if setting == BACKEND:
+        remedy = f"Set {BACKEND}=nccl; naive is for trainers that share the rollout's GPUs."
+        problem = TRAVEL_ROUNDED.format(rollout_dtype(config))
+        yield Fault(setting=setting, problem=problem, allowed="naive, nccl or nixl", remedy=remedy)
 
 
 def _rounded_by(config: DictConfig) -> str:
@@ -171,7 +180,7 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
     if OmegaConf.select(config, "weight_sync.rounding") != "stochastic":
         return
     actor, rollout = engines(config)[0], rollout_dtype(config)
-    backend = str((config.actor_rollout_ref.rollout.get("checkpoint_engine") or {}).get("backend", "naive"))
+    backend = sync_backend(config)
     if not (actor.ours and actor.master == "fp32"):
         problem = f"the actor is verl's own engine, or holds its weights in {actor.master}: nothing would be rounded"
         remedy = "Choose a precision preset (precision=fp32_train_bf16_rollout), or set weight_sync.rounding=nearest."
@@ -243,13 +252,7 @@ def export_rounds(config: DictConfig, environment: Environment) -> Faults:
 @rule("rollout-quantised", "warning")
 def rollout_quantised(config: DictConfig, environment: Environment) -> Faults:
     """A quantised rollout computes another policy than the trainer, whatever its dtype says."""
-    weights, cache = config.actor_rollout_ref.rollout.get("quantization"), engine_kwargs(config).get("kv_cache_dtype")
-    for key, value in (("quantization", weights), ("engine_kwargs.vllm.kv_cache_dtype", cache)):
-        if value not in (None, "auto", "fp16", "bf16", "float16", "bfloat16"):
-            yield Fault(
-                setting=f"actor_rollout_ref.rollout.{key}",
-                value=value,
-                problem="the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's",
-                allowed="null",
-                remedy="Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis.",
-            )
+    for setting, value in quantisations(config).items():
+        problem = "the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's"
+        remedy = "Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis."
+        yield Fault(setting=setting, value=value, problem=problem, allowed="null", remedy=remedy)

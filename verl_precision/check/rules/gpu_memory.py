@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_precision.base.errors import ConfigurationError
+
 GIB = 1 << 30
 HALF, SINGLE = 2, 4  # bytes
 # FP32 master weight, gradient, Adam's two moments
@@ -26,8 +28,11 @@ CHUNK_TOKENS, CHUNK_COPIES = 512, 5
 REST = 6 * GIB
 # Of sdpa's mask for packed sequences: a byte an element, and 4 more in FP32 while a layer attends (docs/precision.md).
 MASK, MASK_FP32 = 1, 5
+# Bytes of one chosen expert: verl's agent loop makes int16 of them.
+CHOICE = 2
 # GiB of a GPU whose name does not say them, by a word of its name (makers' data sheets).
 GPU_GIB = {
+    **{"B200": 180, "GB200": 186},
     **{"A100": 80, "A800": 80, "H100": 80, "H800": 80, "H20": 96, "H200": 141},
     **{"A40": 48, "L40": 48, "L40S": 48, "A10": 24, "A10G": 24, "A30": 24, "L4": 24, "T4": 16},
 }
@@ -100,6 +105,18 @@ def gpu_memory(name: str) -> int | None:
     return known[0] * GIB if known else None
 
 
+def require_known_gpu(name: str) -> str:
+    """Return the name of a GPU that a user chose, whose memory is known.
+
+    Raises:
+        ConfigurationError: If neither a table nor the name itself says its memory.
+    """
+    if gpu_memory(name) is None:
+        allowed = f"{', '.join(sorted(GPU_GIB))}, or a name with its memory, such as 'RTX 6000 48GB'"
+        raise ConfigurationError("no GPU of this name is known", setting="--gpu", value=name, allowed=allowed)
+    return name
+
+
 def state_bytes(model: ModelShape, gpus: int, width: int = STATE) -> int:
     """Return bytes a GPU of sharded state; `width`: bytes a parameter, fewer where some of the state is not there."""
     return width * model.parameters // gpus
@@ -129,6 +146,11 @@ def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpoi
     logits = 2 * width * model.vocabulary * tokens
     kept = 1 if checkpointing else model.layers
     return inputs + kept * layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
+
+
+def routing_bytes(model: ModelShape, tokens: int) -> int:
+    """Return bytes of the experts that some tokens went through, of every layer, as router replay sends them."""
+    return CHOICE * model.layers * model.experts_per_token * tokens
 
 
 def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, width: int = STATE - SINGLE) -> int:

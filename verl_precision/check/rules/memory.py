@@ -25,6 +25,7 @@ from verl_precision.check.rules.gpu_memory import (
     gpu_memory,
     kv_tokens,
     rollout_bytes,
+    routing_bytes,
     shape_of,
     state_bytes,
 )
@@ -32,10 +33,14 @@ from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 # Shares of a GPU: the arithmetic is good to some GiB either way.
 FILLED, FAR_OVER = 0.9, 1.1
-GPU_RULES = ("memory-training", "memory-rollout")  # the rules below
+GPU_RULES = ("memory-training", "memory-rollout")  # the rules of a GPU below
+# GiB that router replay may take of a host: an eighth of those that recipes/README.md asks for.
+ROUTING_GIB = 64
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+NO_SYNC = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+SENT = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,14 @@ class Layout:
     on_host: bool  # whether the state lives on the host
     state: int  # bytes of the trainer's and the reference's state on a GPU while the trainer works
     kept: int  # bytes a parameter of the trainer's state on a GPU while vLLM works
+    unreduced: int  # bytes of whole gradients that wait for the last micro-batch of a mini-batch
 
     @cached_property
     def training(self) -> dict[str, int]:
         """Bytes of each part of a GPU while the trainer works."""
         return {
             "weights, gradients and Adam's moments": self.state,
+            "whole gradients until the last micro-batch": self.unreduced,
             "gathered layers": gathered_bytes(self.model, self.width),
             "activations": self.activations(self.tokens),
             "CUDA, NCCL and a sleeping vLLM": REST,
@@ -78,6 +85,7 @@ class Layout:
         checkpointing = OmegaConf.select(self.config, model.partition("=")[0])
         found = [] if checkpointing else [model]
         found += [] if self.on_host else ["actor_rollout_ref.actor.fsdp_config.offload_policy=True"]
+        found += [f"{NO_SYNC}=False"] if self.unreduced else []
         return [*found, "a precision of 16 bits"] if self.width == SINGLE else found
 
     def largest_budget(self) -> int:
@@ -105,8 +113,9 @@ def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     _, parallel = engine.ulysses
     sequences = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // max(all_gpus // parallel, 1)
+    of_mini_batch = -(-sequences * longest // parallel)
     if actor.use_dynamic_bsz:
-        tokens = min(actor.ppo_max_token_len_per_gpu, -(-sequences * longest // parallel))
+        tokens = min(actor.ppo_max_token_len_per_gpu, of_mini_batch)
     else:
         micro_batch = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
         tokens = (micro_batch or sequences) * longest // parallel
@@ -118,7 +127,11 @@ def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
         kept = 0 if fsdp.get("param_offload") else SINGLE
         kept += 0 if fsdp.get("optimizer_offload") or lora else 2 * SINGLE
     width = SINGLE if engine.compute == "fp32" else HALF
-    return Layout(config, model, memory, gpus, longest, tokens, width, on_host, state, kept)
+    unreduced = 0
+    if fsdp.get("use_no_sync_for_gradient_accumulation", True) and tokens < of_mini_batch and not lora:
+        # FSDP2 adds them up in the dtype of the reduction (`to_accumulated_grad_if_needed` of torch's `_fsdp_param.py`)
+        unreduced = (SINGLE if engine.strategy == "fsdp2" and engine.reduce == "fp32" else width) * model.parameters
+    return Layout(config, model, memory, gpus, longest, tokens, width, on_host, state, kept, unreduced)
 
 
 def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
@@ -147,7 +160,11 @@ def _sum(parts: dict[str, int], memory: int) -> str:
 def memory_training(config: DictConfig, environment: Environment) -> Faults:
     """State, gathered layers and activations of the trainer fit into a GPU."""
     layout = layout_of(config, environment)
-    if layout is None or not (severity := _judged(sum(layout.training.values()), layout.memory)):
+    if layout is None or not (severity := _judged(peak := sum(layout.training.values()), layout.memory)):
+        return
+    needs = f"a micro-batch of {layout.tokens} tokens needs {_sum(layout.training, layout.memory)}"
+    if layout.unreduced and not _judged(peak - layout.unreduced, layout.memory):
+        yield Fault(severity=severity, setting=NO_SYNC, problem=needs, allowed="False")  # type: ignore[arg-type]
         return
     dynamic, largest = config.actor_rollout_ref.actor.use_dynamic_bsz, layout.largest_budget()
     _, parallel = engines(config)[0].ulysses
@@ -162,7 +179,7 @@ def memory_training(config: DictConfig, environment: Environment) -> Faults:
     yield Fault(
         severity=severity,  # type: ignore[arg-type]
         setting=setting if fits or dynamic else MICRO_BATCH,
-        problem=f"a micro-batch of {layout.tokens} tokens needs {_sum(layout.training, layout.memory)}",
+        problem=needs,
         allowed=allowed,
         remedy=remedy,
     )
@@ -200,3 +217,21 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
             allowed=f"up to {most:.2f}, or more GPUs a replica",
             remedy=f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel}).",
         )
+
+
+@rule("router-replay-memory", "warning")
+def router_replay_memory(config: DictConfig, environment: Environment) -> Faults:
+    """The experts that a step's tokens went through lie in the hosts' memory, in TransferQueue, until it ends."""
+    model, data = shape_of(environment.model), config.data
+    if model is None or model.experts == 1 or not OmegaConf.select(config, SENT):
+        return
+    tokens = data.train_batch_size * config.actor_rollout_ref.rollout.n
+    tokens *= data.max_prompt_length + data.max_response_length
+    held = routing_bytes(model, tokens)
+    if (of_host := held / GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
+        problem = (
+            f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts "
+            f"({routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of each host's memory"
+        )
+        remedy = "Have that much free, take more hosts or a smaller data.train_batch_size, or no router_replay."
+        yield Fault(setting=SENT, problem=problem, allowed=f"at most {ROUTING_GIB} GiB a host", remedy=remedy)

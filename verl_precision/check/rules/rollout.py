@@ -1,20 +1,27 @@
 """Rules of the rollout: log-probs, truncated sampling, what the installed vLLM does."""
 
+import re
+
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
 from verl_precision.base.dtypes import HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
+    BACKEND,
     FSDP,
     OF_LOOP,
     ROLLOUT,
     engine_kwargs,
     engines,
     missing_log_probs,
+    quantisations,
+    rollout_dtype,
+    sync_backend,
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
+from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.losses.registry import find_loss
 
@@ -23,6 +30,7 @@ NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p":
 # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_OFF_SINCE = Version("0.18.0")
 CASCADE_GPUS = ("A100", "A800")
+BLACKWELL = re.compile(r"\bG?B[123]00\b")
 MASKS = f"{ROLLOUT}.custom.sampling_masks"
 
 
@@ -68,14 +76,20 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
 
 @rule("temperature-in-half", "warning")
 def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
-    """verl divides logits by the temperature in their 16-bit dtype, vLLM in FP32."""
-    actor, temperature = engines(config)[0], config.actor_rollout_ref.rollout.temperature
-    if temperature != 1 and actor.compute in HALF and not actor.ours and _needs_logprobs(config):
+    """verl, and its fused kernel in any engine, divide logits by the temperature in their 16 bits, vLLM in FP32."""
+    actor, model = engines(config)[0], config.actor_rollout_ref.model
+    temperature = config.actor_rollout_ref.rollout.temperature
+    backend = OmegaConf.select(model, "fused_kernel_options.impl_backend")
+    fused = bool(model.get("use_fused_kernels"))
+    in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
+    if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
+        who = "the fused kernel of verl" if fused else "verl"
         yield Fault(
             setting=f"{ROLLOUT}.temperature",
-            problem=f"verl divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
+            problem=f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
             "rounding",
             allowed="1.0",
+            remedy="Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else "",
         )
 
 
@@ -168,6 +182,30 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
             allowed="True",
             remedy=f"Set +{setting}=True.",
         )
+
+
+@rule("experts-kernel-bf16", "warning")
+def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
+    """On Blackwell vLLM prefers FlashInfer's BF16 kernel for experts, and asks it for no dtype."""
+    model, kwargs = shape_of(environment.model), engine_kwargs(config)
+    gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
+    if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    quantised = f"{ROLLOUT}.quantization" in quantisations(config)  # such experts have kernels of their own
+    setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
+    if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
+        problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, without a look at the dtype, {dtype} (read)"
+        yield Fault(setting=setting, value="auto", problem=problem, allowed="triton", remedy=f"Set +{setting}=triton.")
+
+
+@rule("separate-async-transport")
+def separate_async_transport(config: DictConfig, environment: Environment) -> Faults:
+    """verl's trainer with a rollout on GPUs of its own asserts against the sync inside one process."""
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    if mode.removeprefix("vp_") == "separate_async" and sync_backend(config) == "naive":
+        problem = f"{mode} has a rollout on GPUs of its own, which naive does not reach: verl asserts against it"
+        allowed = "nccl or nixl; mooncake, kimi_ckpt_engine and delta_sharded round weights to BF16"
+        yield Fault(setting=BACKEND, problem=problem, allowed=allowed, remedy=f"Set {BACKEND}=nccl.")
 
 
 @rule("adapter-not-loadable")

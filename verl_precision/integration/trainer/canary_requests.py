@@ -18,7 +18,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.base.verl_config import engines, lora_rank, rollout_dtype, uses_adapter
+from verl_precision.base.verl_config import engines, lora_rank, quantisations, rollout_dtype, uses_adapter
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
@@ -41,7 +41,8 @@ class TrainerCanary:
         """Read from the config what the two engines compute in, and whether the rollout serves an adapter."""
         self.settings = settings
         dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
-        self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda")
+        grids = tuple(quantisations(config).values())
+        self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda", grids=grids)
         self._rounded_to = _coarser(config, *dtypes)
         # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There
         # replicas continue the first half of each sequence greedily, and the trainer scores what they wrote.
@@ -151,7 +152,7 @@ class TrainerCanary:
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch_dtype(name if short(name) in DTYPES else "bf16")  # auto, or 8 bits: the coarsest that is expected
+    return torch_dtype(name if short(name) in DTYPES else "bf16")  # auto: the coarser of the two that are expected
 
 
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:

@@ -96,7 +96,7 @@ def test_a_fault_keeps_what_it_does_to_the_choices():
         sizes = [sum(step.get(one.cause, 0.0) for step in steps) for one in chain]
         return dict(zip((one.name for one in chain), np.cumsum(sizes)[:, None] * signs, strict=True))
 
-    found = judge(job, chain, along(rounding, routing), Routing(along(routing), 0.1), {}, {})
+    found = judge(job, chain, along(rounding, routing), Routing(along(routing), 0.1), {}, {}, 128)
     sizes = {"weights": 0.6, "decode": 0.4, "rollout_precision": 0.01, "trainer_precision": 0.01, "routing": 0.002}
     assert {each.variant.cause: round(each.part.size, 6) for each in found.findings if each.part.size} == sizes
     assert {each.variant.cause for each in found.findings if each.fault} == {"weights", "decode"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
-from verl_precision.tools.gap.explain.judge import CAUSES, Result, findings
+from verl_precision.tools.gap.explain.judge import CAUSES, Result, findings, longest_sum
 from verl_precision.tools.gap.explain.page import advice, rows, verdict
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import reference, replayed, variants
@@ -64,13 +64,13 @@ def test_no_gap():
     assert found.nats == found.k3 == 0 and all(found.share(part) == 0 for part in found.parts)
 
 
-def judged(job=JOB, bf16_cost=COST, **sizes):
+def judged(job=JOB, bf16_cost=COST, terms=128, **sizes):
     """Return the result for steps of given sizes; k3 is the square of a size."""
     chain = variants(job)
     of = [sizes.get(one.cause, 0.0) for one in chain[1:]]
     parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0) for size in of)
     attribution = Attribution(parts, sum(p.nats for p in parts), sum(p.k3 for p in parts), 100, 0)
-    found = findings(job, chain, attribution, bf16_cost, {"weights": "1 of 3 tensors differs"})
+    found = findings(job, chain, attribution, bf16_cost, {"weights": "1 of 3 tensors differs"}, terms)
     return Result(chain, found, attribution, bf16_cost, {})
 
 
@@ -101,6 +101,20 @@ def test_more_than_rounding_is_a_fault_and_comes_first(job, cause, size):
     assert rows(result)[0][-1] == "FAULT"
     below = judged(job, trainer_precision=COST / 8, **{cause: size / 100})
     assert not any(each.fault for each in below.findings)
+
+
+def test_fp32_sums_round_at_every_term():
+    """SmolLM2-135M (sums of 1,536 terms): two right engines lay 7.9e-6 nats apart, 17 times FP32's single rounding."""
+    fp32, known = 7.9e-6 / 17, {"hidden_size": 576, "intermediate_size": 1536}
+    model = {"bf16_cost": fp32 * 2**16, "terms": longest_sum(known)}
+    bar = 1.7 * 1536**0.5 * fp32
+    assert longest_sum(known) == 1536 and 3 < bar / 7.9e-6 < 5, "a healthy engine is far from the bar"
+    assert not any(each.fault for each in judged(**model, engine=7.9e-6).findings)
+    assert [each.fault for each in judged(**model, engine=1.1 * bar).findings][0], "a fault is a thousand times it"
+    both_fp32 = Explanation(model="m", prompts="p", train_dtype="fp32", rollout_dtype="fp32")
+    assert not any(each.fault for each in judged(both_fp32, **model, layout=7.9e-6, batch=7.9e-6).findings)
+    experts = {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    assert (longest_sum(experts), longest_sum({})) == (2048, 1)
 
 
 def test_two_faults_are_both_named():

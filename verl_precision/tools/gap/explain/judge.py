@@ -1,8 +1,10 @@
 """Which steps are faults, and which are the cost of a dtype."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -57,9 +59,12 @@ class Result:
 
 def judge(
     job: Explanation, chain: list[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing | None,
-    operations: dict[str, Operations], evidence: Mapping[str, str],
+    operations: dict[str, Operations], evidence: Mapping[str, str], terms: int,
 ) -> Result:  # fmt: skip
-    """Share the gap among the steps, and judge each; `log_probs` has those of the reference too."""
+    """Share the gap among the steps, and judge each; `log_probs` has those of the reference too.
+
+    `terms` is the model's `longest_sum`.
+    """
     before, after = (one.name for one in reference(job, chain))
     cost = log_probs[after] - log_probs[before]
     if routing is not None:
@@ -71,7 +76,7 @@ def judge(
         if routing is not None:
             steps, values = with_routing(chain, log_probs, routing, kept)
         attribution = attribute(values)
-        found = findings(job, steps, attribution, bf16_cost, evidence)
+        found = findings(job, steps, attribution, bf16_cost, evidence, terms)
         return Result(steps, found, attribution, bf16_cost, operations)
 
     # Steps that are no rounding, and then all that are faults: what they do to the choice of experts is their own.
@@ -81,12 +86,21 @@ def judge(
     return judged(no_rounding | faults) if routing is not None else first
 
 
+def longest_sum(described: Mapping[str, Any]) -> int:
+    """Return the terms of the longest sum in a model's matrix products, by its `config.json`; 1 if that is silent."""
+    inner = described.get("moe_intermediate_size") or described.get("intermediate_size") or 1
+    return max(described.get("hidden_size") or 1, inner)
+
+
 def findings(
-    job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float, evidence: Mapping[str, str]
-) -> list[Finding]:
+    job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float,
+    evidence: Mapping[str, str], terms: int,
+) -> list[Finding]:  # fmt: skip
     """Judge each step; faults come first, the largest part of the k3 before.
 
-    A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost.
+    A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost. Of BF16 and FP16 that is all: their products
+    are summed in FP32, and rounded once. FP32's own sums are rounded at every term, and the errors of K terms add up
+    like a random walk's, to √K times one rounding (Higham and Mary 2019, doi:10.1137/18M1226312); K is `terms`.
     """
     dtypes = {"rollout": job.rollout_dtype, "trainer": job.train_dtype, "neither": "fp32"}
     found = []
@@ -94,6 +108,8 @@ def findings(
         cause = CAUSES[variant.cause]
         bits = [DTYPES[dtypes[side]].bits for side in cause.rounding_of]
         expected = bf16_cost * 2.0 ** (DTYPES["bf16"].bits - min(bits)) if bits else 0.0
+        if bits and min(bits) == DTYPES["fp32"].bits:
+            expected *= math.sqrt(terms)
         fault = part.size > max(cause.most * expected, FLOOR)
         found.append(Finding(variant, cause, part, expected, fault, evidence.get(variant.cause, "")))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

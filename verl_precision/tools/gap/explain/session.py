@@ -11,7 +11,7 @@ from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import Model, find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.gap.explain.judge import Result, judge
+from verl_precision.tools.gap.explain.judge import Result, judge, longest_sum
 from verl_precision.tools.gap.explain.operations import OperationComparer, comparison, read_operations, recording
 from verl_precision.tools.gap.explain.page import FILES, show, write
 from verl_precision.tools.gap.explain.routing import Replay, read_routing, series_of
@@ -80,7 +80,7 @@ def explain(
         record.unlink()
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
-    result = judge(job, chain, found, routing, operations, evidence)
+    result = judge(job, chain, found, routing, operations, evidence, longest_sum(models["trainer"].config))
     write(folder, job, result, frame.envelope())
     show(job, result, console)
     frame.show_written(FILES)
