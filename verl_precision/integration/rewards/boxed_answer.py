@@ -58,7 +58,7 @@ def _truncated(extra_info: dict) -> bool:
             "nothing says whether a response was cut off at the length limit",
             setting="reward.custom_reward_function.reward_kwargs.require_finished",
             value=True,
-            allowed="True with the agent loop vp_single_turn and verl's reward manager naive, limited or remote",
+            allowed="True with the agent loop vp_single_turn and verl's reward manager naive, rate_limited or remote",
             remedy="Set actor_rollout_ref.rollout.agent.default_agent_loop=vp_single_turn and "
             "+actor_rollout_ref.rollout.custom.mark_truncated=True, and reward.reward_manager.name=naive.",
         )
