@@ -148,9 +148,9 @@ def test_half_precision_inputs_are_computed_in_float32(loss):
     (1, None, "_log_probs is NoneType. Allowed: a floating-point tensor"),
     (2, torch.ones(3), r"advantages has shape \(3,\)"),
     (3, torch.ones(3, 2), r"response_mask has shape \(3, 2\)"),
-    (2, [1.0, -1.0], r"advantages is list. Allowed: a floating-point tensor. Make a tensor of it, such as torch"),
-    (2, torch.tensor([1, -1]), r"advantages is torch.int64.*Pass advantages\.float\(\)"),
-    (2, torch.ones(2, 2), r"advantages has shape \(2, 2\).*\[responses, 1\]\)\. Give each response one advantage"),
+    (2, [1.0, -1.0], r"advantages is list. Allowed: a floating-point tensor. Pass torch\.as_tensor\(advantages\)"),
+    (2, torch.tensor([1, -1]), r"advantages is torch.int64.*Pass torch\.as_tensor\(advantages\)\.float\(\)"),
+    (2, torch.ones(2, 2), r"advantages has shape \(2, 2\).*\[responses, 1\]\)\. Give each response or token one"),
     (3, [[1, 1, 1], [1, 1, 0]], "response_mask is list. Allowed: a tensor, nonzero where a token counts"),
 ])  # fmt: skip
 def test_wrong_tensors_are_refused(loss, place, tensor, message):

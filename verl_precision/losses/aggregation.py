@@ -20,8 +20,7 @@ _require_constant = replace(
     require_normalizer,
     setting="normalizer",
     problem=f"mode={NORM_MODE!r} divides the sum over tokens by one constant for the whole run",
-    remedy="Pass Aggregation(normalizer=512) if responses have at most 512 tokens, or a mode that needs none, such as "
-    "Aggregation('token-mean').",
+    remedy="Pass Aggregation(normalizer=512) for responses of up to 512 tokens, or a mode without it (token-mean).",
 )
 
 

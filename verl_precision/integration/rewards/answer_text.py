@@ -8,33 +8,27 @@ import re
 from fractions import Fraction
 
 LONGEST = 200  # characters of what is read: the patterns take the square of them
-_UNITS = {
-    word: line.split()[0]
-    for line in (
-        "percent percentage pct|dollar usd|cent|degree deg|square sq|cubic cu|per|millimeter mm millimetre|"
-        "centimeter cm centimetre|meter m metre|kilometer km kilometre|inch in inches|foot ft feet|yard yd|mile mi|"
-        "second s sec|minute min|hour h hr hrs|day|week|month|year yr yrs|gram g|kilogram kg|pound lb lbs|ounce oz|"
-        "liter l litre|milliliter ml|gallon gal|mph|kph kmh|unit|point|way|integer|student|person people|man men|"
-        "child children|woman women|apple|coin|cup|ticket|tile|marble"
-    ).split("|")
-    for word in line.split()
-}
+UNITS = (
+    "percent percentage pct|dollar usd|cent|degree deg|square sq|cubic cu|per|millimeter mm millimetre|"
+    "centimeter cm centimetre|meter m metre|kilometer km kilometre|inch in inches|foot ft feet|yard yd|mile mi|"
+    "second s sec|minute min|hour h hr hrs|day|week|month|year yr yrs|gram g|kilogram kg|pound lb lbs|ounce oz|"
+    "liter l litre|milliliter ml|gallon gal|mph|kph kmh|unit|point|way|integer|student|person people|man men|"
+    "child children|woman women|apple|coin|cup|ticket|tile|marble"
+)
+_UNIT_OF = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
 _TEXT = r"\\(?:text|mathrm|textrm|textnormal|textit|textbf|mbox)\s*\{"
 _WRAPPED = re.compile(rf"\$((?:[^$\\]|\\.)*)\$|{_TEXT}([^{{}}]*)\}}")
-_REWRITES = [
-    (re.compile(pattern, re.ASCII), by)
-    for pattern, by in (
-        (_TEXT, r"\\text{"),
-        (r"\{,\}|,\\!|(?<=\d)(?:\\,|\\ |~)(?=\d{3}(?!\d))", ","),  # between thousands
-        (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-z])|\s+", " "),
-        (r"\^\s*\{?\\circ\}?|°", r"\\text{degree}"),
-        (r"\\?%", r"\\text{percent}"),
-    )
-]
+_REWRITES = (
+    (_TEXT, r"\\text{"),
+    (r"\{,\}|,\\!|(?<=\d)(?:\\,|\\ |~)(?=\d{3}(?!\d))", ","),  # between thousands
+    (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-z])|\s+", " "),
+    (r"\^\s*\{?\\circ\}?|°", r"\\text{degree}"),
+    (r"\\?%", r"\\text{percent}"),
+)
 _MONEY = re.compile(r"([+-]?)\s*\\?\$\s*(\d.*|\.\d.*)")
 _TAIL = re.compile(r"(.+?)(?: *\\text\{([A-Za-z ]+)\}| +([A-Za-z]+(?: +[A-Za-z]+)*)) *(?:\^ *\{?([23])\}?)?")
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d\d?)?", re.ASCII)  # 1e999999999 would fill the memory
+# An exponent of two digits: 1e999999999 would fill the memory.
+_DECIMAL = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d\d?)?", re.ASCII)
 _FRAC = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}\{(\d+)\}|(\d)\s*(\d))", re.ASCII)
 _FRACTION = re.compile(r"([+-]?) *(?:(\d+) +)?(\d+) */ *(\d+)", re.ASCII)
 
@@ -52,11 +46,10 @@ def same_text(answer: str, truth: str) -> bool:
 
 
 def _reading(text: str) -> tuple[Fraction | str, str]:
-    text = text.strip()
-    if wrapped := _WRAPPED.fullmatch(text):
+    if wrapped := _WRAPPED.fullmatch(text.strip()):
         text = wrapped[1] or wrapped[2] or ""
     for pattern, by in _REWRITES:
-        text = pattern.sub(by, text)
+        text = re.sub(pattern, by, text)
     amount, units = text.strip(), set[str]()
     if money := _MONEY.fullmatch(amount):
         amount = money[1] + money[2]
@@ -64,25 +57,22 @@ def _reading(text: str) -> tuple[Fraction | str, str]:
     if (tail := _TAIL.fullmatch(amount)) and (unit := _unit(*tail.groups()[1:])):
         amount = tail[1]
         units.add(unit)
-    number = _number(amount)
+    number = _number(_FRAC.sub(r" \1\3/\2\4 ", amount).strip())
     return (_words(text), "") if number is None else (number, " ".join(sorted(units)))
 
 
 def _unit(in_text: str | None, bare: str | None, power: str | None) -> str:
     """Return a unit in one spelling; empty if a word is none. A bare letter is a variable."""
     words = (in_text or bare or "").lower().split()
-    names = [_UNITS.get(word) or _UNITS.get(word.removesuffix("s") if len(word) > 3 else "") for word in words]
+    names = [_UNIT_OF.get(word) or _UNIT_OF.get(word.removesuffix("s") if len(word) > 3 else "") for word in words]
     if not words or None in names or (bare and min(map(len, words)) == 1):
         return ""
     return " ".join([{"2": "square", "3": "cubic"}.get(power or "", ""), *map(str, names)]).strip()
 
 
 def _number(text: str) -> Fraction | None:
-    text = _FRAC.sub(r" \1\3/\2\4 ", text).strip()
-    if _THOUSANDS.fullmatch(text):
-        text = text.replace(",", "")
     if _DECIMAL.fullmatch(text):
-        return Fraction(text)
+        return Fraction(text.replace(",", ""))
     if not (found := _FRACTION.fullmatch(text)):
         return None
     whole, above, below = (int(part or 0) for part in found.groups()[1:])

@@ -42,24 +42,18 @@ def compute_score(
         ConfigurationError: If a response must be finished and nothing says whether it is.
     """
     if require_closed_thinking:
-        _, closed, solution_str = solution_str.partition(CLOSE)
-        if not closed or CLOSE in solution_str:
-            solution_str = ""
-    if require_finished and _truncated(extra_info or {}):
-        solution_str = ""
+        solution_str = solution_str.partition(CLOSE)[2] if solution_str.count(CLOSE) == 1 else ""
+    if require_finished:
+        if extra_info is None or TRUNCATED not in extra_info:
+            raise ConfigurationError(
+                "nothing tells this reward which responses were cut off at the length limit",
+                setting="reward.custom_reward_function.reward_kwargs.require_finished",
+                value=True,
+                allowed="True with the agent loop vp_single_turn and the reward manager naive, rate_limited or remote",
+                remedy="Set actor_rollout_ref.rollout.agent.default_agent_loop=vp_single_turn and "
+                "+actor_rollout_ref.rollout.custom.mark_truncated=True.",
+            )
+        solution_str = "" if extra_info[TRUNCATED] else solution_str
     box = braced_box(solution_str)
     right = box is not None and same_answer(box, str(ground_truth))
     return {"score": 1.0 if right else wrong, "acc": float(right)}
-
-
-def _truncated(extra_info: dict) -> bool:
-    if TRUNCATED not in extra_info:
-        raise ConfigurationError(
-            "nothing says whether a response was cut off at the length limit",
-            setting="reward.custom_reward_function.reward_kwargs.require_finished",
-            value=True,
-            allowed="True with the agent loop vp_single_turn and verl's reward manager naive, rate_limited or remote",
-            remedy="Set actor_rollout_ref.rollout.agent.default_agent_loop=vp_single_turn and "
-            "+actor_rollout_ref.rollout.custom.mark_truncated=True, and reward.reward_manager.name=naive.",
-        )
-    return bool(extra_info[TRUNCATED])
