@@ -5,14 +5,22 @@ which was run on the first 61 rows with math-verify 0.9.0 and its limits of a se
 text accept, only its functions of text were run; SymPy's part, five differences of numbers and one of roots, is plain.
 """
 
+import asyncio
 import os
 import resource
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.rewards import answer_tag, boxed_answer, math_answers, math_judge
@@ -69,6 +77,22 @@ def test_a_response_that_was_cut_is_wrong_where_it_must_be_finished():
     with pytest.raises(ConfigurationError, match="default_agent_loop=vp_single_turn") as error:
         boxed_answer.compute_score("math", "\\boxed{2}", "2", {"num_turns": 2}, require_finished=True)
     assert error.value.setting.endswith("reward_kwargs.require_finished") and error.value.allowed
+
+
+def test_verls_reward_manager_hands_on_what_the_agent_loop_marked():
+    """The columns are those of verl's `AgentLoopWorker._compute_score`."""
+    score = partial(boxed_answer.compute_score, require_finished=True)
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "\\boxed{2}")
+
+    async def judged(truncated):
+        columns = {"data_source": "math", "reward_model": {"ground_truth": "2"}}
+        columns["tool_extra_fields"] = {"truncated": truncated}
+        tensors = {"responses": torch.ones(1, 2), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+        non_tensors = {name: np.array([value], dtype=object) for name, value in columns.items()}
+        data = DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+        return (await NaiveRewardManager(OmegaConf.create(), tokenizer, score).run_single(data))["reward_score"]
+
+    assert [asyncio.run(judged(truncated)) for truncated in (False, True)] == [1.0, 0.0]
 
 
 def test_words_after_the_box_and_the_score_of_a_wrong_answer():
