@@ -148,12 +148,25 @@ def test_half_precision_inputs_are_computed_in_float32(loss):
     (1, None, "_log_probs is NoneType. Allowed: a floating-point tensor"),
     (2, torch.ones(3), r"advantages has shape \(3,\)"),
     (3, torch.ones(3, 2), r"response_mask has shape \(3, 2\)"),
+    (2, [1.0, -1.0], r"advantages is list. Allowed: a floating-point tensor. Pass torch\.as_tensor\(advantages\)"),
+    (2, torch.tensor([1, -1]), r"advantages is torch.int64.*Pass torch\.as_tensor\(advantages\)\.float\(\)"),
+    (2, torch.ones(2, 2), r"advantages has shape \(2, 2\).*\[responses, 1\]\)\. Give each response or token one"),
+    (3, [[1, 1, 1], [1, 1, 0]], "response_mask is list. Allowed: a tensor, nonzero where a token counts"),
 ])  # fmt: skip
 def test_wrong_tensors_are_refused(loss, place, tensor, message):
     tensors = [torch.zeros(2, 3) for _ in range(4)]
     tensors[place] = tensor
     with pytest.raises(ConfigurationError, match=message):
         loss(*tensors, aggregation=PER_TOKEN)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_advantage_of_each_response_may_have_a_dimension_of_its_own(loss):
+    trainer, other = torch.tensor([[-1.0, -2.0, -0.5], [-0.5, -0.1, -3.0]]), torch.full((2, 3), -1.2)
+    value, gradient, _ = run(loss, trainer, other, [1.0, -1.0])
+    for advantages in ([[1.0], [-1.0]], [[1.0] * 3, [-1.0] * 3]):
+        again, its_gradient, _ = run(loss, trainer, other, advantages)
+        assert again == pytest.approx(value, rel=1e-6, abs=1e-6) and torch.allclose(its_gradient, gradient, rtol=1e-6)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

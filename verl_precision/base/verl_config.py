@@ -15,7 +15,7 @@ FSDP = ("fsdp", "fsdp2")
 ULYSSES = "ulysses_sequence_parallel_size"
 ROLLOUT = "actor_rollout_ref.rollout"
 # Our agent loop, and what it reads in `rollout.custom`.
-AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded")
+AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded", "mark_truncated")
 SEEDED = f"{ROLLOUT}.custom.seeded"
 BUFFER = "trainer.v1.sampler.custom_sampler.name"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"

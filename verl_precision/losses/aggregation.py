@@ -7,7 +7,7 @@ divided by constants of the WHOLE mini-batch and multiplied by the number of ran
 Shapes: B responses, T response tokens (padded).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.settings import NORM_MODE, require_normalizer
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM_MODE)
+_require_constant = replace(
+    require_normalizer,
+    setting="normalizer",
+    problem=f"mode={NORM_MODE!r} divides the sum over tokens by one constant for the whole run",
+    remedy="Pass Aggregation(normalizer=512) for responses of up to 512 tokens, or a mode without it (token-mean).",
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,13 @@ class Aggregation:
         if self.mode not in MODES:
             raise ConfigurationError(
                 "no such aggregation",
-                setting="actor_rollout_ref.actor.loss_agg_mode",
+                setting="mode",
                 value=self.mode,
                 allowed=", ".join(MODES),
-                remedy=f"Set actor_rollout_ref.actor.loss_agg_mode={NORM_MODE} for Dr.GRPO.",
+                remedy=f"Pass {NORM_MODE!r} for Dr.GRPO.",
             )
         if self.mode == NORM_MODE:
-            require_normalizer(self.normalizer)
+            _require_constant(self.normalizer)
         for setting, value in (("dp_size", self.dp_size), ("num_responses", self.num_responses)):
             if value is not None and value < 1:
                 remedy = "Pass what the mini-batch has."

@@ -40,7 +40,7 @@ def cispo(
     Args:
         trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
-        advantages: [B, T] or [B] floating.
+        advantages: [B, T], [B, 1] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
         aggregation: Mode and constants; "token-mean" for the paper's.
         clip_low: ε_low in (0, 1].

@@ -55,9 +55,9 @@ def dppo_tv(
     Args:
         trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
         rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
+        advantages: [B, T], [B, 1] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; Dr.GRPO's by default.
+        aggregation: Mode and constants; `Aggregation(normalizer=...)` for Dr.GRPO's.
         threshold: C >= 1.
         clip_low: δ_low in (0, 1], a difference of probabilities.
         clip_high: δ_high > 0.

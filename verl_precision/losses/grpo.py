@@ -57,9 +57,9 @@ def grpo(
     Args:
         trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
-        advantages: [B, T] or [B] floating.
+        advantages: [B, T], [B, 1] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; Dr.GRPO's by default.
+        aggregation: Mode and constants; `Aggregation(normalizer=...)` for Dr.GRPO's.
         clip_low: ε_low in (0, 1].
         clip_high: ε_high > 0.
         rollout_is_weights: [B, T] floating, wₜ, constants in the gradient; a response of weight 0 stays in the

@@ -39,7 +39,7 @@ def gspo(
     Args:
         trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
         proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
-        advantages: [B, T] or [B] floating.
+        advantages: [B, T], [B, 1] or [B] floating.
         response_mask: [B, T], nonzero where a token counts.
         aggregation: Mode and constants; "seq-mean-token-mean" for the equation above.
         clip_low: ε_low in (0, 1].

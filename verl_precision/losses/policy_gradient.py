@@ -51,9 +51,9 @@ def pg_seq_is(
     Args:
         trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
         rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating; constant over a response in the equation.
+        advantages: [B, T], [B, 1] or [B] floating; constant over a response in the equation.
         response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; Dr.GRPO's by default.
+        aggregation: Mode and constants; `Aggregation(normalizer=...)` for Dr.GRPO's.
 
     Returns:
         The loss in float32 (float64 if the log-probs are), minus the aggregated ρA. Its gradient is minus the

@@ -78,20 +78,21 @@ def checked_batch(
     named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
     if rollout_is_weights is not None:
         named["rollout_is_weights"] = rollout_is_weights
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+    for name, tensor in {**named, "response_mask": response_mask}.items():
+        if not isinstance(tensor, Tensor) or (name in named and not tensor.is_floating_point()):
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigurationError(
-                f"{name} is {got}", allowed="a floating-point tensor", remedy="Pass log-probs, not tokens."
-            )
+            allowed = "a floating-point tensor" if name in named else "a tensor, nonzero where a token counts"
+            tokens = isinstance(tensor, Tensor) and name.endswith("log_probs")
+            remedy = "Pass log-probs, not tokens." if tokens else f"Pass torch.as_tensor({name}).float()."
+            raise ConfigurationError(f"{name} is {got}", allowed=allowed, remedy=remedy)
     shape = trainer_log_probs.shape
     for name, tensor in {**named, "response_mask": response_mask}.items():
-        per_response = name == "advantages" and tensor.shape == shape[:1]
+        per_response = name == "advantages" and tensor.shape in (shape[:1], (*shape[:1], 1))
         if len(shape) != 2 or not (tensor.shape == shape or per_response):
             raise ConfigurationError(
                 f"{name} has shape {tuple(tensor.shape)}, trainer_log_probs {tuple(shape)}",
-                allowed="[responses, tokens] for all of them (advantages also [responses])",
-                remedy="Pad them to the same width.",
+                allowed="[responses, tokens] for all of them (advantages also [responses] or [responses, 1])",
+                remedy="Give each response or token one." if name == "advantages" else "Pad them to the same width.",
             )
     with torch.no_grad():
         dtype = torch.promote_types(trainer_log_probs.dtype, torch.float32)

@@ -103,6 +103,8 @@ agent-loop                E rollout.custom         LOOP
 agent-loop                E rollout.custom.stop LOOP +rollout.custom.stop=end
 agent-loop                E rollout.custom.min_p   LOOP +rollout.custom.min_p=2 +rollout.custom.sampling_masks=False
 agent-loop E rollout.name LOOP +rollout.custom.stop=[end] rollout.name=sglang
+agent-loop E custom.mark_truncated FINISHED
+agent-loop E reward_manager.name FINISHED LOOP +rollout.custom.mark_truncated=True reward.reward_manager.name=dapo
 not-repeatable            E max_num_seqs           +precision=fp16 +repeatable=bitwise rollout.max_num_seqs=64
 not-repeatable            E enable_prefix_caching +precision=fp16 +repeatable=bitwise rollout.enable_prefix_caching=True
 not-repeatable            E trainer_mode +precision=fp16 +repeatable=bitwise trainer.v1.trainer_mode=vp_separate_async
@@ -253,6 +255,7 @@ SHORT = {
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
     "SDPA": "model.override_config.attn_implementation=sdpa",
     "ULYSSES": "ulysses_sequence_parallel_size",
+    "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True",
     "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
     "REPLAY": "+precision=bf16 +router_replay=rollout",
     "ACTOR_FP16": "+fsdp.mixed_precision=FP16 rollout.dtype=float16",
@@ -340,6 +343,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc data.gen_batch_size=1",
     "trainer.save_freq=5 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     "+model.override_config.attn_implementation=kernels-community/vllm-flash-attn3",
+    "FINISHED LOOP +rollout.custom.mark_truncated=True",
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []

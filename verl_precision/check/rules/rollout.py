@@ -111,6 +111,13 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
 def agent_loop(config: DictConfig, environment: Environment) -> Faults:
     """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
     rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
+    if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
+        if rollout.agent.default_agent_loop != AGENT_LOOP or not OmegaConf.select(config, f"{custom}.mark_truncated"):
+            problem = f"only {AGENT_LOOP} tells the reward's require_finished whether a response was cut off"
+            yield Fault(setting=f"{custom}.mark_truncated", problem=problem, allowed=f"True, with {AGENT_LOOP}")
+        if (manager := config.reward.reward_manager.name) in ("dapo", "gdpo"):
+            problem = f"verl's {manager} tells a reward nothing of the agent loop, and require_finished needs it"
+            yield Fault(setting="reward.reward_manager.name", problem=problem, allowed="naive")
     given = [key for key in OF_LOOP if OmegaConf.select(config, f"{custom}.{key}") is not None]
     if rollout.agent.default_agent_loop != AGENT_LOOP:
         if given:

@@ -15,7 +15,7 @@ from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.registry import FORMER_NAMES, PolicyLoss, on_registration
-from verl_precision.losses.settings import THRESHOLD, require_bypass, require_threshold
+from verl_precision.losses.settings import NORM_MODE, THRESHOLD, require_bypass, require_normalizer, require_threshold
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -74,6 +74,8 @@ class AdaptedLoss:
         correction = config.policy_loss.get("rollout_correction", None) or {}
         if "rollout_log_probs" in self._needs:
             require_bypass(correction.get("bypass_mode", None), self.name)
+        if loss_agg_mode == NORM_MODE:
+            require_normalizer(config.loss_scale_factor)
         info = config.global_batch_info
         offered = {
             "trainer_log_probs": log_prob,

@@ -1,8 +1,8 @@
 r"""Are two answers to a problem of mathematics the same? \frac{1}{2}, \dfrac12, 1/2 and 0.5 are.
 
-The rule is verl's own for MATH or, where that sees a difference, math-verify's: the paper's authors accept an answer if
-one of three rules does, math-verify's and two that compare normalised text
-(https://github.com/sail-sg/oat, oat/utils/math_grader.py).
+The paper's authors accept an answer if one of three rules does (https://github.com/sail-sg/oat,
+oat/utils/math_grader.py), and so does this: verl's own for MATH, a comparison of normalised text (`answer_text`), and
+math-verify's, which compares expressions.
 
 math-verify ends what takes too long with a signal, which works in a process's main thread alone; anywhere else it finds
 nothing equal. verl calls rewards in other threads. So math-verify has a process of its own here, `math_judge`, which is
@@ -19,6 +19,7 @@ import threading
 from importlib.util import find_spec
 
 from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.integration.rewards.answer_text import same_text
 
 INSTALL = 'pip install "math-verify[antlr4_9_3]"'
 SECONDS = 20.0  # for one pair; math-verify's own limits in the process come first where they can
@@ -43,7 +44,7 @@ def same_answer(answer: str, truth: str) -> bool:
     from verl.utils.reward_score.math_reward import is_equiv
 
     answer, truth = answer.strip(), truth.strip()
-    return bool(answer) and (is_equiv(answer, truth) or _JUDGE.says_equal(answer, truth))
+    return bool(answer) and (is_equiv(answer, truth) or same_text(answer, truth) or _JUDGE.says_equal(answer, truth))
 
 
 def require_math_verify() -> None:

@@ -7,10 +7,18 @@ math-verify is loaded. An answer that math-verify cannot read is equal to nothin
 import json
 import logging
 import os
+import resource
 import sys
 import warnings
 
 SECONDS = 5  # for one answer to be read, and for two to be compared: enough on a busy machine; the authors allow 1
+MEMORY = 4 << 30  # bytes of address space, of which SymPy needs a tenth: a power tower ends here, not the host
+
+
+def in_math(text: str) -> str:
+    r"""Return an answer in a LaTeX environment, without which it is not looked for as LaTeX; \$ is a currency."""
+    text = text.replace("\\$", "")
+    return text if "$" in text else f"${text}$"
 
 
 def main() -> None:
@@ -22,11 +30,12 @@ def main() -> None:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     forms = (LatexExtractionConfig(), ExprExtractionConfig())
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
     print("ready", file=replies)
     for line in sys.stdin:
-        # What is in no LaTeX environment is not looked for as LaTeX.
-        texts = [text if "$" in text else f"${text}$" for text in json.loads(line)]
-        answer, truth = (parse(text, forms, parsing_timeout=SECONDS) for text in texts)
+        answer, truth = (parse(in_math(text), forms, parsing_timeout=SECONDS) for text in json.loads(line))
         print(int(verify(truth, answer, timeout_seconds=SECONDS)), file=replies)
 
 

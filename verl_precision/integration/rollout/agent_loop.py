@@ -8,7 +8,8 @@ In a recipe:
 
 A stop string stays at the end of the response, so that the policy learns to write it. Training and validation stop
 alike. Sampling masks are the tokens that top-k, top-p and min-p kept (docs/sampling_masks.md). With `seeded: True` each
-response is drawn with a seed of its own (docs/repeatable.md).
+response is drawn with a seed of its own (docs/repeatable.md). With `mark_truncated: True` rewards find in `extra_info`
+whether a response was `truncated`: it has all the tokens that it may have, and the last one does not end it.
 """
 
 from types import ModuleType
@@ -51,6 +52,10 @@ class PrecisionAgentLoop(SingleTurnAgentLoop):
         if custom.get("seeded"):
             asked["seed"] = response_seed(self.rollout_config.seed, kwargs["uid"], kwargs["session_id"])
         output = await super().run(asked, **kwargs)
+        if custom.get("mark_truncated"):
+            ids = output.response_ids
+            full = len(ids) >= self.response_length
+            output.extra_fields["truncated"] = full and ids[-1] != self.tokenizer.eos_token_id
         if MASK_ANSWER_KEY in output.extra_fields:
             return MaskedOutput(**{name: getattr(output, name) for name in output.model_fields_set})
         return output
