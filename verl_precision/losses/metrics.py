@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl_precision.base.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same
+from verl_precision.base.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same, smallest
 
+ESS = "actor/is_weight_ess_fraction"
 QUANTILES = (0.05, 0.5, 0.95)
 # Weights beyond are held there in mean and effective sample size: float64, in which squares are summed, ends at 1e308.
 LARGEST_SQUARED = 1e150
@@ -25,8 +26,9 @@ class LossOutput(NamedTuple):
     metrics: Mapping[str, Statistic]  # by name; see docs/math.md for each
 
     def values(self) -> dict[str, float]:
-        """Return the metrics as numbers."""
-        return {name: statistic.value() for name, statistic in self.metrics.items()}
+        """Return the metrics as numbers; one that is undefined on this batch is absent."""
+        numbers = {name: statistic.value() for name, statistic in self.metrics.items()}
+        return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,40 @@ class EffectiveSampleSize(Statistic):
     squares: Tensor = added()
     number: Tensor = added()
 
+    def sums_of_responses(self) -> Tensor:
+        """Return [3], Σw, Σw² and n, where the weights are those of responses."""
+        return torch.stack([self.total, self.squares, self.number])
+
     def value(self) -> float:
         """Return the effective sample size as a fraction of n."""
         if self.squares == 0 and self.number > 0:
             return 0.0
         return (self.total**2 / (self.squares * self.number)).item()
+
+
+@dataclass(frozen=True)
+class OfWeights(Statistic):
+    """A number of the weights of tokens: of the responses where each response has one weight, else of the tokens.
+
+    Sums of both are kept, because only the whole says which it is: in one micro-batch of many all weights may be equal.
+    """
+
+    responses: Tensor = added()  # Σw, Σw² and n over the responses, w a response's mean over its tokens
+    tokens: Tensor = added()  # the same over the tokens
+    one_each: Tensor = smallest()  # 1 if each response has one weight, 0 if weights differ within one
+    number: str = same()  # "mean", or the effective sample size of "responses" or "tokens"
+
+    def sums_of_responses(self) -> Tensor:
+        """Return [3], Σw, Σw² and n over the responses."""
+        return self.responses
+
+    def value(self) -> float:
+        """Return the number; NaN for the effective sample size of what does not decide."""
+        unit = "responses" if self.one_each else "tokens"
+        total, squares, n = getattr(self, unit)
+        if self.number == "mean":
+            return (total / n).item()
+        return EffectiveSampleSize(total, squares, n).value() if self.number == unit else math.nan
 
 
 @dataclass(frozen=True)
@@ -80,14 +111,44 @@ def mean(values: Tensor, valid: Tensor) -> Statistic:
 
 
 def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
-    """Describe importance weights: mean (1 is healthy), max, and the effective sample size as a fraction."""
+    """Describe importance weights, [B] of responses or [B, T] of tokens, where `valid`.
+
+    Returns:
+        `actor/is_weight_mean` (1 is healthy), `actor/is_weight_max`, and the effective sample size as a fraction:
+        `actor/is_weight_ess_fraction` of the responses, `actor/is_weight_token_ess_fraction` of the tokens. Where each
+        response has one weight, the responses decide, else the tokens; the other is NaN. [B] gives no token's.
+    """
     kept = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED)
-    total, squares, number = kept.sum(), kept.square().sum(), valid.sum().double()
+    largest_weight = extremes(weights, valid, "")["_max"]
+    if weights.dim() == 1:
+        total, squares, number = _sums(kept, valid)
+        return {
+            "actor/is_weight_mean": Mean(total, number),
+            "actor/is_weight_max": largest_weight,
+            ESS: EffectiveSampleSize(total, squares, number),
+        }
+    lengths_B = valid.sum(dim=-1)
+    of_rows = torch.stack(_sums(kept.sum(dim=-1) / lengths_B.clamp(min=1), lengths_B > 0))
+    parts = (of_rows, torch.stack(_sums(kept, valid)), _have_one_weight(weights, valid))
     return {
-        "actor/is_weight_mean": Mean(total, number),
-        "actor/is_weight_max": extremes(weights, valid, "")["_max"],
-        "actor/is_weight_ess_fraction": EffectiveSampleSize(total, squares, number),
+        "actor/is_weight_mean": OfWeights(*parts, "mean"),
+        "actor/is_weight_max": largest_weight,
+        ESS: OfWeights(*parts, "responses"),
+        "actor/is_weight_token_ess_fraction": OfWeights(*parts, "tokens"),
     }
+
+
+def _sums(weights: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return weights.sum(), weights.square().sum(), valid.sum().double()
+
+
+def _have_one_weight(weights_BT: Tensor, valid_BT: Tensor) -> Tensor:
+    """Return 1 if the valid tokens of every row have the same weight, else 0."""
+    if not weights_BT.shape[-1]:
+        return weights_BT.new_ones((), dtype=torch.float64)
+    low_B = torch.where(valid_BT, weights_BT, math.inf).amin(dim=-1)
+    high_B = torch.where(valid_BT, weights_BT, -math.inf).amax(dim=-1)
+    return (low_B >= high_B).all().double()
 
 
 def log_ratio_statistics(sequence_log_ratio_B: Tensor, rows_B: Tensor, nonfinite: Tensor) -> dict[str, Statistic]:
