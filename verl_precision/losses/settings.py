@@ -50,7 +50,7 @@ require_divergence = Bounds(
     holds=lambda divergence: divergence > 0,
     problem="a token, or a response, is dropped where the two policies are further apart than this",
     allowed="one number > 0, in nats",
-    remedy="Take the preset's: 0.1 (estimator=kpop) or 0.5 (estimator=off_policy_sequence_mask).",
+    remedy="Set it to 0.1 (estimator=kpop) or 0.5 (estimator=off_policy_sequence_mask).",
 )
 require_clip_low = Bounds(
     setting=f"{ACTOR}.clip_ratio_low",
