@@ -39,10 +39,6 @@ class EffectiveSampleSize(Statistic):
     squares: Tensor = added()
     number: Tensor = added()
 
-    def sums_of_responses(self) -> Tensor:
-        """Return [3], Σw, Σw² and n, where the weights are those of responses."""
-        return torch.stack([self.total, self.squares, self.number])
-
     def value(self) -> float:
         """Return the effective sample size as a fraction of n."""
         if self.squares == 0 and self.number > 0:
@@ -61,10 +57,6 @@ class OfWeights(Statistic):
     tokens: Tensor = added()  # the same over the tokens
     one_each: Tensor = smallest()  # 1 if each response has one weight, 0 if weights differ within one
     number: str = same()  # "mean", or the effective sample size of "responses" or "tokens"
-
-    def sums_of_responses(self) -> Tensor:
-        """Return [3], Σw, Σw² and n over the responses."""
-        return self.responses
 
     def value(self) -> float:
         """Return the number; NaN for the effective sample size of what does not decide."""
@@ -111,44 +103,31 @@ def mean(values: Tensor, valid: Tensor) -> Statistic:
 
 
 def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
-    """Describe importance weights, [B] of responses or [B, T] of tokens, where `valid`.
+    """Describe importance weights where `valid`: [B, T] of tokens, or [B] of responses.
 
-    Returns:
-        `actor/is_weight_mean` (1 is healthy), `actor/is_weight_max`, and the effective sample size as a fraction:
-        `actor/is_weight_ess_fraction` of the responses, `actor/is_weight_token_ess_fraction` of the tokens. Where each
-        response has one weight, the responses decide, else the tokens; the other is NaN. [B] gives no token's.
+    `actor/is_weight_mean` (1 is healthy), `actor/is_weight_max`, and the effective sample size as a fraction:
+    `actor/is_weight_ess_fraction` of the responses where each has one weight, else
+    `actor/is_weight_token_ess_fraction` of the tokens. The other one is NaN, and [B] gives no token's.
     """
-    kept = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED)
-    largest_weight = extremes(weights, valid, "")["_max"]
-    if weights.dim() == 1:
-        total, squares, number = _sums(kept, valid)
-        return {
-            "actor/is_weight_mean": Mean(total, number),
-            "actor/is_weight_max": largest_weight,
-            ESS: EffectiveSampleSize(total, squares, number),
-        }
-    lengths_B = valid.sum(dim=-1)
-    of_rows = torch.stack(_sums(kept.sum(dim=-1) / lengths_B.clamp(min=1), lengths_B > 0))
-    parts = (of_rows, torch.stack(_sums(kept, valid)), _have_one_weight(weights, valid))
-    return {
-        "actor/is_weight_mean": OfWeights(*parts, "mean"),
+    largest_weight, of_tokens = extremes(weights, valid, "")["_max"], weights.dim() == 2
+    if not of_tokens:
+        weights, valid = weights.unsqueeze(-1), valid.unsqueeze(-1)
+    kept_BT, lengths_B = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED), valid.sum(dim=-1)
+    of_responses = kept_BT.sum(dim=-1) / lengths_B.clamp(min=1)
+    parts = [
+        torch.stack([values.sum(), values.square().sum(), counted.sum().double()])
+        for values, counted in ((of_responses, lengths_B > 0), (kept_BT, valid))
+    ]
+    deviation_BT = torch.where(valid, kept_BT - kept_BT.amax(dim=-1, keepdim=True), 0) if kept_BT.numel() else kept_BT
+    parts.append((deviation_BT == 0).all().double())
+    found: dict[str, Statistic] = {
+        "actor/is_weight_mean": OfWeights(*parts, number="mean"),
         "actor/is_weight_max": largest_weight,
-        ESS: OfWeights(*parts, "responses"),
-        "actor/is_weight_token_ess_fraction": OfWeights(*parts, "tokens"),
+        ESS: OfWeights(*parts, number="responses"),
     }
-
-
-def _sums(weights: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return weights.sum(), weights.square().sum(), valid.sum().double()
-
-
-def _have_one_weight(weights_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Return 1 if the valid tokens of every row have the same weight, else 0."""
-    if not weights_BT.shape[-1]:
-        return weights_BT.new_ones((), dtype=torch.float64)
-    low_B = torch.where(valid_BT, weights_BT, math.inf).amin(dim=-1)
-    high_B = torch.where(valid_BT, weights_BT, -math.inf).amax(dim=-1)
-    return (low_B >= high_B).all().double()
+    if of_tokens:
+        found["actor/is_weight_token_ess_fraction"] = OfWeights(*parts, number="tokens")
+    return found
 
 
 def log_ratio_statistics(sequence_log_ratio_B: Tensor, rows_B: Tensor, nonfinite: Tensor) -> dict[str, Statistic]:

@@ -1,7 +1,4 @@
-"""Off-policy sequence masking: GRPO without the responses that π has left and is to leave further.
-
-Registered with verl as `vp_off_policy_sequence_mask`.
-"""
+"""Off-policy sequence masking: GRPO without the responses that π has left and is to leave further."""
 
 import dataclasses
 
@@ -42,22 +39,9 @@ def off_policy_sequence_mask(
     mismatch are in M. Section on off-policy sequence masking of https://arxiv.org/abs/2512.02556, whose π_old is μ. A
     response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; Dr.GRPO's by default.
-        rejection_threshold: δ > 0, in nats per token. The paper prints none.
-        clip_low: ε_low in (0, 1].
-        clip_high: ε_high > 0.
-
-    Returns:
-        As `grpo` with rₜ against the rollout, M a constant in the gradient. `actor/rejected_fraction` is the share of
-        dropped responses, `actor/is_weight_*` are of M.
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or a bound is out of its range.
+    Arguments, result and errors as in `grpo`, with `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats, and
+    `rejection_threshold`, δ > 0 in nats per token, of which the paper prints none. M is a constant in the gradient.
+    `actor/rejected_fraction` is the share of dropped responses, `actor/is_weight_*` are of M.
     """
     limit = require_divergence(rejection_threshold, "rejection_threshold")
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")

@@ -1,6 +1,6 @@
 """The learning rate of each update, scaled by the effective sample size of its importance weights: VCPO.
 
-    η ← η √min(1, e/e₀),   e = (Σρ)² / (B Σρ²) over the B responses of the mini-batch, of all ranks
+    η ← η √min(1, e/e₀),   e = (Σρ)² / (B Σρ²) over the B responses of the mini-batch, on all ranks
 
 ρ are the weights of responses that the loss reports (`actor/is_weight_ess_fraction`): those of the paper with
 `pg_seq_is`, the truncated ones with C. e₀ is the setting, the effective sample size of a run that is on-policy; 1 in
@@ -36,7 +36,7 @@ class ScaledLearningRate:
     def __init__(self, base: float) -> None:
         """Take e₀ in (0, 1]."""
         self.base = base
-        self._found: list[EffectiveSampleSize | OfWeights] = []  # of the micro-batches of the update under way
+        self._found: list[OfWeights] = []  # of the micro-batches of the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
 
     @classmethod
@@ -88,7 +88,7 @@ class ScaledLearningRate:
                 allowed="a loss with weights: estimator=pg_seq_is, pg_seq_tis, pg_seq_mis, or grpo with weights",
                 remedy="Choose one of them, or leave out the preset learning_rate.",
             )
-        sums = torch.stack([each.sums_of_responses() for each in self._found]).sum(dim=0).to(get_device_name())
+        sums = torch.stack([each.responses for each in self._found]).sum(dim=0).to(get_device_name())
         dist.all_reduce(sums, group=ranks)
         fraction = EffectiveSampleSize(*sums.cpu()).value()
         return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / self.base))
