@@ -118,8 +118,8 @@ def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
         torch.stack([values.sum(), values.square().sum(), counted.sum().double()])
         for values, counted in ((of_responses, lengths_B > 0), (kept_BT, valid))
     ]
-    deviation_BT = torch.where(valid, kept_BT - kept_BT.amax(dim=-1, keepdim=True), 0) if kept_BT.numel() else kept_BT
-    parts.append((deviation_BT == 0).all().double())
+    apart_BT = valid & (kept_BT != kept_BT.amax(dim=-1, keepdim=True)) if kept_BT.numel() else valid
+    parts.append((~apart_BT.any()).double())
     found: dict[str, Statistic] = {
         "actor/is_weight_mean": OfWeights(*parts, number="mean"),
         "actor/is_weight_max": largest_weight,

@@ -2,10 +2,9 @@
 
     η ← η √min(1, e/e₀),   e = (Σρ)² / (B Σρ²) over the B responses of the mini-batch, on all ranks
 
-ρ are the weights of responses that the loss reports (`actor/is_weight_ess_fraction`): those of the paper with
-`pg_seq_is`, the truncated ones with C. e₀ is the setting, the effective sample size of a run that is on-policy; 1 in
-the authors' recipes for mathematics. The root is for optimizers of Adam's kind. The paper's minimum-variance baseline
-is not here.
+ρ are the weights that the loss reports, of responses: those of the paper with `pg_seq_is`, the truncated ones with C,
+and the mean over a response's tokens where tokens have weights. e₀ is the setting, 1 in the authors' recipes for
+mathematics. The root is for optimizers of Adam's kind. The paper's minimum-variance baseline is not here.
 
 Source: https://arxiv.org/abs/2602.17616, and https://github.com/mit-han-lab/vcpo (`ess_scaling`, rule sqrt).
 """
