@@ -261,7 +261,7 @@ def test_the_rate_is_scaled_by_the_effective_sample_of_all_ranks_and_the_schedul
     with engine.train_mode():
         metrics = engine.train_batch(batch(), weighted)["metrics"]
     share = sum(weights) ** 2 / (WORLD * sum(weight**2 for weight in weights))
-    assert metrics["precision/learning_rate_factor"] == [pytest.approx(math.sqrt(share))] and share < 1
+    assert metrics["precision/learning_rate_factor"] == [pytest.approx(math.sqrt(share))] and (share < 1 or WORLD == 1)
     assert engine.lr_scheduler_step() == step(fp16_engine()).lr
 
 
