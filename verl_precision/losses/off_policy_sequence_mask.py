@@ -16,7 +16,7 @@ from verl_precision.losses.settings import require_clip_range, require_divergenc
 @policy_loss(
     "vp_off_policy_sequence_mask",
     "clipped surrogate, without responses of A < 0 that π has moved away from",
-    "arXiv 2512.02556, off-policy sequence masking",
+    "arXiv 2512.02556 eq. (8), (9)",
     Ratio("token", "ratio", decoupled=None),
 )
 def off_policy_sequence_mask(
@@ -36,8 +36,8 @@ def off_policy_sequence_mask(
         Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
 
     π trainer's policy, of the present weights; μ rollout's policy, as the rollout reports it: both staleness and the
-    mismatch are in M. Section on off-policy sequence masking of https://arxiv.org/abs/2512.02556, whose π_old is μ. A
-    response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
+    mismatch are in M. Equations (8) and (9) of https://arxiv.org/abs/2512.02556, whose π_old is μ, without its KL term.
+    A response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
 
     Arguments, result and errors as in `grpo`, with `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats, and
     `rejection_threshold`, δ > 0 in nats per token, of which the paper prints none. M is a constant in the gradient.
