@@ -47,6 +47,8 @@ from verl_precision.engine.shadow import ROUNDED_TO, reshard
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine, precision_variant
 from verl_precision.integration.engine.single_rank import engine_batch, nested
+from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
+from verl_precision.losses.metrics import weight_statistics
 from verl_precision.tools.export.session import export_checkpoint
 from verl_precision.weight_sync.manifest import digest
 
@@ -245,6 +247,22 @@ def test_several_updates_in_one_step_are_reported_once_and_advance_the_schedule_
     assert not any(key.startswith("precision/") for s in (first, second) for key in s.metrics)
     assert last.metrics["precision/skipped_steps"] == last.metrics["precision/overflow_rank_count"] == [1]
     assert engine.lr_scheduler.last_epoch == 1
+
+
+def test_the_rate_is_scaled_by_the_effective_sample_of_all_ranks_and_the_schedule_is_not():
+    """Each rank's two responses have the weight 1 on rank 0, 3 on rank 1: alone, no rank has anything to scale."""
+    weights = [1.0 + 2 * rank for rank in range(WORLD)]
+
+    def weighted(model_output, data, dp_group):
+        found = weight_statistics(torch.tensor([weights[RANK]]), torch.ones(1, dtype=torch.bool))
+        return mean_log_prob(model_output, data, dp_group)[0], metrics_of_loss(found)
+
+    engine = make_engine(loss_scale=LossScaleSettings(initial=1024.0), learning_rate_ess_base=1.0)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch(), weighted)["metrics"]
+    share = sum(weights) ** 2 / (WORLD * sum(weight**2 for weight in weights))
+    assert metrics["precision/learning_rate_factor"] == [pytest.approx(math.sqrt(share))] and (share < 1 or WORLD == 1)
+    assert engine.lr_scheduler_step() == step(fp16_engine()).lr
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def test_a_typed_config_is_verls_with_more_fields():
     ({"loss_scale": {"initial": 1.0}}, r"loss_scale=.*_target_"),
     ({"shadow": {"every_n_steps": 1}}, r"shadow=.*_target_.*ShadowSettings"),
     ({"log_prob_chunk_tokens": 0}, r"log_prob_chunk_tokens=0.*Allowed: greater than or equal to 1"),
+    ({"learning_rate_ess_base": 0.0}, r"learning_rate_ess_base=0\.0.*Allowed: greater than 0"),
+    ({"learning_rate_ess_base": 1.5}, r"learning_rate_ess_base=1\.5.*Allowed: less than or equal to 1"),
     ({"log_prob_chunk_tokens": True}, r"log_prob_chunk_tokens=True.*Allowed: a valid integer"),
 ])  # fmt: skip
 def test_contradictions_are_refused(changes, message):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 C_NORM = 24
-SPREADS = {"gspo": 2e-3, "geo_mask": 2e-3, "dppo_tv": 0.8, "dppo_kl": 0.8, "icepop": 0.5}
+SPREADS = {"gspo": 2e-3, "geo_mask": 2e-3, "dppo_tv": 0.8, "dppo_kl": 0.8, "icepop": 0.5, "kpop": 0.8}
+SPREADS["off_policy_sequence_mask"] = 0.6
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,20 @@ def random_case(seed: int, responses: int = 16, width: int = 20, spread: float =
 def case_for(estimator: str, seed: int) -> Case:
     """Return a case that clips about as much in gspo, and has the finite numbers that verl's own losses need."""
     case = random_case(seed, spread=SPREADS.get(estimator, 0.25))
-    if estimator.startswith("dppo"):  # tokens likely enough that their probability can move
+    if estimator == "off_policy_sequence_mask":  # π has left half of the responses
+        case.trainer[::2] -= 0.75
+    if estimator.startswith(("dppo", "kpop")):  # tokens likely enough that their probability can move
         for tensor in (case.trainer, case.proximal, case.rollout):
             tensor[case.mask] = (tensor[case.mask] + 1.5).clamp(max=-0.01)
     if estimator in ("dapo", "verl's default"):
         for tensor in (case.trainer, case.proximal, case.rollout):
             tensor[~case.mask] = -1.0
     return case
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL of "this token or another one"."""
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
 def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, advantage: Tensor) -> Tensor:
@@ -83,10 +91,14 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
     clipped = torch.minimum(r * advantage, r.clamp(1 - 0.2, 1 + 0.28) * advantage)
     if name in ("dppo_tv", "dppo_kl"):
         p, q = pi.exp().detach(), mu.exp()
-        other = (1 - q) * ((1 - q) / (1 - p)).log()
-        distance, limit = ((p - q).abs(), 0.15) if name == "dppo_tv" else (q * (q / p).log() + other, 0.05)
+        distance, limit = ((p - q).abs(), 0.15) if name == "dppo_tv" else (divergence(q, p), 0.05)
         kept = (distance <= limit) | ((p - q) * advantage <= 0)
         return ((p / q).clamp(max=20.0) * kept * pi * advantage).sum()
+    if name == "off_policy_sequence_mask":
+        r = (pi - mu).exp()
+        dropped = advantage < 0 and (mu - pi).mean() > 0.5
+        return float(not dropped) * torch.minimum(r * advantage, r.clamp(1 - 0.2, 1 + 0.28) * advantage).sum()
+    old, q = proximal.exp(), mu.exp()
     objectives = {
         "pg_seq_is": lambda: rho * advantage,
         "pg_seq_tis": lambda: rho.detach().clamp(max=c) * log_pi * advantage,
@@ -99,6 +111,7 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
         "gspo": lambda: torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage),
         "cispo": lambda: (r.detach().clamp(0.0, 6.0) * pi * advantage).sum(),
         "icepop": lambda: (torch.where((rho_t >= 0.5) & (rho_t <= 5.0), rho_t, 0) * clipped).sum(),
+        "kpop": lambda: (torch.where(divergence(old, q).max(divergence(q, old)) <= 0.1, rho_t, 0) * clipped).sum(),
         "trm": lambda: float((rho_t - 1 - rho_t.log()).max() <= 0.3) * clipped.sum(),
         "geo_mask": lambda: float(0.999 <= rho_proximal ** (1 / len(pi)) <= 1.001) * clipped.sum(),
         # with the dual clip of verl's vanilla loss at 10

@@ -38,6 +38,7 @@ def test_policy_gradient_by_hand(loss, value, second, largest):
     assert metrics["actor/is_weight_max"] == pytest.approx(largest, rel=1e-6)
 
 
+MASK = losses.off_policy_sequence_mask
 RATIOS = [math.log(1.5), math.log(0.5)]
 MEAN = {"aggregation": Aggregation("seq-mean-token-mean")}
 # One response: loss, log-ratios, A, settings; value (None: not looked at), gradient, metrics of actor/.
@@ -55,6 +56,10 @@ BY_HAND = {
     # A < 0 and s > e^10: verl clamps the log-ratio at 10, and its gradient is gone.
     "gspo, s = e^11": (losses.gspo, [11], -1.0, MEAN, None, [math.exp(11)], {}),
     "gspo, s = e^40": (losses.gspo, [40], -1.0, MEAN, None, [math.exp(40)], {}),
+    # mean log(μ/π) is 0.6 > δ = 0.5: with A < 0 the response is dropped, with A > 0 it is not. At 0.4 it never is.
+    "left, A < 0": (MASK, [-1, -0.2], -1.0, {}, 0, [0, 0], {"rejected_fraction": 1, "is_weight_ess_fraction": 0}),
+    "left, A > 0": (MASK, [-1, -0.2], 1.0, {}, None, [-math.exp(-1), -math.exp(-0.2)], {"rejected_fraction": 0}),
+    "not left": (MASK, [-0.7, -0.1], -1.0, {}, None, [0, math.exp(-0.1)], {"rejected_fraction": 0}),
     # r = e, e^2, 1/e with bounds [0, 6]: weights e, 6 (held at the bound), 1/e, and no gradient is lost.
     "cispo": (losses.cispo, [1, 2, -1], 1.0, {}, None, [-math.e, -6, -1 / math.e], {"truncated_fraction": 1 / 3}),
 }

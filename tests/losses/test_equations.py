@@ -8,6 +8,7 @@ A new preset is tested here and in test_invariance.py once its equation is in pl
 
 import doctest
 import importlib
+import math
 
 import pytest
 import torch
@@ -49,12 +50,13 @@ def test_the_cases_are_not_easy():
         found |= {f"{estimator} {key}": metric.aggregate() for key, metric in metrics.items()}
     clipping = ("grpo", "gspo", "dppo_tv", "dppo_kl")
     sides = [f"{name} actor/clip_fraction_{side}" for name in clipping for side in ("high", "low")]
-    for key in ("pg_seq_tis actor/truncated_fraction", "pg_seq_mis actor/rejected_fraction", *sides):
+    rejecting = [f"{name} actor/rejected_fraction" for name in ("pg_seq_mis", "off_policy_sequence_mask")]
+    for key in ("pg_seq_tis actor/truncated_fraction", *rejecting, *sides):
         assert 0.05 < found[key] < 0.95, (key, found[key])
     assert found["grpo_token_tis actor/is_weight_max"] == 2.0
-    for name in ("icepop", "geo_mask"):
-        silent, sample = (found[f"{name} actor/{key}"] for key in ("zero_gradient_responses", "is_weight_ess_fraction"))
-        assert 0.05 < silent / 16 or sample < 0.95
+    assert found["geo_mask actor/is_weight_ess_fraction"] < 0.95
+    for name in ("icepop", "kpop"):
+        assert found[f"{name} actor/is_weight_token_ess_fraction"] < 0.95
     assert (random_case(0).mask.sum(dim=-1) == 0).any()
 
 
@@ -67,7 +69,38 @@ def test_without_mismatch_at_the_first_update_all_are_reinforce(estimator):
     assert relative_error(gradient_through_verl(estimator, case), plain_gradient("ratio_one", case)) < 1e-12
 
 
-@pytest.mark.parametrize("estimator", ["pg_seq_tis", "pg_seq_mis", "grpo", "grpo_seq_mis", "gspo"])
+SAMPLES = {"actor/is_weight_ess_fraction", "actor/is_weight_token_ess_fraction"}
+
+
+@pytest.mark.parametrize(("estimator", "decides"), [
+    *((name, "actor/is_weight_ess_fraction") for name in ("pg_seq_mis", "grpo_seq_mis", "geo_mask")),
+    ("off_policy_sequence_mask", "actor/is_weight_ess_fraction"),
+    *((name, "actor/is_weight_token_ess_fraction") for name in ("grpo_token_tis", "icepop", "kpop")),
+    *((name, "actor/is_weight_token_ess_fraction") for name in ("dppo_tv", "dppo_kl")),
+    *((name, None) for name in ("grpo", "gspo", "trm")),
+])  # fmt: skip
+def test_the_effective_sample_is_of_responses_where_they_decide_and_of_tokens_where_those_do(estimator, decides):
+    """T1. In the pieces a response may be alone, and its tokens alike: the whole says who decides."""
+    case = case_for(estimator, 0)
+    _, metrics = loss_through_verl(estimator, case, case.trainer)
+    found = {key for key in SAMPLES & metrics.keys() if not math.isnan(metrics[key].aggregate())}
+    assert found == ({decides} if decides else set())
+
+
+@pytest.mark.parametrize("estimator", ["grpo_seq_mis", "pg_seq_mis"])
+def test_two_long_responses_of_64_are_two_responses(estimator):
+    """T1. 62 short ones are rejected: by tokens the effective sample would be 80 of 204."""
+    case = random_case(0, responses=64, width=40)
+    case.mask[:], case.mask[2:, 2:] = True, False
+    for policy in (case.trainer, case.proximal, case.rollout):
+        policy[:] = -1.0
+    case.rollout[2:] = -4.0  # ρ = e^6
+    _, metrics = loss_through_verl(estimator, case, case.trainer)
+    assert metrics["actor/is_weight_ess_fraction"].aggregate() == pytest.approx(2 / 64)
+    assert metrics["actor/is_weight_mean"].aggregate() == pytest.approx(2 / 64)
+
+
+@pytest.mark.parametrize("estimator", ["pg_seq_tis", "pg_seq_mis", "grpo", "grpo_seq_mis", "grpo_token_tis", "gspo"])
 def test_pieces_give_the_metrics_of_the_whole(estimator):
     whole = random_case(11, spread=2e-3 if estimator == "gspo" else 0.25)
     _, expected = loss_through_verl(estimator, whole, whole.trainer)
@@ -77,7 +110,7 @@ def test_pieces_give_the_metrics_of_the_whole(estimator):
         merged = metric.init_list()
         for piece in found:
             merged.append(piece[key])
-        assert merged.aggregate() == pytest.approx(metric.aggregate(), rel=1e-9, abs=1e-12), key
+        assert merged.aggregate() == pytest.approx(metric.aggregate(), rel=1e-9, abs=1e-12, nan_ok=True), key
 
 
 @pytest.mark.parametrize("estimator", [name for name in OURS if name != "trm"])  # verl's rejection leaves the mask

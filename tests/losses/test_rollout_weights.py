@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import composed, corrected
+from conftest import composed, corrected, loss_through_verl
 from plain_equations import random_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as wrapped
 
@@ -12,6 +12,7 @@ from verl_precision.base.errors import ConfigurationError
 
 SMALL = -30.0  # log ρ below verl's bound of -20
 ONE = torch.ones(1, 1, dtype=torch.bool)
+ICEPOP = ("vp_icepop", "0.5_5.0")
 
 
 def through_verl(log_ratio: torch.Tensor, mask: torch.Tensor, level: str, threshold, **settings):
@@ -94,13 +95,60 @@ def test_verls_own_k2_and_k3_reject_what_they_say(level, statistic, batch):
     assert torch.equal(kept, expected) and not torch.equal(expected, mask)
 
 
+def test_icepop_and_kpop_by_hand():
+    """Ratios 0.4, 0.6, 4 and 6 of IcePop's band; probabilities of KPop, whose band is wide for rare tokens.
+
+    0.001 -> 0.004: D is at most 0.0026 though the ratio is 4. 0.5 -> 0.75: 0.144 and 0.131. 0.9 -> 0.8: 0.037, 0.044.
+    """
+    ratios = torch.tensor([[0.4, 0.6, 4, 6]], dtype=torch.float64)
+    weights, kept, metrics = through_verl(ratios.log(), ONE.expand(1, 4), *ICEPOP)
+    torch.testing.assert_close(weights, ratios * torch.tensor([[0, 1, 1, 0]]))
+    assert kept.all() and metrics["rollout_corr/rollout_is_beyond_fraction"] == 0.5
+    trainer, rollout = torch.tensor([[[0.004, 0.75, 0.8]], [[0.001, 0.5, 0.9]]], dtype=torch.float64).log()
+    settings = {"rollout_is": "vp_kpop", "rollout_is_threshold": 0.1}
+    weights, kept, metrics = corrected(trainer, rollout, ONE.expand(1, 3), **settings)
+    torch.testing.assert_close(weights, torch.tensor([[4, 0, 0.8 / 0.9]], dtype=torch.float64))
+    assert kept.all() and metrics["rollout_corr/rollout_is_beyond_fraction"] == pytest.approx(1 / 3)
+
+
+def test_kpop_drops_a_token_that_one_policy_is_certain_of_and_holds_a_ratio_that_overflows():
+    trainer, rollout = torch.tensor([[0.0, -0.5, -11.0]]), torch.tensor([[-0.5, 0.0, -110.0]])
+    weights, _, _ = corrected(trainer, rollout, ONE.expand(1, 3), rollout_is="vp_kpop", rollout_is_threshold=0.1)
+    assert weights[0, :2].tolist() == [0, 0] and 1e28 < weights[0, 2] < 1e29
+
+
+@pytest.mark.parametrize("broken", ["trainer", "rollout", "neither"])
+@pytest.mark.parametrize("estimator", ["icepop", "kpop"])
+def test_a_batch_in_which_no_weight_is_left_is_a_gradient_of_zero(estimator, broken):
+    """T3: all of π or of μ is NaN, as a broken FP16 forward makes it, or no token is within the band."""
+    case = random_case(4)
+    {"trainer": case.proximal, "rollout": case.rollout, "neither": torch.zeros(1)}[broken][:] = torch.nan
+    case.proximal.sub_(9.0)
+    case.rollout.add_(2.5)
+    trainer = case.trainer.clone().requires_grad_()
+    loss, metrics = loss_through_verl(estimator, case, trainer)
+    (gradient,) = torch.autograd.grad(loss, trainer)
+    assert loss.item() == 0 and not gradient.any()
+    rows = int(case.mask.any(dim=-1).sum())
+    assert metrics["actor/nonfinite_responses"].aggregate() == (0 if broken == "neither" else rows)
+    assert broken != "neither" or metrics["actor/is_weight_ess_fraction"].aggregate() == 0
+
+
+def test_verls_own_band_without_a_token_in_it_divides_by_zero():
+    """Why icepop has a level of ours: the division is that of a metric."""
+    with pytest.raises(ZeroDivisionError):
+        through_verl(torch.full((1, 1), 3.0), ONE, "token", "0.5_5.0")
+
+
 @pytest.mark.parametrize("settings", [("token", 2.0), ("sequence", "0.5_5.0", True)])
 def test_verls_own_levels_pass_through_unchanged(settings, batch):
     ours, theirs = wrapped(*batch, *settings), wrapped.__wrapped__(*batch, *settings)
     assert torch.equal(ours[0], theirs[0]) and ours[1] == theirs[1]
 
 
-@pytest.mark.parametrize("settings", [("vp_token_tis", 3.0), ("vp_seq_mis", 3.0), ("vp_geo_mask", "0.9_1.1")])
+@pytest.mark.parametrize("settings", [
+    ("vp_token_tis", 3.0), ("vp_seq_mis", 3.0), ("vp_geo_mask", "0.9_1.1"), ICEPOP, ("vp_kpop", 0.1)
+])  # fmt: skip
 def test_nonfinite_response_is_counted_and_left_out(settings, batch):
     log_ratio, mask = batch
     log_ratio[2, 1], mask[2, 1] = torch.nan, True
@@ -118,6 +166,7 @@ def test_a_response_whose_ratio_underflows_is_not_beyond_c():
 
 
 @pytest.mark.parametrize(("level", "threshold"), [
+    ("vp_icepop", 0.55), ("vp_kpop", 0.0), ("vp_kpop", "0.1"),
     ("vp_seq_mis", 0.5), ("vp_geo_mask", 0.55), ("vp_geo_mask", "1.001"), ("vp_geo_mask", "1.1_1.2"),
 ])  # fmt: skip
 def test_bad_threshold_in_verls_step(level, threshold):

@@ -24,7 +24,8 @@ HEALTHY = {
     **dict.fromkeys((names.NONFINITE_TRAINER, names.NONFINITE_ROLLOUT, "actor/" + names.NONFINITE_RESPONSES), 0.0),
     names.K3_KL: 1e-5, names.LOG_PROB_GAP: 3e-3, names.PROBS_PEARSON: 0.999, names.PROB_GAP_MIN: -0.3,
     names.PROB_GAP_MAX: 0.4, names.BETA_BEYOND_CLIP: 1e-4, names.PHANTOM_CLIPPED: 1e-4,
-    "actor/" + names.WEIGHT_ESS: 0.8, "actor/" + names.LOSS_SCALE: 65536.0, "actor/" + names.SKIPPED_STEPS: 0.0,
+    "actor/" + names.WEIGHT_ESS: 0.8, names.KEPT_RESPONSES: 0.9, names.KEPT_TOKENS: 0.9,
+    "actor/" + names.TOKEN_WEIGHT_ESS: 0.7, "actor/" + names.LOSS_SCALE: 65536.0, "actor/" + names.SKIPPED_STEPS: 0.0,
 }  # fmt: skip
 # name, the metric that raises it, its value, steps until it is raised
 KINDS = [
@@ -37,6 +38,9 @@ KINDS = [
     ("extreme_prob_gap", names.PROB_GAP_MAX, 0.99, 5),
     ("phantom_clipping", names.PHANTOM_CLIPPED, 0.18, 5),
     ("low_effective_sample_size", "actor/" + names.WEIGHT_ESS, 0.05, 5),
+    ("low_effective_sample_size", "actor/" + names.TOKEN_WEIGHT_ESS, 0.0, 5),
+    ("low_effective_sample_size", names.KEPT_RESPONSES, 0.03, 5),
+    ("low_effective_sample_size", names.KEPT_TOKENS, 0.1, 5),
     ("repeated_overflow", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
     ("loss_scale_at_minimum", "actor/" + names.LOSS_SCALE, 1.0, 1),
     ("policies_differ", names.PROBS_PEARSON, 0.01, 2),
@@ -73,6 +77,16 @@ def test_text_says_what_since_when_and_what_to_do():
     assert lines[1] == "  phantom/phantom_clipped_fraction = 0.18; allowed up to 0.01 of the tokens"
     assert [line[:5] for line in lines[4:]] == ["  1. ", "  2. ", "  3. ", "  4. "]
     assert "precision=fp16" in lines[4] and "ratio_source=shadow" in lines[5] and "clip range" in lines[6]
+
+
+@pytest.mark.parametrize(("metric", "unit"), [
+    (names.WEIGHT_ESS, "responses"), (names.KEPT_RESPONSES, "responses"),
+    (names.TOKEN_WEIGHT_ESS, "tokens"), (names.KEPT_TOKENS, "tokens"),
+])  # fmt: skip
+def test_text_says_of_what_the_effective_sample_is(metric, unit):
+    """T1, T2."""
+    (raised,) = feed(MismatchAlarm(), HEALTHY | {"actor/" + metric: 0.1, metric: 0.1}, 1, 5)
+    assert f"{metric} = 0.1; allowed down to 0.2 of the {unit}" in str(raised)
 
 
 def test_a_remedy_that_is_on_is_not_offered():

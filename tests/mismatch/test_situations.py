@@ -63,7 +63,8 @@ class Situation:
     growth: float = 1.0  # factor of the gap a step, from step 10 on
     stale: float = 0.0  # spread that each version behind adds to the gap at full learning rate, reached at step 60
     behind: tuple[int, ...] = (0,)  # versions behind of the responses in turn
-    broken: str = ""  # the engine that gives NaN for 1% of its tokens
+    broken: str = ""  # the engine that gives NaN for a share of its tokens
+    share: float = 0.01
     sync_step: int = 1  # updates between two weight syncs
     empty: bool = False  # whether the second mini-batch of each update has no valid token
     far: float = 0.0  # nats by which the trainer's log-probs of the first response are below the rollout's
@@ -74,6 +75,7 @@ class Situation:
     steps: int = 6
 
 
+NAN_WEIGHTS = Situation("icepop", gap=FP16, broken="rollout", share=1.0, steps=3)
 UNDERFLOW = Situation("grpo_seq_mis", gap=FP16, far=120.0)
 AGENTS = Situation(sessions=(1, 3, 2, 2))
 WARM_UP = Situation(gap=0.014, stale=0.04, behind=(0, 1, 0, 2), steps=70)
@@ -98,7 +100,10 @@ SITUATIONS = {
     "1% of the trainer's log-probs are NaN, decoupled": Situation(gap=FP16, broken="trainer", steps=3),
     "1% of the rollout's are, decoupled": Situation(gap=FP16, broken="rollout", steps=3),
     "1% of the rollout's are, bypass": Situation("pg_seq_is", gap=FP16, broken="rollout", steps=3),
+    "all of the trainer's log-probs are NaN, `icepop`: a gradient of zero": replace(NAN_WEIGHTS, broken="trainer"),
+    "all of the rollout's are, `icepop`": NAN_WEIGHTS,
     "verl's `rollout_rs` rejects most tokens: the gap is that before": Situation(changes=REJECTED),
+    "`trm` rejects most responses": Situation("trm", gap=0.5),
     "one response of 16 has a weight that underflows, and none is beyond C": UNDERFLOW,
     "`rloo`, an agent loop whose sessions return 1, 3, 2 and 2 outputs: each counts once": AGENTS,
     "four updates between two syncs: sums, whatever verl makes of names": Situation(sync_step=4),
@@ -150,7 +155,7 @@ def batch_of(situation: Situation, step: int, config, generator) -> tuple[Store,
     trainer = (shadow + gap * normal()).clamp(max=0)
     trainer[0] -= situation.far / TOKENS
     if situation.broken:
-        bad = torch.randperm(RESPONSES * TOKENS, generator=generator)[: math.ceil(0.01 * RESPONSES * TOKENS)]
+        bad = torch.randperm(RESPONSES * TOKENS, generator=generator)[: math.ceil(situation.share * RESPONSES * TOKENS)]
         {"trainer": trainer, "rollout": rollout}[situation.broken].view(-1)[bad] = torch.nan
     ratio_from_shadow = OmegaConf.select(config, f"{SHADOW}.ratio_source") == "shadow"
     bypass = OmegaConf.select(config, BYPASS.partition("=")[0])
@@ -189,6 +194,7 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
                 found = measure(batch.extra_info[REQUEST], ghost if has_shadow else None, {"log_probs": whole}, data)
             log_prob = (shadow if from_shadow else trainer)[rows].clone().requires_grad_()
             given = {"advantages": part["advantages"], "response_mask": part["response_mask"].bool(), **options}
+            given["rollout_is_weights"] = part.get("rollout_is_weights")
             _, metrics = loss(old_log_prob=part["old_log_probs"], log_prob=log_prob, **given)
             append_to_dict(reported, Metric.from_dict({**metrics, **found}, aggregation=AggregationType.MEAN))
         append_to_dict(output, {key: Metric.aggregate_dp([metric]) for key, metric in reported.items()})
@@ -246,7 +252,8 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
                 rows["advantages"] = advantages_of(situation.sessions)
             corrected: dict = {}
             if not correction.get("bypass_mode"):
-                _, rows["response_mask"], corrected = correct(*(rows[name] for name in CORRECTED), **options)
+                weights, rows["response_mask"], corrected = correct(*(rows[name] for name in CORRECTED), **options)
+                rows |= {} if weights is None else dict(weights.batch.items())
             monitor.measure_in_driver(batch, step)
             monitor.ask_the_worker(batch, step, number)
             update = update_of_verl(situation, config, batch, log_probs, shadow)

@@ -21,7 +21,7 @@ PROMISED = {
     "precision": "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
     "fp32_train_bf16_rollout fp32_train_fp16_rollout",
     "estimator": "cispo dapo dppo_kl dppo_tv geo_mask grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo icepop "
-    "pg_seq_is pg_seq_mis pg_seq_tis ratio_one trm",
+    "kpop off_policy_sequence_mask pg_seq_is pg_seq_mis pg_seq_tis ratio_one trm",
     "scale": "1x1_gpu 1x8_a100 1x8_h100 2x8_h100 8x8_h100 cpu cpu_2nodes",
 }
 PRESETS = [(group, name) for group in PROMISED for name in preset_names(group)]
@@ -111,7 +111,7 @@ def test_estimator_is_valid_and_has_its_loss(name):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
     assert actor.loss_agg_mode != "seq-mean-token-sum-norm" or actor.loss_scale_factor == 20480
-    assert config.algorithm.rollout_correction.bypass_mode is name.startswith(("pg_", "dppo_"))
+    assert config.algorithm.rollout_correction.bypass_mode is name.startswith(("pg_", "dppo_", "off_policy"))
 
 
 @pytest.mark.parametrize("name", preset_names("estimator"))

@@ -115,6 +115,9 @@ class _EngineSettings:
     stochastic_rounding_to: Literal["bf16", "fp16", None] = Field(
         default=None, description="Set weight_sync.rounding; the presets derive this from it and the rollout's dtype."
     )
+    learning_rate_ess_base: float | None = Field(
+        default=None, gt=0, le=1, strict=True, description="1.0 is VCPO's; leave it out for a rate that is not scaled."
+    )
     log_prob_chunk_tokens: int = Field(default=512, ge=1, strict=True, description="Halve it when memory is short.")
 
 

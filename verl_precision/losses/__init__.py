@@ -2,10 +2,11 @@
 
     policy_gradient   pg_seq_is (5), pg_seq_tis (6), pg_seq_mis (7): importance-weighted policy gradient
     grpo              grpo (8); interventions grpo_unclipped, ratio_one; the clipped objective
-    rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask_weights: with them `grpo` is those
+    rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask, icepop, kpop: with them `grpo` is those
     gspo              gspo
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
+    off_policy_sequence_mask   the mask of DeepSeek-V3.2
     clipping          what a loss divides by and where it clips, stated for each loss, verl's too
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
@@ -28,9 +29,16 @@ from verl_precision.losses.dppo import dppo_kl, dppo_tv
 from verl_precision.losses.grpo import grpo, grpo_unclipped, ratio_one
 from verl_precision.losses.gspo import gspo
 from verl_precision.losses.metrics import LossOutput, Statistic
+from verl_precision.losses.off_policy_sequence_mask import off_policy_sequence_mask
 from verl_precision.losses.policy_gradient import pg_seq_is, pg_seq_mis, pg_seq_tis
 from verl_precision.losses.registry import POLICY_LOSSES, PolicyLoss, policy_loss
-from verl_precision.losses.rollout_weights import geo_mask_weights, seq_mis_weights, token_tis_weights
+from verl_precision.losses.rollout_weights import (
+    geo_mask_weights,
+    icepop_weights,
+    kpop_weights,
+    seq_mis_weights,
+    token_tis_weights,
+)
 
 __all__ = [
     "POLICY_LOSSES",
@@ -45,6 +53,9 @@ __all__ = [
     "grpo",
     "grpo_unclipped",
     "gspo",
+    "icepop_weights",
+    "kpop_weights",
+    "off_policy_sequence_mask",
     "pg_seq_is",
     "pg_seq_mis",
     "pg_seq_tis",

@@ -4,9 +4,14 @@ PPO clips the ratio. A rare token's ratio is large whenever two engines round di
 has moved; a likely token can lose half of its probability within the clip range. DPPO masks a token by how much
 probability has moved, seen from the policy that drew it: the rollout's.
 
-verl's own `dppo_tv` and `dppo_kl` differ in three ways (tests/losses/test_dppo.py). The ratio is truncated at 3, since
-`clip_ratio_c` has that default and not the 20 of their code. Outside bypass mode the region is around the recomputed
-policy. And 1e-8 is added to 1 - π, which is far more than 1 - π of a token that is certain.
+verl's own `dppo_tv` and `dppo_kl` differ in three ways (tests/losses/test_dppo.py). The ratio is truncated at 3 unless
+told otherwise, since `clip_ratio_c` has that default and not the 20 that their code falls back to. Outside bypass mode
+the region is around the recomputed policy. And 1e-8 is added to 1 - π, which is far more than 1 - π of a token that is
+certain.
+
+C is a choice. verl's example for the loss sets 10000, so that nothing is truncated, and a comment in verl's code warns
+of the bias of a small C. 20 here is the fall-back of the authors' code: the mask never drops a token with A < 0 and
+π > μ, so that one token without a C can outweigh a batch. `actor/truncated_fraction` says how many tokens C biases.
 
 Source: https://arxiv.org/abs/2602.04879.
 """
@@ -19,7 +24,7 @@ from torch import Tensor
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import clip_fractions, weighted_loss
-from verl_precision.losses.metrics import LossOutput, fraction
+from verl_precision.losses.metrics import LossOutput, fraction, weight_statistics
 from verl_precision.losses.ratios import bounded, bounded_exp, checked_batch
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range, require_threshold
@@ -66,7 +71,8 @@ def dppo_tv(
         The loss in float32 (float64 if the log-probs are), minus the aggregated sum of Mₜ min(rₜ, C) A. Its gradient is
         minus the equation's, aggregated; only `trainer_log_probs` receives one, and weight and mask are constants in
         it. `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with
-        rₜ > C. Masked tokens, empty rows and rows with NaN or inf are treated as in `grpo`.
+        rₜ > C, `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C). Masked tokens, empty rows and
+        rows with NaN or inf are treated as in `grpo`.
 
     Raises:
         ConfigurationError: If shapes differ, a tensor is not floating point, or a bound is out of its range.
@@ -142,8 +148,9 @@ def _trust_region(
     outside_high_BT = (divergence_BT > high) & (batch.log_ratio_BT > 0) & (batch.advantages_BT > 0)
     outside_low_BT = (divergence_BT > low) & (batch.log_ratio_BT < 0) & (batch.advantages_BT < 0)
     ratio_BT = bounded_exp(batch.log_ratio_BT, dtype)
-    weight_BT = ratio_BT.clamp(max=threshold)
-    slope_BT = torch.where(outside_high_BT | outside_low_BT, 0, bounded(weight_BT * batch.advantages_BT))
+    weight_BT = torch.where(outside_high_BT | outside_low_BT, 0, ratio_BT.clamp(max=threshold))
+    slope_BT = bounded(weight_BT * batch.advantages_BT)
     metrics = clip_fractions(outside_high_BT, outside_low_BT, batch)
     metrics["actor/truncated_fraction"] = fraction((ratio_BT > threshold) & batch.valid_BT, batch.lengths_B)
-    return weighted_loss(trainer_log_probs, weight_BT, slope_BT, slope_BT, batch, aggregation, metrics)
+    metrics |= weight_statistics(weight_BT, batch.valid_BT)
+    return weighted_loss(trainer_log_probs, ratio_BT, slope_BT, slope_BT, batch, aggregation, metrics)

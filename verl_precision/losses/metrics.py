@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verl_precision.base.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same
+from verl_precision.base.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same, smallest
 
+ESS = "actor/is_weight_ess_fraction"
 QUANTILES = (0.05, 0.5, 0.95)
 # Weights beyond are held there in mean and effective sample size: float64, in which squares are summed, ends at 1e308.
 LARGEST_SQUARED = 1e150
@@ -25,8 +26,9 @@ class LossOutput(NamedTuple):
     metrics: Mapping[str, Statistic]  # by name; see docs/math.md for each
 
     def values(self) -> dict[str, float]:
-        """Return the metrics as numbers."""
-        return {name: statistic.value() for name, statistic in self.metrics.items()}
+        """Return the metrics as numbers; one that is undefined on this batch is absent."""
+        numbers = {name: statistic.value() for name, statistic in self.metrics.items()}
+        return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,27 @@ class EffectiveSampleSize(Statistic):
         if self.squares == 0 and self.number > 0:
             return 0.0
         return (self.total**2 / (self.squares * self.number)).item()
+
+
+@dataclass(frozen=True)
+class OfWeights(Statistic):
+    """A number of the weights of tokens: of the responses where each response has one weight, else of the tokens.
+
+    Sums of both are kept, because only the whole says which it is: in one micro-batch of many all weights may be equal.
+    """
+
+    responses: Tensor = added()  # Σw, Σw² and n over the responses, w a response's mean over its tokens
+    tokens: Tensor = added()  # the same over the tokens
+    one_each: Tensor = smallest()  # 1 if each response has one weight, 0 if weights differ within one
+    number: str = same()  # "mean", or the effective sample size of "responses" or "tokens"
+
+    def value(self) -> float:
+        """Return the number; NaN for the effective sample size of what does not decide."""
+        unit = "responses" if self.one_each else "tokens"
+        total, squares, n = getattr(self, unit)
+        if self.number == "mean":
+            return (total / n).item()
+        return EffectiveSampleSize(total, squares, n).value() if self.number == unit else math.nan
 
 
 @dataclass(frozen=True)
@@ -80,14 +103,31 @@ def mean(values: Tensor, valid: Tensor) -> Statistic:
 
 
 def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
-    """Describe importance weights: mean (1 is healthy), max, and the effective sample size as a fraction."""
-    kept = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED)
-    total, squares, number = kept.sum(), kept.square().sum(), valid.sum().double()
-    return {
-        "actor/is_weight_mean": Mean(total, number),
-        "actor/is_weight_max": extremes(weights, valid, "")["_max"],
-        "actor/is_weight_ess_fraction": EffectiveSampleSize(total, squares, number),
+    """Describe importance weights where `valid`: [B, T] of tokens, or [B] of responses.
+
+    `actor/is_weight_mean` (1 is healthy), `actor/is_weight_max`, and the effective sample size as a fraction:
+    `actor/is_weight_ess_fraction` of the responses where each has one weight, else
+    `actor/is_weight_token_ess_fraction` of the tokens. The other one is NaN, and [B] gives no token's.
+    """
+    largest_weight, of_tokens = extremes(weights, valid, "")["_max"], weights.dim() == 2
+    if not of_tokens:
+        weights, valid = weights.unsqueeze(-1), valid.unsqueeze(-1)
+    kept_BT, lengths_B = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED), valid.sum(dim=-1)
+    of_responses = kept_BT.sum(dim=-1) / lengths_B.clamp(min=1)
+    parts = [
+        torch.stack([values.sum(), values.square().sum(), counted.sum().double()])
+        for values, counted in ((of_responses, lengths_B > 0), (kept_BT, valid))
+    ]
+    apart_BT = valid & (kept_BT != kept_BT.amax(dim=-1, keepdim=True)) if kept_BT.numel() else valid
+    parts.append((~apart_BT.any()).double())
+    found: dict[str, Statistic] = {
+        "actor/is_weight_mean": OfWeights(*parts, number="mean"),
+        "actor/is_weight_max": largest_weight,
+        ESS: OfWeights(*parts, number="responses"),
     }
+    if of_tokens:
+        found["actor/is_weight_token_ess_fraction"] = OfWeights(*parts, number="tokens")
+    return found
 
 
 def log_ratio_statistics(sequence_log_ratio_B: Tensor, rows_B: Tensor, nonfinite: Tensor) -> dict[str, Statistic]:

@@ -7,6 +7,7 @@ A loss says by its parameters' names what it needs, and whoever calls it (the ad
     proximal_log_probs    log π(θ'): verl's old-log-prob forward
     advantages, response_mask, aggregation
     threshold             C, `actor.policy_loss.rollout_correction.rollout_is_threshold`
+    rejection_threshold   δ, `actor.policy_loss.rollout_correction.rollout_rs_threshold`
     clip_low, clip_high   `actor.clip_ratio_low`, `actor.clip_ratio_high`
     rollout_is_weights    weights of verl's rollout-correction step, or None
 """
@@ -23,7 +24,7 @@ from verl_precision.losses.metrics import LossOutput
 
 PARAMETERS = frozenset(
     "trainer_log_probs rollout_log_probs proximal_log_probs advantages response_mask aggregation threshold clip_low "
-    "clip_high rollout_is_weights".split()
+    "clip_high rejection_threshold rollout_is_weights".split()
 )
 Loss = Callable[..., LossOutput]
 

@@ -1,4 +1,4 @@
-"""Weights that turn `grpo` into the paper's equations (9) and (10), or that reject responses by a geometric mean.
+"""Weights that turn `grpo` into the paper's equations (9) and (10), or that mask tokens or whole responses.
 
 They are the ratio of the trainer's policy to the rollout's, both at the weights θ' that drew the response, so they are
 numbers, made once for a batch before any update. Source: https://arxiv.org/abs/2510.26788, section 2.1.1.
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.losses.settings import require_band, require_threshold
+from verl_precision.losses.dppo import binary_kl
+from verl_precision.losses.ratios import bounded_exp
+from verl_precision.losses.settings import require_band, require_divergence, require_threshold
 
 
 def token_tis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
@@ -66,19 +68,61 @@ def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object
     return torch.where(valid_BT, kept_B.masked_fill(broken_B, torch.nan).unsqueeze(-1), 0)
 
 
-WEIGHTS: Mapping[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+def icepop_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
+    """Return ρₜ 1{α ≤ ρₜ ≤ β}, IcePop's weight of each token.
+
+    A token outside of the band has weight 0 and stays in the denominator. Where none is left, all weights are 0: verl's
+    own step then divides by zero for a metric. The threshold is the band α_β as in `geo_mask_weights`, everything else
+    as in `token_tis_weights`. Source: https://arxiv.org/abs/2510.18855, section on IcePop.
+    """
+    low, high = require_band(threshold, "threshold")
+    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
+    ratio_BT = log_ratio_BT.exp()
+    weights_BT = torch.where((ratio_BT >= low) & (ratio_BT <= high), ratio_BT, 0)
+    return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
+
+
+def kpop_weights(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, threshold: object
+) -> Tensor:
+    """Return ρₜ 1{max(D(μ‖π), D(π‖μ)) ≤ φ}, KPop's weight of each token.
+
+        D(p‖q) = p log(p/q) + (1 - p) log((1 - p)/(1 - q)),   of "this token or another one"
+
+    π trainer's policy and μ rollout's, both at θ'. A band of ratios that adapts: wide for a rare token, narrow for a
+    likely one. Source: https://ringtech.notion.site/kpop, and its authors' step in AReaL (metric `binary_kl`).
+
+    Log-probs are [B, T] floating, in nats; the threshold is φ > 0, in nats. ρₜ is held at 3e28 in float32, which the
+    ratio of a token with hardly any probability can reach. Everything else as in `icepop_weights`.
+    """
+    limit = require_divergence(threshold)
+    valid_BT, log_ratio_BT, broken_B = _checked(trainer_log_probs - rollout_log_probs, response_mask)
+    trainer_BT, rollout_BT = trainer_log_probs.detach(), rollout_log_probs.detach()
+    divergence_BT = torch.maximum(binary_kl(trainer_BT, rollout_BT), binary_kl(rollout_BT, trainer_BT))
+    weights_BT = torch.where(divergence_BT <= limit, bounded_exp(log_ratio_BT, log_ratio_BT.dtype), 0)
+    return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
+
+
+WEIGHTS: Mapping[str, Callable[..., Tensor]] = {
     "vp_token_tis": token_tis_weights,
     "vp_seq_mis": seq_mis_weights,
     "vp_geo_mask": geo_mask_weights,
+    "vp_icepop": icepop_weights,
+    "vp_kpop": kpop_weights,
 }
 """Level (verl's `algorithm.rollout_correction.rollout_is`) -> weights, beside verl's own levels."""
-BANDED = frozenset({"vp_geo_mask"})
-"""Levels whose threshold is a band; the others have one number, C."""
-
-
-def require_bounds(level: str, value: object, setting: str) -> tuple[float, float]:
-    """Return the bounds that a threshold gives to the ratio of a level of `WEIGHTS`; the error names the setting."""
-    return require_band(value, setting) if level in BANDED else (0.0, require_threshold(value, setting))
+THRESHOLDS: Mapping[str, Callable[[object, str], Any]] = {
+    "vp_token_tis": require_threshold,
+    "vp_seq_mis": require_threshold,
+    "vp_geo_mask": require_band,
+    "vp_icepop": require_band,
+    "vp_kpop": require_divergence,
+}
+"""Level -> the bounds of its threshold; called with a value and the name of the setting."""
+OF_LOG_PROBS = frozenset({"vp_kpop"})
+"""Levels whose weights need both policies' log-probs, and not only their difference."""
+OF_RESPONSES = frozenset({"vp_seq_mis", "vp_geo_mask"})
+"""Levels with one weight for each response; the others weigh tokens."""
 
 
 def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from verl_precision.base.errors import ConfigurationError
 
 ACTOR = "actor_rollout_ref.actor"
 THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_is_threshold"
+REJECTION_THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_rs_threshold"
 WEIGHT_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 NORM_MODE = "seq-mean-token-sum-norm"
 
@@ -43,6 +44,13 @@ require_threshold = Bounds(
     allowed="one number >= 1 (the paper's is 3; bands such as 0.5_5 are another estimator, and YAML reads that one as "
     "0.55)",
     remedy="Set it to 3.0.",
+)
+require_divergence = Bounds(
+    setting="threshold",
+    holds=lambda divergence: divergence > 0,
+    problem="a token, or a response, is dropped where the two policies are further apart than this",
+    allowed="one number > 0, in nats",
+    remedy="Set it to 0.1 (estimator=kpop) or 0.5 (estimator=off_policy_sequence_mask).",
 )
 require_clip_low = Bounds(
     setting=f"{ACTOR}.clip_ratio_low",
@@ -81,12 +89,12 @@ def require_band(value: object, setting: str) -> tuple[float, float]:
         low = high = 0.0
     if not 0 < low < 1 < high < math.inf:
         raise ConfigurationError(
-            "a response is kept where its ratio is within this band",
+            "a token, or a response, is kept where its ratio is within this band",
             setting=setting,
             value=value,
             allowed="a text of two numbers with a decimal point each, one below and one above 1 (YAML reads 0.5_5 as "
             "0.55)",
-            remedy="Set it to '0.999_1.001'.",
+            remedy="Set it to '0.5_5.0' for tokens (estimator=icepop), '0.999_1.001' for responses (geo_mask).",
         )
     return low, high
 

@@ -65,7 +65,7 @@ def _limits(s: AlarmSettings) -> list[Limit]:
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
     overflow, scale = f"skipped updates in {s.skipped_steps} steps in a row", f"minimum {s.loss_scale_minimum:g}"
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
-    few = f"allowed down to {s.effective_fraction:g} of the responses"
+    few = f"allowed down to {s.effective_fraction:g} of the "
     persist, skipped = s.persist_steps, s.skipped_steps
     return [
         Limit("trainer_not_finite", NOT_FINITE_STEPS, names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0"),
@@ -74,7 +74,15 @@ def _limits(s: AlarmSettings) -> list[Limit]:
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MIN, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("extreme_prob_gap", persist, names.PROB_GAP_MAX, lambda x: abs(x) > s.extreme_gap, gap),
         Limit("phantom_clipping", persist, names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share),
-        Limit("low_effective_sample_size", persist, names.WEIGHT_ESS, lambda x: x < s.effective_fraction, few),
+        # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
+        *(
+            Limit("low_effective_sample_size", persist, metric, lambda x: x < s.effective_fraction, few + unit)
+            for unit, metrics in {
+                "responses": (names.WEIGHT_ESS, names.KEPT_RESPONSES),
+                "tokens": (names.TOKEN_WEIGHT_ESS, names.KEPT_TOKENS),
+            }.items()
+            for metric in metrics
+        ),
         Limit("repeated_overflow", skipped, names.SKIPPED_STEPS, lambda x: x > 0, overflow),
         Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.

@@ -96,8 +96,10 @@ ADVICE = {
         severe=False,
     ),
     "low_effective_sample_size": Advice(
-        "A few responses have nearly all of the weight, and the others no say: the gradient is noise. At an effective "
-        "share of 0.1 a run learned nothing, at 0.02 it lost what it had (docs/log/collapse.md, dose and response).",
+        "A few responses, or tokens (the line above says which), have nearly all of the weight or are all that a mask "
+        "keeps: the gradient is noise. At an effective share of 0.1 of the responses a run learned nothing, at 0.02 it "
+        "lost what it had (docs/log/collapse.md, dose and response). At 0 there is no gradient; if NaN is the cause, "
+        "another alarm names the engine.",
         (MATCH_PRECISIONS, MORE_RESPONSES),
         severe=False,
     ),

@@ -27,8 +27,9 @@ class AlarmSettings:
             later.
         extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
         affected_fraction: Share of phantom-clipped tokens that is too much; in (0, 1]. 1 switches the check off.
-        effective_fraction: Effective sample size of a loss's weights, as a share of the responses, below which too few
-            of them carry the gradient; in [0, 1). 0 switches the check off.
+        effective_fraction: Effective sample size of a loss's weights, or of what verl's rejection keeps, as a share of
+            the responses (of the tokens, where tokens have weights), below which too few of them carry the gradient;
+            in [0, 1). 0 switches the check off.
         persist_steps: Consecutive steps before extremes, tokens clipped for their rounding, or too few responses are
             an alarm.
         skipped_steps: Consecutive steps with a skipped update before that is an alarm.

@@ -125,6 +125,10 @@ logprobs-missing          E calculate_log_probs    rollout.calculate_log_probs=F
 logprobs-missing          W calculate_log_probs    rollout.calculate_log_probs=False trainer.v1.trainer_mode=vp_sync
 loss-settings             E use_v1                 +estimator=pg_seq_is trainer.use_v1=False
 loss-settings             E clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
+engine-settings E fsdp_config.learning_rate_ess_base \
+    +precision=fp16 +estimator=grpo +learning_rate=effective_sample
+engine-settings E fsdp_config.learning_rate_ess_base \
+    +precision=fp16 +estimator=pg_seq_is +fsdp.learning_rate_ess_base=2
 engine-settings E actor.fsdp_config.shadow.dtype +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
 offload-policy-ignored    W fsdp_config.offload_policy actor.strategy=fsdp fsdp.offload_policy=True
 offload-policy-ignored    W critic.fsdp.offload_policy \

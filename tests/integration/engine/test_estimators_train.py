@@ -7,6 +7,7 @@ import pytest
 import torch
 from composer import actor_config, compose_estimator
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.integration.engine.single_rank import engine_batch, nested
 from verl_precision.integration.trainer.found_checkpoints import is_complete
@@ -17,7 +18,8 @@ SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0
 
 
 @pytest.fixture(scope="module")
-def engine():
+def make_engine():
+    """Return a function that makes engines, whose config has these settings more, in a process group of one."""
     from verl.plugin.platform import get_platform, set_platform
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
@@ -30,19 +32,28 @@ def engine():
 
     before = get_platform()
     set_platform(PlatformCPU())
-    with one_rank("cpu"):
+
+    def make(**settings):
         attention = {"attn_implementation": "sdpa"}
         mixed_precision = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         fp16 = {"dtype": "float16", "mixed_precision": mixed_precision, "loss_scale": LossScaleSettings(initial=SCALE)}
         engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(path=str(cached_tiny_model("qwen3")), override_config=attention),
-            engine_config=PrecisionFSDPConfig(strategy="fsdp2", use_torch_compile=False, **fp16),
+            engine_config=PrecisionFSDPConfig(strategy="fsdp2", use_torch_compile=False, **fp16, **settings),
             optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
-        yield engine
+        return engine
+
+    with one_rank("cpu"):
+        yield make
     set_platform(before)
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    return make_engine()
 
 
 def make_batch():
@@ -56,13 +67,13 @@ def make_batch():
     return batch
 
 
-def as_the_driver_makes_it(config, trainer_log_probs):
+def as_the_driver_makes_it(config, trainer_log_probs, gap=1e-4, shift=0.0):
     """Return the tensors that verl's driver makes for the update: old log-probs, advantages, mask, perhaps weights."""
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
     generator = torch.Generator().manual_seed(1)
-    rollout_log_probs = trainer_log_probs + 1e-4 * torch.randn(trainer_log_probs.shape, generator=generator)
+    rollout_log_probs = trainer_log_probs + shift + gap * torch.randn(trainer_log_probs.shape, generator=generator)
     mask = torch.ones_like(rollout_log_probs)
     correction = config.algorithm.rollout_correction
     found = {"response_mask": mask, "advantages": torch.tensor([1.0, -1, 0.5, -0.5])[:, None] * mask}
@@ -78,19 +89,25 @@ def weights(engine):
     return torch.cat([parameter.full_tensor().flatten() for parameter in engine.module.parameters()]).detach()
 
 
-@pytest.mark.parametrize("estimator", preset_names("estimator"))
-def test_an_update_reaches_the_weights(engine, estimator):
+def updated(engine, config, **made):
+    """Train on one mini-batch; return what the engine reports, and the log-ratios to the old log-probs before."""
     from verl.workers.utils.losses import ppo_loss
 
-    config = compose_estimator(estimator)
     with engine.eval_mode():
         scored = engine.infer_batch(make_batch())["model_output"]["log_probs"].unbind()
     batch, trainer_log_probs = make_batch(), torch.stack([row[PROMPT - 1 : -1].float() for row in scored])
-    for name, values in as_the_driver_makes_it(config, trainer_log_probs).items():
+    driver = as_the_driver_makes_it(config, trainer_log_probs, **made)
+    for name, values in driver.items():
         batch[name] = nested(list(values))
-    before = weights(engine)
     with engine.train_mode():
         metrics = engine.train_batch(batch, functools.partial(ppo_loss, actor_config(config)))["metrics"]
+    return metrics, trainer_log_probs - driver["old_log_probs"]
+
+
+@pytest.mark.parametrize("estimator", preset_names("estimator"))
+def test_an_update_reaches_the_weights(engine, estimator):
+    before = weights(engine)
+    metrics, _ = updated(engine, compose_estimator(estimator))
     assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0
     assert not torch.equal(weights(engine), before) and torch.isfinite(weights(engine)).all()
     assert metrics["precision/loss_scale"] == [SCALE] and metrics["precision/skipped_steps"] == [0]
@@ -105,3 +122,31 @@ def test_verls_own_checkpoints_are_told_to_be_complete_and_those_of_an_earlier_s
         assert not is_complete(path)
         torch.save({}, path / "data.pt")  # as verl's trainer does then
     assert [is_complete(path) for path in paths] == [False, True, True] and not (paths[0] / "actor").exists()
+
+
+def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample(make_engine):
+    """VCPO, and AdamW's step, decay included, is proportional to the rate. The second update's weights are all 0."""
+    config, one = compose_estimator("pg_seq_is"), make_engine()
+    scaled = make_engine(learning_rate_ess_base=1.0)
+    before = weights(scaled)
+    assert torch.equal(weights(one), before)
+    metrics, log_ratios = updated(scaled, config, gap=1.0)
+    plain, _ = updated(one, config, gap=1.0)
+    rho = log_ratios.double().sum(dim=-1).exp()
+    expected = math.sqrt(rho.sum() ** 2 / (RESPONSES * rho.square().sum()))
+    (factor,) = metrics["precision/learning_rate_factor"]
+    assert factor == pytest.approx(expected, rel=1e-2) and factor < 0.95
+    assert "precision/learning_rate_factor" not in plain
+    moved, moved_by_plain = weights(scaled) - before, weights(one) - before
+    assert (moved - factor * moved_by_plain).norm() < 1e-3 * moved.norm()
+    rates = [[group["lr"] for group in each.optimizer.param_groups] for each in (scaled, one)]
+    assert rates[0] == rates[1], "the schedule sees its own rate"
+    halfway = weights(scaled)
+    metrics, _ = updated(scaled, compose_estimator("grpo_seq_mis"), gap=0.0, shift=-9.0)
+    assert metrics["precision/learning_rate_factor"] == [0.0] and torch.equal(weights(scaled), halfway)
+
+
+def test_a_loss_without_weights_cannot_scale_the_learning_rate(make_engine):
+    scaled = make_engine(learning_rate_ess_base=1.0)
+    with pytest.raises(ConfigurationError, match="learning_rate_ess_base=1.0: the loss reported no importance weights"):
+        updated(scaled, compose_estimator("grpo"))

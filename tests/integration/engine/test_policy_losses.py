@@ -10,10 +10,12 @@ from composer import actor_config, compose_estimator
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
+from verl_precision.integration import registration
 from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
 from verl_precision.losses.aggregation import aggregate
 
-NAMES = "cispo dppo_kl dppo_tv grpo grpo_unclipped gspo pg_seq_is pg_seq_mis pg_seq_tis ratio_one".split()
+NAMES = "cispo dppo_kl dppo_tv grpo grpo_unclipped gspo off_policy_sequence_mask pg_seq_is pg_seq_mis pg_seq_tis"
+NAMES = [*NAMES.split(), "ratio_one"]
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 
@@ -33,7 +35,9 @@ def errors(config) -> list[str]:
 
 
 def test_every_loss_is_there(root):
+    said = registration.registered()  # the plugin's line in the log (T6)
     for name in NAMES:
+        assert any(f"vp_{name}" in what for what in said if what.startswith("losses "))
         entry = POLICY_LOSSES[f"vp_{name}"]
         assert callable(entry.function) and entry.summary and entry.equation.startswith("arXiv ")
         assert f"`{name}`" in (root / "docs/math.md").read_text()
@@ -113,13 +117,15 @@ def test_own_loss_with_unknown_parameter_is_refused(function):
     ("pg_seq_mis", f"{LOSS_CORRECTION}.bypass_mode=null", "bypass_mode=None: loss_mode"),
     ("pg_seq_tis", f"{LOSS_CORRECTION}.rollout_is_threshold='0.5_5'", "rollout_is_threshold=.0.5_5."),
     ("pg_seq_mis", f"{LOSS_CORRECTION}.rollout_is_threshold=0.55", "YAML reads that one as 0.55"),
+    ("off_policy_sequence_mask", f"{LOSS_CORRECTION}.rollout_rs_threshold=null", "rollout_rs_threshold=None"),
+    ("off_policy_sequence_mask", f"{LOSS_CORRECTION}.rollout_rs_threshold=0", "rollout_rs_threshold=0: .*in nats"),
     ("grpo", f"{ACTOR}.loss_scale_factor=null", "loss_scale_factor=None"),
     ("grpo", f"{ACTOR}.clip_ratio_low=-0.2", "actor.clip_ratio_low=-0.2"),
 ])  # fmt: skip
 def test_bad_setting_is_refused_by_the_loss_and_before_the_run(estimator, override, message):
     config = compose_estimator(estimator, override)
     with pytest.raises(ConfigurationError, match=message) as worker:
-        call(estimator, actor_config(config))
+        call(f"vp_{estimator}", actor_config(config))
     before_the_run = errors(config)
     assert any(re.search(message, text) for text in before_the_run), before_the_run
     for text in (str(worker.value), *before_the_run):
@@ -137,6 +143,8 @@ NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
     ("grpo_seq_mis", f"{CORRECTION}.rollout_rs=token_k1", "the denominator"),
     ("grpo_seq_mis", f"{CORRECTION}.rollout_is_batch_normalize=True", "not those of the equation"),
     ("grpo_token_tis", f"{CORRECTION}.rollout_is_threshold=0.55", rf"{CORRECTION}\.rollout_is_threshold=0\.55"),
+    ("kpop", f"{CORRECTION}.rollout_is_threshold=0", rf"{CORRECTION}\.rollout_is_threshold=0: "),
+    ("icepop", f"{CORRECTION}.rollout_is_threshold=0.5_5", rf"{CORRECTION}\.rollout_is_threshold=0\.55.*0\.5_5\.0"),
     ("grpo_seq_mis", f"{ACTOR}.policy_loss.loss_mode=gpg", "does not apply the weights"),
 ])  # fmt: skip
 def test_contradiction_is_refused_before_the_run(estimator, override, message):

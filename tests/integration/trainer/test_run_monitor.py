@@ -142,6 +142,23 @@ def test_what_rejection_hides_is_measured(monkeypatch):
     assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/log_prob_gap_max"] == 0.5
 
 
+@pytest.mark.parametrize("changes", [(REJECTION,), (REJECTION, SHADOW_RATIO)])
+def test_what_rejection_removes_is_counted(monkeypatch, changes):
+    """T2: of two updates' five responses three are gone, of nine tokens seven; the loss sees none of them."""
+    judge = monitor(*changes)
+    for masks in (([0, 0], [0, 1], [0, 0, 0]), ([0], [1])):
+        whole = [tuple(-1.0 for _ in mask) for mask in masks]
+        stored(monkeypatch, *whole)
+        judge.remember_mask(batch := batch_of(*[0] * len(masks)))
+        stored(monkeypatch, *whole, response_mask=[torch.tensor(mask) for mask in masks])
+        judge.measure_in_driver(batch, 1)
+    metrics = reported_by(judge)
+    assert metrics["rollout_corr/rejected_responses"] == 3
+    assert metrics["rollout_corr/kept_response_fraction"] == pytest.approx(2 / 5)
+    assert metrics["rollout_corr/kept_token_fraction"] == pytest.approx(2 / 9)
+    assert "rollout_corr/rejected_responses" not in measured_by(monitor(), batch), "nothing was to be rejected"
+
+
 def test_staleness_is_told_from_precision(monkeypatch):
     """At step 5 version 4 is current. The older two have a gap in the first of their tokens as well."""
     stored(monkeypatch, (-1.0, -2.0), (-1.0,), (-1.0, -1.0))

@@ -9,14 +9,15 @@ from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, as_faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
-from verl_precision.losses.rollout_weights import BANDED, WEIGHTS
+from verl_precision.losses.rollout_weights import THRESHOLDS, WEIGHTS
 from verl_precision.losses.settings import (
     NORM_MODE,
+    REJECTION_THRESHOLD,
     THRESHOLD,
     WEIGHT_THRESHOLD,
-    require_band,
     require_bypass,
     require_clip_range,
+    require_divergence,
     require_normalizer,
     require_plain_weights,
     require_threshold,
@@ -130,10 +131,12 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
     }
     for path, correction in _corrections(config):
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
-        bounds = require_band if correction.get("rollout_is") in BANDED else require_threshold
+        bounds = THRESHOLDS.get(correction.get("rollout_is"), require_threshold)
         said = list(as_faults(bounds, value, setting)) if ours else []
         yield from said
         if said or not correction.get("rollout_is") or not isinstance(value, int | float):
+            continue
+        if bounds is not require_threshold:  # it bounds no ratio
             continue
         if value < 1 or value > MAX_USUAL_THRESHOLD:
             effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
@@ -209,10 +212,13 @@ def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults
 
 @rule("loss-settings")
 def clip_range(config: DictConfig, environment: Environment) -> Faults:
-    """The clip range of a loss of this package."""
+    """The clip range of a loss of this package, and its threshold of rejection."""
     if "clip_low" in _needs(config):
         actor = config.actor_rollout_ref.actor
         yield from as_faults(require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
+    if "rejection_threshold" in _needs(config):
+        value = _loss_correction(config).get("rollout_rs_threshold")
+        yield from as_faults(require_divergence, value, REJECTION_THRESHOLD)
 
 
 @rule("loss-settings")

@@ -4,6 +4,7 @@ fsdp_engine      the one mixin: which phase comes when, and the engines that are
 engine_config    verl's engine config with our settings
 model_outputs    FP32 log-probs and entropy
 measurement      the mismatch, measured while the worker updates
+learning_rate    scaled in each update by the effective sample size
 router_replay    the rollout's choice of experts, replayed
 weight_export    weights on their way to the rollout and into an export
 policy_losses    the losses under verl's call

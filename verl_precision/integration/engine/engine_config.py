@@ -32,6 +32,8 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
             None: they leave in FP32, and the rollout rounds to the nearest.
         watch_routing: Compare the experts that the trainer would choose with those that the rollout has chosen. verl's
             own `router_replay.mode`, which replays them, compares too.
+        learning_rate_ess_base: Effective sample size, as a fraction, at and above which an update of the actor has its
+            whole learning rate; below, the rate is scaled by the root of the share (`learning_rate.py`). None: always.
     """
 
     loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
@@ -42,6 +44,7 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
     send_weight_manifest: bool = False
     stochastic_rounding_to: str | None = None
     watch_routing: bool = False
+    learning_rate_ess_base: float | None = None
 
     def __post_init__(self) -> None:
         """Check that the dtypes are said, known and without contradiction."""

@@ -27,6 +27,7 @@ from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scale
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.learning_rate import ScaledLearningRate
 from verl_precision.integration.engine.measurement import REQUEST, MeasuredUpdates, measure, with_metrics
 from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.router_replay import RouterReplay
@@ -51,6 +52,7 @@ class PrecisionFSDPEngine:
     _report: StepReport
     _updates: MeasuredUpdates | None = None
     _sent: SentWeights | None = None
+    _rate: ScaledLearningRate | None = None
 
     @property
     def _has_precision_config(self) -> bool:
@@ -72,6 +74,7 @@ class PrecisionFSDPEngine:
                 self._shadow = build_shadow(self, module, self._build_verified)
             if RouterReplay.is_asked(config):
                 self._replay = RouterReplay(module, config)
+            self._rate = ScaledLearningRate.of(config)
         return self._build_verified(module)
 
     def _build_verified(self, module):
@@ -146,6 +149,8 @@ class PrecisionFSDPEngine:
         """Train on a mini-batch as verl does, measured if asked; at the last one of a step also report."""
         if self._updates is None and tu.get(data, key=REQUEST, default=None) is not None:
             self._updates = MeasuredUpdates()
+        if self._rate is not None:
+            loss_function = self._rate.watched(loss_function)
         with contextlib.nullcontext() if self._updates is None else self._updates.one(data):
             outputs = super().train_batch(data, loss_function)
         if (self._has_precision_config or self._sent is not None) and self.is_mp_src_rank_with_outputs():
@@ -154,14 +159,16 @@ class PrecisionFSDPEngine:
                 outputs["metrics"].pop("grad_norm")
             if tu.get(data, key="update_lr_scheduler", default=True):
                 found = self._report.metrics(self.scaler) if self._has_precision_config else {}
-                found |= {} if self._sent is None else self._sent.take_metrics()
+                for part in (self._sent, self._rate):
+                    found |= {} if part is None else part.take_metrics()
                 # lists, as verl's own: it joins those of all ranks
                 outputs["metrics"].update({key: [value] for key, value in found.items()})
         return outputs
 
     def optimizer_step(self):
-        """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""
-        grad_norm = super().optimizer_step()
+        """Do verl's step with our scaler, and our rate; raise LossScaleError when the scale can fall no further."""
+        with contextlib.nullcontext() if self._rate is None else self._rate.applied(self):
+            grad_norm = super().optimizer_step()
         if self._shadow is not None:
             self._shadow.outdate()
         if self._has_precision_config:

@@ -15,7 +15,15 @@ from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.registry import FORMER_NAMES, PolicyLoss, on_registration
-from verl_precision.losses.settings import NORM_MODE, THRESHOLD, require_bypass, require_normalizer, require_threshold
+from verl_precision.losses.settings import (
+    NORM_MODE,
+    REJECTION_THRESHOLD,
+    THRESHOLD,
+    require_bypass,
+    require_divergence,
+    require_normalizer,
+    require_threshold,
+)
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -95,6 +103,9 @@ class AdaptedLoss:
         arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
         if "threshold" in self._needs:
             arguments["threshold"] = require_threshold(correction.get("rollout_is_threshold", None), THRESHOLD)
+        if "rejection_threshold" in self._needs:
+            value = correction.get("rollout_rs_threshold", None)
+            arguments["rejection_threshold"] = require_divergence(value, REJECTION_THRESHOLD)
         for side in ("low", "high"):
             if f"clip_{side}" in self._needs:
                 value = config.get(f"clip_ratio_{side}", None)

@@ -1,29 +1,40 @@
-"""Equations (9) and (10), and the geometric mask, in verl's rollout-correction step:
-`algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask`.
+"""Equations (9) and (10), and three masks, in verl's rollout-correction step:
+`algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask|vp_icepop|vp_kpop`.
 
 verl's own `token` and `sequence` weights are not those equations: log-ratios are held at ±20, so that no weight is ever
 below 2e-9; one-sided rejection has to be spelled as a band `1e-9_3.0`, of which YAML reads neighbours such as `1e-9_3`
-as a number; rejection by `rollout_rs` takes a response out of the mask, and its k1 bounds are inverted. So three levels
-of our own are offered beside verl's, in the same step and under the same settings: the threshold is C, or the band of
-the mask, and what arrives at the loss is `rollout_is_weights` as ever.
+as a number; a band that leaves no token ends the run with a division by zero, of a metric; rejection by `rollout_rs`
+takes a response out of the mask, and its k1 bounds are inverted. So levels of our own are offered beside verl's, in the
+same step and under the same settings, and what arrives at the loss is `rollout_is_weights` as ever.
 """
 
 import math
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.losses.metrics import weight_statistics
-from verl_precision.losses.rollout_weights import BANDED, WEIGHTS, require_bounds
-from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights
+from verl_precision.losses.rollout_weights import OF_LOG_PROBS, OF_RESPONSES, THRESHOLDS, WEIGHTS
+from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
 from verl_precision.mismatch.metric_names import with_former_names
+
+# The log-probs of trainer and rollout whose weights are being made: verl hands their difference on.
+_log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
     """Offer `WEIGHTS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
+    wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_and_rejection_mask", _with_log_probs)
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
+
+
+def _with_log_probs(wrapped, instance, args, kwargs):
+    given = dict(zip(("old_log_prob", "rollout_log_prob"), args, strict=False)) | kwargs
+    with set_within(_log_probs, (given["old_log_prob"], given["rollout_log_prob"])):
+        return wrapped(*args, **kwargs)
 
 
 def _with_own_levels(wrapped, instance, args, kwargs):
@@ -39,20 +50,22 @@ def _own_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
-    _, upper = require_bounds(rollout_is, rollout_is_threshold, WEIGHT_THRESHOLD)
-    weights_BT = WEIGHTS[rollout_is](log_ratio, response_mask, rollout_is_threshold)
+    THRESHOLDS[rollout_is](rollout_is_threshold, WEIGHT_THRESHOLD)
+    policies = _log_probs.get() if rollout_is in OF_LOG_PROBS else (log_ratio,)
+    weights_BT = WEIGHTS[rollout_is](*policies, response_mask, rollout_is_threshold)
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
-    if rollout_is == "vp_token_tis":
-        weights, counted = weights_BT, valid_BT
-        beyond = weights >= upper
-    else:  # one weight per response: at every token that counts, and 0 at the others
+    weights, counted = weights_BT, valid_BT
+    if rollout_is in OF_RESPONSES:  # one weight per response: at every token that counts, and 0 at the others
         weights, counted = weights_BT.amax(dim=-1), rows_B
-        beyond = weights == 0
-        if rollout_is not in BANDED:  # a response with a tiny ratio has a weight of 0 too
-            beyond = torch.where(valid_BT, log_ratio, 0).sum(dim=-1, dtype=torch.float64) > math.log(upper)
+    beyond = weights == 0
+    if THRESHOLDS[rollout_is] is require_threshold:  # what has a tiny ratio has a weight of 0 too
+        log_of = torch.where(valid_BT, log_ratio, 0)
+        log_of = log_of.sum(dim=-1, dtype=torch.float64) if rollout_is in OF_RESPONSES else log_of
+        beyond = log_of > math.log(require_threshold(rollout_is_threshold))
     statistics = with_former_names(weight_statistics(weights, counted & weights.isfinite()))
-    metrics = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
+    numbers = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
+    metrics = {name: number for name, number in numbers.items() if not math.isnan(number)}
     metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)
     metrics["rollout_is_nonfinite_responses"] = float((weights_BT.isnan().any(dim=-1) & rows_B).sum())
     return weights_BT, metrics

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
-from verl_precision.base.mergeable import Statistic, merge_by_name
+from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
@@ -23,7 +23,15 @@ from verl_precision.integration.trainer.merged_metrics import log_histograms
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.metric_names import ACTIVE_ALARMS, ACTOR, FAILED_MEASUREMENTS, with_former_names
+from verl_precision.mismatch.metric_names import (
+    ACTIVE_ALARMS,
+    ACTOR,
+    FAILED_MEASUREMENTS,
+    KEPT_RESPONSES,
+    KEPT_TOKENS,
+    REJECTED_RESPONSES,
+    with_former_names,
+)
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
@@ -74,13 +82,17 @@ class RunMonitor:
 
     def remember_mask(self, batch: Any) -> None:
         """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask."""
-        if self._rejects and not self.in_worker:
+        if self._rejects:
             with self._guarded():
                 (self._mask,) = _fetch(batch, "response_mask")
 
     def measure_in_driver(self, batch: Any, step: int) -> None:
         """Measure what verl has computed already, if it has; responses of the version before `step` are current."""
+        if self._mask is not None:
+            with self._guarded():
+                self._count_rejected(*_fetch(batch, "response_mask"))
         if self.in_worker:
+            self._mask = None
             return
         with self._guarded():
             fields = ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
@@ -94,6 +106,18 @@ class RunMonitor:
             if not self.shadowed:
                 # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
                 self._add(PHANTOM, beta_of_current_version(trainer, rollout, mask, advantages, behind, None))
+
+    def _count_rejected(self, left: Any) -> None:
+        """Count what verl's rejection has taken out of the mask: the loss sees neither the tokens nor the responses."""
+        rows = [(before.bool(), after.bool()) for before, after in zip(self._mask.unbind(), left.unbind(), strict=True)]
+        # [4]: responses and tokens before, and of both those that are left
+        counts = torch.tensor([[a.any(), b.any(), a.sum(), b.sum()] for a, b in rows], dtype=torch.float64).sum(dim=0)
+        found = {
+            REJECTED_RESPONSES: Count(counts[0] - counts[1]),
+            KEPT_RESPONSES: Mean(counts[1], counts[0]),
+            KEPT_TOKENS: Mean(counts[3], counts[2]),
+        }
+        self._losses = merge_by_name([self._losses, found])
 
     def ask_the_worker(self, batch: Any, step: int, updates: int) -> None:
         """Have the next update measured where the driver cannot.

@@ -1,0 +1,93 @@
+"""The learning rate of each update, scaled by the effective sample size of its importance weights: VCPO.
+
+    η ← η √min(1, e/e₀),   e = (Σρ)² / (B Σρ²) over the B responses of the mini-batch, on all ranks
+
+ρ are the weights that the loss reports, of responses: those of the paper with `pg_seq_is`, the truncated ones with C,
+and the mean over a response's tokens where tokens have weights. e₀ is the setting, 1 in the authors' recipes for
+mathematics. The root is for optimizers of Adam's kind. The paper's minimum-variance baseline is not here.
+
+Source: https://arxiv.org/abs/2602.17616, and https://github.com/mit-han-lab/vcpo (`ess_scaling`, rule sqrt).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self
+from verl.utils.device import get_device_name
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.losses.metrics import ESS, EffectiveSampleSize, OfWeights
+
+FACTOR = "precision/learning_rate_factor"
+
+
+class ScaledLearningRate:
+    """Scales the rate of one update at a time; what the schedule and a checkpoint see is the unscaled one.
+
+    AdamW's weight decay is a part of the step, and scaled with it. An update whose weights are all 0, or which has no
+    response, has the rate 0.
+    """
+
+    def __init__(self, base: float) -> None:
+        """Take e₀ in (0, 1]."""
+        self.base = base
+        self._found: list[OfWeights] = []  # of the micro-batches of the update under way
+        self._factors: list[float] = []  # of the updates of the training step so far
+
+    @classmethod
+    def of(cls, config: Any) -> Self | None:
+        """Return the one that an engine config asks for, if it does."""
+        return None if config.learning_rate_ess_base is None else cls(config.learning_rate_ess_base)
+
+    def watched(self, loss_function: Callable) -> Callable:
+        """Return verl's loss function for one update; the weights that it reports are kept."""
+        self._found = []
+
+        def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
+            result = loss_function(*args, **kwargs)
+            if "model_output" in kwargs and ESS in result[1]:  # else top-k distillation asks for its part of the logits
+                self._found += result[1][ESS].values
+            return result
+
+        return loss_and_weights
+
+    @contextlib.contextmanager
+    def applied(self, engine: Any) -> Iterator[None]:
+        """Have the step of an engine's optimizer inside the block.
+
+        Raises:
+            ConfigurationError: If the loss reported no weights.
+        """
+        factor, groups = self._factor(engine.get_data_parallel_group()), engine.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * factor
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+        self._factors.append(factor)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return `precision/learning_rate_factor`, its mean over the updates since the last call."""
+        factors, self._factors = self._factors, []
+        return {FACTOR: sum(factors) / len(factors)} if factors else {}
+
+    def _factor(self, ranks: dist.ProcessGroup | None) -> float:
+        if not self._found:
+            raise ConfigurationError(
+                "the loss reported no importance weights, of which it is the effective sample size",
+                setting="fsdp_config.learning_rate_ess_base",
+                value=self.base,
+                allowed="a loss with weights: estimator=pg_seq_is, pg_seq_tis, pg_seq_mis, or grpo with weights",
+                remedy="Choose one of them, or leave out the preset learning_rate.",
+            )
+        sums = torch.stack([each.responses for each in self._found]).sum(dim=0).to(get_device_name())
+        dist.all_reduce(sums, group=ranks)
+        fraction = EffectiveSampleSize(*sums.cpu()).value()
+        return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / self.base))
