@@ -50,6 +50,18 @@ def kill_job(folder: Path) -> None:
         time.sleep(0.05)
 
 
+def warn_job(folder: Path) -> None:
+    """Signal the batch shell as Slurm does before the time limit."""
+    os.kill(int((folder / BATCH).read_text()), signal.SIGUSR1)
+
+
+def end_step(folder: Path, program: str) -> None:
+    """Send SIGTERM to the task of the step that runs a program, as `scancel --signal=TERM JOB.STEP` does."""
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        if _in_job(process, folder) and program in (process.info["cmdline"] or ()):
+            process.terminate()
+
+
 def sbatch(arguments: list[str]) -> int:
     """Run a job to its end, through all its starts; return its exit code."""
     ours = [argument for argument in arguments if argument.startswith("--")]
@@ -106,11 +118,6 @@ def srun(arguments: list[str]) -> int:
         signal.signal(number, lambda number, frame: task.send_signal(number))
     code = task.wait()
     return code if code >= 0 else 128 - code
-
-
-def warn(folder: Path) -> None:
-    """Signal the batch shell as Slurm does before the time limit."""
-    os.kill(int((folder / BATCH).read_text()), signal.SIGUSR1)
 
 
 def scontrol(arguments: list[str]) -> int:

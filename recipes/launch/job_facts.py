@@ -4,6 +4,8 @@ import socket
 import sys
 from pathlib import Path
 
+from omegaconf.errors import OmegaConfBaseException
+
 from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.integration.trainer.run_identity import name_the_run
@@ -30,5 +32,5 @@ if __name__ == "__main__":
     about, subject, *overrides = sys.argv[1:]
     try:
         print(address_towards(subject) if about == "address" else checkpoint_folder(Path(subject), overrides))
-    except VerlPrecisionError as error:
+    except (VerlPrecisionError, OmegaConfBaseException) as error:
         raise SystemExit(f"verl_precision: {error}") from error

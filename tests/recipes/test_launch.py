@@ -132,6 +132,14 @@ def test_slurm_starts_the_environment_of_the_installation_page_and_nothing_witho
     assert "said" not in log and "ray start" not in log
 
 
+def test_the_installation_pages_way_without_flash_attn_composes_in_fp32(compose_recipe):
+    """Where a preset has the key already, `+` is refused."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    (override,) = re.findall(r"^verl-precision check recipes/.* (\S+attn_implementation=sdpa)$", page, re.M)
+    config = compose_recipe("recipes/sanity/sanity.yaml", "precision=fp32", "scale=1x8_h100", override)
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
+
+
 def test_the_heads_address_is_that_of_the_interface_to_the_other_nodes(load_script):
     """Debian's /etc/hosts has 127.0.1.1 for a host's own name; the interface that leads there is 127.0.0.1's."""
     assert load_script("recipes/launch/job_facts.py").address_towards("127.0.1.1") == "127.0.0.1"
