@@ -2,7 +2,9 @@
 """A Slurm of one machine for tests: `sbatch`, `srun` and `scontrol`, as far as recipes/launch/slurm.sbatch uses them.
 
 A node is this machine under another name. A job whose batch shell is killed has lost its node; it starts again with
---requeue, under the same id, as after `scontrol requeue`. At the time limit every process of the job is killed.
+--requeue, under the same id, as after `scontrol requeue`. At the time limit every process of the job is killed. The
+batch shell's process id is in the file `BATCH`. Like the real one, `srun` makes SIGKILL of a SIGTERM that it gets
+itself, and hands SIGUSR1 and SIGUSR2 on (Slurm's src/srun/libsrun/srun_job.c, `_srun_signal_mgr`).
 """
 
 import contextlib
@@ -18,6 +20,7 @@ import psutil
 
 STATE = "STAND_IN_SLURM"  # variable: the folder that `install` was given; every process of the job carries it
 JOB = "STAND_IN_SLURM_JOB"  # variable: the id of the one job
+BATCH = "batch.pid"  # in that folder
 
 
 def install(folder: Path, job: str = "12345", *programs: Path) -> dict[str, str]:
@@ -47,6 +50,18 @@ def kill_job(folder: Path) -> None:
         time.sleep(0.05)
 
 
+def warn_job(folder: Path) -> None:
+    """Signal the batch shell as Slurm does before the time limit."""
+    os.kill(int((folder / BATCH).read_text()), signal.SIGUSR1)
+
+
+def end_step(folder: Path, program: str) -> None:
+    """Send SIGTERM to the task of the step that runs a program, as `scancel --signal=TERM JOB.STEP` does."""
+    for process in psutil.process_iter(["environ", "cmdline"]):
+        if _in_job(process, folder) and program in (process.info["cmdline"] or ()):
+            process.terminate()
+
+
 def sbatch(arguments: list[str]) -> int:
     """Run a job to its end, through all its starts; return its exit code."""
     ours = [argument for argument in arguments if argument.startswith("--")]
@@ -69,6 +84,7 @@ def sbatch(arguments: list[str]) -> int:
         mode = "ab" if options["--open-mode"] == "append" else "wb"
         with open(options["--output"].replace("%j", os.environ[JOB]), mode) as log:  # like slurmd, it makes no folder
             job = subprocess.Popen(["bash", script, *rest], stdout=log, stderr=log, env=environment)
+        (folder / BATCH).write_text(str(job.pid))
         asked, timed_out = folder / "requeue", _wait(job, warning, limit)
         kill_job(folder)
         if not asked.exists() and (timed_out or job.returncode != -signal.SIGKILL or "--requeue" not in options):
@@ -89,14 +105,19 @@ def _wait(job: subprocess.Popen, warning: float, limit: float) -> bool:
 
 
 def srun(arguments: list[str]) -> int:
-    """Become the command behind the options, with the variables that --export asks for."""
+    """Run the command behind the options, with the variables that --export asks for; treat signals as srun does."""
     while arguments[0].startswith("--"):
         name, _, value = arguments.pop(0).partition("=")
         if name == "--export":
             os.environ.update(pair.split("=", 1) for pair in value.split(",")[1:])
         if name == "--nodelist":
             os.environ["SLURMD_NODENAME"] = value
-    os.execvp(arguments[0], arguments)
+    task = subprocess.Popen(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: task.kill())
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: task.send_signal(number))
+    code = task.wait()
+    return code if code >= 0 else 128 - code
 
 
 def scontrol(arguments: list[str]) -> int:

@@ -3,6 +3,9 @@
 A run that has lost a node cannot go on. It does not always end by itself, and it does not say which node it was
 (docs/log/features.md). So a second process asks Ray's head every few seconds which nodes are alive. ADDRESS is
 host:port, or auto. The exit code is the command's, or `LOST`.
+
+SIGUSR1 and SIGTERM are passed on: the run saves, and ends after SIGTERM; a second SIGTERM ends the command within
+`GRACE_SECONDS`. SIGUSR2 counts as SIGTERM, because Slurm's srun hands it on as it is and makes SIGKILL of SIGTERM.
 """
 
 import signal
@@ -15,7 +18,8 @@ POLL_SECONDS = 0.5
 ASK_SECONDS = 3
 # Ray's head asks each node every 3 seconds and gives it up after 5 refusals; a run may fail before.
 VERDICT_SECONDS = 30
-GRACE_SECONDS = 30  # for a command that is asked to end
+GRACE_SECONDS = 30  # for a command that has to end
+PASSED_ON = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR2: signal.SIGTERM}
 
 
 def first_loss(address: str) -> str:
@@ -45,14 +49,21 @@ def run_watched(address: str, command: list[str]) -> int:
         address: host:port of the head, or auto.
         command: The command and its arguments.
     """
-    stopped: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopped.append(number))
-    run, watcher = subprocess.Popen(command), start_watcher(address)
+    heard: list[int] = []
+    for number in (signal.SIGINT, *PASSED_ON):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    run, watcher = subprocess.Popen(command, preexec_fn=ignore_requests), start_watcher(address)
+    stopped, ends = False, 0
     verdict, blind, deadline = "", False, float("inf")
     try:
         while not verdict and time.monotonic() < deadline:
-            if signal.SIGTERM in stopped:  # a terminal's Ctrl-C reaches the command by itself
+            while heard:
+                number = heard.pop(0)
+                if number in PASSED_ON:  # a terminal's Ctrl-C reaches the command by itself
+                    run.send_signal(PASSED_ON[number])
+                stopped = stopped or number != signal.SIGUSR1
+                ends += PASSED_ON.get(number) == signal.SIGTERM
+            if ends > 1:
                 break
             if watcher.poll() is not None:
                 said = watcher.communicate()[0].splitlines()  # Ray prints there too
@@ -80,10 +91,16 @@ def run_watched(address: str, command: list[str]) -> int:
     return LOST
 
 
+def ignore_requests() -> None:
+    """Ignore the signals that ask for a checkpoint, which would end a process that does not handle them yet."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def start_watcher(address: str) -> subprocess.Popen:
-    """Start the process that prints the first loss; Ctrl-C does not reach it."""
-    command = [sys.executable, __file__, "--watch", address]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    """Start the process that prints the first loss; Ctrl-C and requests for a checkpoint do not reach it."""
+    command, own = [sys.executable, __file__, "--watch", address], {"start_new_session": True}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignore_requests, **own)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -1,14 +1,14 @@
-"""kill -9 in mid-run, then the same command again: one series of metrics, loss scale and growth counter go on exactly.
-With `repeatable=bitwise` the weights are those of a run that was not killed, bit for bit. Ctrl-C ends everything.
+"""Ended in mid-run, then started again: one series of metrics, loss scale and growth counter go on exactly.
+With `repeatable=bitwise` the weights are those of a run that was not ended, bit for bit. Ctrl-C ends everything.
 
-Slurm (a stand-in on this machine) and `compare` are killed once. `KILLS=10` has the plain command killed ten times, at
-random moments of start and training (half an hour on two cores).
+A job of Slurm (a stand-in on this machine) comes to its time limit, and `compare` is killed, once each. `make
+test-matrix` has a job ended ten times, by SIGTERM, by its time limit and by kill -9, at random moments.
 """
 
 import json
-import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -85,38 +85,48 @@ def queue(tmp_path):
         shutil.rmtree(ray)
 
 
-def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing(tmp_path, queue, fork_server):
-    folder, submit = queue
-    log, checkpoints = tmp_path / "job.log", tmp_path / "checkpoints"
-    overrides = ["scale=cpu_2nodes", f"trainer.default_local_dir={checkpoints}", *SETTINGS, *REPEATABLE]
-    words = [
+@pytest.fixture
+def words_of(tmp_path, fork_server):
+    """The words for `sbatch` that run the quickstart under a name, with overrides."""
+    return lambda name, *overrides: [
         *("recipes/launch/slurm.sbatch", str(RECIPE), "trainer.logger=[console,file]"),
         *(f"hydra.run.dir={tmp_path / 'hydra'}", *overrides),
+        *(f"trainer.experiment_name={name}", f"trainer.default_local_dir={tmp_path / name}"),
         f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(fork_server)}",
     ]
-    job = submit("--nodes=1", f"--output={log}", *words)
 
-    def rows() -> list[dict[str, float]]:
-        return [row for file in tmp_path.glob("quickstart/*.jsonl") for row in read_metrics(file)]
 
+def until(job: subprocess.Popen, log: Path, condition, *arguments) -> None:
+    """Wait until a condition holds, while a job runs."""
     deadline = time.monotonic() + SECONDS
-    while len(rows()) < 2 and job.poll() is None and time.monotonic() < deadline:
+    while not condition(*arguments):
+        assert job.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.2)
-    before = rows()
-    assert 2 <= len(before) < STEPS, log.read_text()[-3000:]
-    slurm.kill_job(folder)
+
+
+def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing(tmp_path, queue, words_of):
+    """Its time limit is near after the first step, and nothing but that makes a checkpoint before the last step."""
+    folder, submit = queue
+    log, checkpoints = tmp_path / "job.log", tmp_path / "limited"
+    overrides = ["scale=cpu_2nodes", *SETTINGS, "trainer.save_freq=100", *REPEATABLE]
+    job = submit("--nodes=1", f"--output={log}", *words_of("limited", *overrides))
+    until(job, log, lambda: any(read_metrics(file) for file in tmp_path.glob("quickstart/*.jsonl")))
+    slurm.warn_job(folder)
 
     assert job.wait(SECONDS) == 0, log.read_text()[-3000:]
-    assert log.read_text().count("+ exec python recipes/launch/watched_run.py") == 2, "one log of two starts"
-    (file,) = tmp_path.glob("quickstart/*.jsonl")
-    after = assert_one_series(file)
-    assert after[: len(before)] == before or before[-1] not in after  # a step that was not saved is done again
+    text = log.read_text()
+    assert text.count("+ exec python recipes/launch/watched_run.py") == 2, "one log of two starts"
+    assert "verl_precision: the time limit is near. The job goes back to the queue" in text
+    (step,) = set(re.findall(r"Resuming from \S+global_step_(\d+)", text))
+    assert 1 <= int(step) < STEPS
+    after = assert_one_series(tmp_path / "quickstart" / "limited.jsonl")
+    assert not list(tmp_path.glob("quickstart/*.superseded")), "no step was done twice"
     assert after[-1]["precision/loss_scale"] == 2048
 
-    never = ("trainer.experiment_name=never_killed", f"trainer.default_local_dir={tmp_path / 'never_killed'}")
-    assert submit("--nodes=1", f"--output={tmp_path / 'other.log'}", *words, *never).wait(SECONDS) == 0
-    (other,) = set(tmp_path.glob("quickstart/*.jsonl")) - {file}
-    assert differing(read_metrics(other), after) == [set()] * STEPS, "the same weights at every step, bit for bit"
+    other = submit("--nodes=1", f"--output={tmp_path / 'other.log'}", *words_of("never_killed", *overrides))
+    assert other.wait(SECONDS) == 0
+    never = read_metrics(tmp_path / "quickstart" / "never_killed.jsonl")
+    assert differing(never, after) == [set()] * STEPS, "the same weights at every step, bit for bit"
 
     actor = checkpoints / f"global_step_{STEPS}" / "actor"
     shape = shape_of(json.loads((actor / "huggingface" / "config.json").read_text()))
@@ -124,7 +134,8 @@ def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing
     assert size == pytest.approx(12 * shape.parameters, rel=0.1)  # docs/scales.md; names weigh more in a tiny model
 
     left = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    changed = [*overrides, "trainer.nnodes=1", "actor_rollout_ref.actor.optim.lr=2e-3"]
+    changed = [*overrides, f"trainer.default_local_dir={checkpoints}", "trainer.nnodes=1"]
+    changed.append("actor_rollout_ref.actor.optim.lr=2e-3")
     with pytest.raises(RunFailedError, match=r"actor\.optim\.lr was .*, is 0\.002"):
         run_verl(RECIPE, changed, tmp_path / "changed", lambda progress: None)
     assert {path: path.stat().st_mtime_ns for path in left} == left
@@ -205,28 +216,50 @@ def exports_in_fp16(checkpoint: Path, export: Path):
     assert gap["bf16"] > 3 * gap["transformers"] and gap["bf16"] > 3 * gap["vllm"], gap
 
 
-@pytest.mark.skipif("KILLS" not in os.environ, reason="KILLS=10 kills ten times")
-def test_the_plain_command_goes_on_after_every_kill(tmp_path, own_processes):
-    """Every second kill is at a random moment of the start, the others soon after the metrics file has rows."""
-    folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
-    kills, chosen = int(os.environ["KILLS"]), random.Random(0)
-    steps = 2 * kills
-    command = [*SETTINGS, f"trainer.total_training_steps={steps}", f"trainer.default_local_dir={checkpoints}"]
-    for index in range(kills):
-        moment, first_step, killed = chosen.uniform(0, 10) if index % 2 else chosen.uniform(5, 40), [], []
+@pytest.mark.matrix
+def test_a_job_that_is_ended_ten_times_makes_progress_in_every_start(tmp_path, queue, words_of):
+    """By SIGTERM, its time limit or kill -9, at random moments; no start has the six steps of two regular checkpoints.
 
-        def kill_at(progress, after_a_step=index % 2, moment=moment, first_step=first_step, killed=killed):
-            if progress.step and not first_step:
-                first_step.append(progress.seconds)
-            since = first_step[0] if first_step else math.inf
-            if not killed and progress.seconds >= moment + (since if after_a_step else 0):
-                killed.extend(own_processes())
-                for process in killed:
-                    process.send_signal(signal.SIGKILL)
+    A start that is killed has made one of these, without which nothing could be left of it. The others are asked to
+    save, after a step or two.
+    """
+    folder, submit = queue
+    log, starts = tmp_path / "job.log", tmp_path / f"slurm-{JOB}-starts.log"
+    tracker = tmp_path / "ended" / "latest_checkpointed_iteration.txt"
+    ends = {
+        "TERM": lambda: slurm.end_step(folder, "recipes/launch/watched_run.py"),
+        "USR1": lambda: slurm.warn_job(folder),
+        "KILL": lambda: slurm.kill_job(folder),
+    }
+    count, steps, chosen = 10, 60, random.Random(0)
+    overrides = ["scale=cpu_2nodes", f"trainer.total_training_steps={steps}", "trainer.save_freq=3"]
+    overrides += ["trainer.max_actor_ckpt_to_keep=2", *REPEATABLE, "actor_rollout_ref.rollout.n=2"]
 
-        with pytest.raises(RunFailedError):
-            run_verl(RECIPE, command, folder, kill_at, goes_on=True)
-        saved = sorted(int(path.name.split("_")[-1]) for path in checkpoints.glob("global_step_*"))
-        print(f"killed {len(killed)} processes; checkpoints of the steps {saved}")
-    run_verl(RECIPE, command, folder, lambda progress: None, goes_on=True)
-    assert_one_series(folder / "metrics.jsonl", steps)
+    def saved() -> str:
+        return tracker.read_text() if tracker.exists() else ""
+
+    def trained() -> int:
+        return len(re.findall(r"\bstep:\d+ - ", log.read_text()))
+
+    job = submit("--nodes=1", f"--output={log}", *words_of("ended", *overrides))
+    until(job, log, starts.exists)
+    for number in range(count):
+        last, done = saved(), trained()
+        end, moment, after = chosen.choice(sorted(ends)), chosen.uniform(0, 2), chosen.randint(1, 2)
+        if end == "KILL":
+            until(job, log, lambda last=last: saved() not in ("", last))
+        else:
+            until(job, log, lambda least=done + after: trained() >= least)
+        time.sleep(moment)
+        ends[end]()
+        until(job, log, lambda least=number + 2: len(starts.read_text().splitlines()) >= least)
+    assert job.wait(2 * SECONDS) == 0, log.read_text()[-3000:]
+    began = starts.read_text().splitlines()
+    assert len(began) == len(set(began)) == count + 1, f"each began with a newer checkpoint: {began}"
+
+    never = submit("--nodes=1", f"--output={tmp_path / 'never.log'}", *words_of("never_ended", *overrides))
+    assert never.wait(2 * SECONDS) == 0
+    one, other = (read_metrics(tmp_path / "quickstart" / f"{name}.jsonl") for name in ("never_ended", "ended"))
+    assert [row["step"] for row in other] == list(range(1, steps + 1))
+    assert len({row["weight_sync/weights_digest"] for row in one}) > steps // 2, "the weights change"
+    assert differing(one, other) == [set()] * steps

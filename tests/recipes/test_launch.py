@@ -1,6 +1,7 @@
 """Launchers hand recipe and overrides on, unchanged."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import slurm
 from composer import ROOT
+
+from verl_precision.check.preflight import PreflightCallback
 
 LAUNCH = ROOT / "recipes" / "launch"
 RECIPE, OVERRIDES = "recipes/moe/moe.yaml", ["scale=2x8_h100", "precision=bf16", "data.seed=[1, 2]"]
@@ -71,14 +74,24 @@ case "$*" in *--address=*) touch "$STAND_IN_SLURM/worker" ;; esac
 """
 
 
+# What job_facts.py says of a cluster whose second node has this name, and of a run whose folder is the stand-in's.
+FACTS = r"""
+case "$*" in
+    *job_facts.py\ address\ node1) echo 10.0.0.1; exit ;;
+    *job_facts.py\ folder*) printf "%s\n" "the plugin's line" "$STAND_IN_SLURM"; exit ;;
+esac
+"""
+
+
 @pytest.fixture
 def run_job(tmp_path, executable):
     """Run slurm.sbatch with a Slurm of one machine, a Ray that prints its arguments, and a python of shell lines."""
 
     def run_job(python: str, **environment: str) -> tuple[int, str]:
-        for name, script in {"hostname": "echo 10.0.0.1 10.0.0.2", "ray": RAY, "python": python}.items():
+        for name, script in {"ray": RAY, "python": FACTS + python}.items():
             executable(name, script)
-        environment = {**slurm.install(tmp_path), "ACTIVATE": "/dev/null", **environment}
+        own = {"ACTIVATE": "/dev/null", "VERL_FILE_LOGGER_ROOT": str(tmp_path / "metrics")}
+        environment = {**slurm.install(tmp_path), **own, **environment}
         command = [tmp_path / "sbatch", "--nodes=2", f"--output={tmp_path}/job-%j.log", "recipes/launch/slurm.sbatch"]
         done = subprocess.run([*command, RECIPE, *OVERRIDES], env=environment, cwd=ROOT, timeout=60, check=False)
         return done.returncode, (tmp_path / "job-12345.log").read_text()
@@ -100,36 +113,100 @@ def test_slurm_starts_head_workers_and_recipe(run_job):
     starts = sorted(line for line in log.splitlines() if line.startswith("ray start"))
     assert starts == [f"{shared} --address=10.0.0.1:22345", head]
     assert log.index("--nodelist=node1") > log.index("ray status"), "workers wait for the head"
+    steps = re.findall(r"^\++ srun .*", log, re.M)
+    assert steps and all("--cpu-bind=none" in step for step in steps), "else a step has one core of an exclusive node"
     text = (LAUNCH / "slurm.sbatch").read_text()
     assert text.index("#SBATCH") < text.index("set -euo pipefail"), "sbatch reads options up to the first command"
     assert "#SBATCH --output=slurm-%j.log\n" in text, "a file in the folder of the submission, which is there"
+    assert "#SBATCH --mem=0\n" in text, "else a job has the partition's default memory of each core"
 
 
-# What the run does at its 1st, 2nd, ... start; its parent is the batch shell.
+def test_slurm_starts_the_environment_of_the_installation_page_and_nothing_without_it(run_job):
+    (default,) = re.findall(r"^ACTIVATE=\$\{ACTIVATE:-(\S+)\}", (LAUNCH / "slurm.sbatch").read_text(), re.M)
+    install = (ROOT / "docs" / "install.md").read_text()
+    gpus = install[install.index("# Installation on GPUs") :]
+    assert gpus.count(f". {default}\n") == 2, "with uv and with pip"
+    assert "`ACTIVATE`" in gpus and "`ACTIVATE`" in (ROOT / "recipes" / "README.md").read_text()
+    code, log = run_job("echo said", ACTIVATE="/not/there")
+    assert code == 1 and "ACTIVATE=/not/there is no file" in log and "docs/install.md" in log
+    assert "said" not in log and "ray start" not in log
+
+
+def test_the_installation_pages_way_without_flash_attn_composes_in_fp32(compose_recipe):
+    """Where a preset has the key already, `+` is refused."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    (override,) = re.findall(r"^verl-precision check recipes/.* (\S+attn_implementation=sdpa)$", page, re.M)
+    config = compose_recipe("recipes/sanity/sanity.yaml", "precision=fp32", "scale=1x8_h100", override)
+    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
+
+
+def test_the_heads_address_is_that_of_the_interface_to_the_other_nodes(load_script):
+    """Debian's /etc/hosts has 127.0.1.1 for a host's own name; the interface that leads there is 127.0.0.1's."""
+    assert load_script("recipes/launch/job_facts.py").address_towards("127.0.1.1") == "127.0.0.1"
+
+
+def test_the_jobs_folder_of_checkpoints_is_the_one_that_the_run_takes(load_script, compose_recipe):
+    config = compose_recipe(RECIPE, *OVERRIDES, return_hydra_config=True)
+    PreflightCallback().on_run_start(config)
+    folder = load_script("recipes/launch/job_facts.py").checkpoint_folder(ROOT / RECIPE, OVERRIDES)
+    assert folder == config.trainer.default_local_dir
+    assert re.fullmatch(r"checkpoints/moe/bf16_grpo_vp_seq_mis-[0-9a-f]{8}", folder)
+
+
+# What the run does at its 1st, 2nd, ... start, after the functions of a run that saves.
 LIVES = r"""
 case "$*" in *watched_run*) ;; *) exit 0 ;; esac
 echo start "${SLURM_RESTART_COUNT:-0}"
+save() { echo "$1" >"$STAND_IN_SLURM/latest_checkpointed_iteration.txt"; }
+batch() { kill "-$1" "$(cat "$STAND_IN_SLURM/batch.pid")"; }
+await_end() { batch USR1; while :; do sleep 0.05; done; }
 case ${SLURM_RESTART_COUNT:-0} in
+"""
+SAVED = r"""
     0) exit 75 ;;
-    1) kill -KILL $PPID ;;
-    2) kill -USR1 $PPID; exec sleep 60 ;;
+    1) save 1; batch KILL ;;
+    2) trap "save 2; exit 143" USR2; await_end ;;
+    3) save 3; exit 3 ;;
+    4) trap "" USR2; save 4; await_end ;;
     *) exit 3 ;;
 esac
 """
 
 
-def test_slurm_queues_a_job_again_after_a_loss_and_at_its_time_limit(run_job):
-    code, log = run_job(LIVES)
-    assert code == 3, "an error of the run itself ends the job"
-    said = [line for line in log.splitlines() if line.startswith(("start", "verl_precision"))]
-    again = "The job goes back to the queue and will go on from its last checkpoint."
-    lost, late = (f"verl_precision: {why}. {again}" for why in ("a node was lost", "the time limit is near"))
-    assert said == ["start 0", lost, "start 1", "start 2", late, "start 3"]
+def said(log: str) -> list[str]:
+    return [line for line in log.splitlines() if line.startswith(("start", "verl_precision"))]
 
 
-def test_slurm_does_not_queue_a_job_for_ever(run_job):
-    code, log = run_job(LIVES, MAX_REQUEUES="0")
-    assert code == 75 and "was queued again MAX_REQUEUES=0 times" in log
+def test_slurm_queues_a_job_again_after_a_loss_at_its_time_limit_and_after_a_crash_that_followed_a_checkpoint(run_job):
+    code, log = run_job(LIVES + SAVED, SAVE_SECONDS="2")
+    assert code == 3, "an error of the run itself, before a new checkpoint, ends the job"
+    lost, late, crash, stuck = (
+        f"verl_precision: {why}. The job goes back to the queue and will go on from its last checkpoint."
+        for why in (
+            *("a node was lost", "the time limit is near", "the run ended with code 3, after a new checkpoint"),
+            "the time limit is near, and the run did not end within SAVE_SECONDS=2",
+        )
+    )
+    starts = [f"start {number}" for number in range(6)]
+    expected = [starts[0], lost, *starts[1:3], late, starts[3], crash, starts[4], stuck, starts[5]]
+    assert said(log) == expected
+
+
+FUTILE = [
+    ("exit 75", 2, "a node was lost"),
+    ("batch KILL", 2, "a node was lost"),  # Slurm itself queues the job again
+    ('trap "exit 143" USR2; await_end', 1, "the time limit is near"),
+]
+
+
+@pytest.mark.parametrize(("life", "starts", "why"), FUTILE)
+def test_slurm_does_not_queue_a_job_again_that_makes_no_checkpoint(life, starts, why, run_job):
+    code, log = run_job(f"{LIVES} *) {life} ;; esac", MAX_FUTILE="1")
+    assert code == 1
+    *lines, refusal = said(log)
+    assert [line for line in lines if line.startswith("start")] == [f"start {number}" for number in range(starts)]
+    assert refusal.startswith(f"verl_precision: {why}, and the last {starts} start(s) of this job made no checkpoint")
+    assert all(setting in refusal for setting in ("checkpoint.every_minutes", "trainer.save_freq", "sbatch --time"))
 
 
 def watched(*command: str) -> subprocess.Popen:
@@ -142,11 +219,23 @@ def test_a_watched_command_that_ends_well_ends_at_once():
     assert watched("true").wait(20) == 0
 
 
-def test_a_watched_command_is_asked_to_end():
+def test_a_watched_command_that_does_not_listen_ends_at_sigterm_only():
     process = watched("sh", "-c", "echo started; exec sleep 60")
     assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGUSR1)
     process.terminate()
     assert process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_watched_command_hears_usr1_and_ends_by_itself_at_sigterm(end):
+    listens = "trap 'echo saved' USR1; trap 'echo ending; exit 9' TERM; echo started"
+    process = watched("bash", "-c", f"{listens}; while :; do sleep 0.1; done")
+    assert process.stdout.readline() == "started\n"
+    for number, word in ((signal.SIGUSR1, "saved\n"), (end, "ending\n")):
+        process.send_signal(number)
+        assert process.stdout.readline() == word
+    assert process.wait(20) == 9
 
 
 @pytest.fixture
@@ -177,9 +266,14 @@ def test_rayjob_has_hosts_gpus_image_and_command_keeps_what_a_run_writes_and_tri
         kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"}
         assert {f"{container['workingDir']}/{folder}" for folder in written | {"data"}} <= kept
         assert {"name": "VERL_FILE_LOGGER_ROOT", "value": "checkpoints"} in container["env"]
+        (cache,) = (each["value"] for each in container["env"] if each["name"] == "HF_HOME")
+        assert any(cache.startswith(f"{mount}/") for mount in kept), "a retry does not download the model again"
         assert "rdma" not in str(container) and "securityContext" not in container
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert "FILLED_IN" not in str(job)
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}, "whoever reaches Ray's ports may run code"
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements" / "gpu.lock").read_text().splitlines()
 
 
 def test_rayjob_asks_for_rdma_where_the_cluster_has_it(rayjob):
