@@ -17,6 +17,7 @@ from verl_precision.check import probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
+TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
 TRAIN, REWARD = "data.train_files", "reward.custom_reward_function.path"
 
 
@@ -147,6 +148,18 @@ def test_callback_ends_the_process_with_every_error_and_no_warning(config, capsy
     said = capsys.readouterr().err
     assert said.count("verl_precision: ") == 2 and "[rollout-contradicts-actor]" in said
     assert os.environ["VERL_PLATFORM"] == "cpu", "the platform was followed first"
+
+
+@pytest.mark.parametrize(("setting", "value", "words"), [
+    ("hydra.overrides.task", ["precision=bf16", "precision=fp16"], "precision='fp16': precision=bf16 is given too"),
+    (TOKENS, "banana", f"{TOKENS}='banana': verl takes this text for a number"),
+    ("actor_rollout_ref.rollout.name", "???", "Set actor_rollout_ref.rollout.name=vllm"),
+])  # fmt: skip
+def test_what_hydra_and_verl_take_without_a_word_ends_the_run_before_its_name(config, capsys, setting, value, words):
+    OmegaConf.update(config, setting, value)
+    with pytest.raises(SystemExit):
+        PreflightCallback().on_run_start(config)
+    assert words in capsys.readouterr().err
 
 
 def test_verls_platform_is_made_the_cpu(tmp_path):
