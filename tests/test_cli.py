@@ -117,8 +117,9 @@ def test_a_report_is_written_again_and_nothing_else_is_written_over(type_in, tmp
 
 
 @pytest.mark.parametrize("command", [
-    "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT", "mismatch --model m --output OUT",
-    "explain --model m --output OUT", "sanity-set x.jsonl --model m --output OUT",
+    "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT",
+    "mismatch --model m --output OUT", "explain --model m --output OUT",
+    "sanity-set x.jsonl --model m --output OUT",
 ])  # fmt: skip
 def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch, tmp_path, command):
     found = importlib.util.find_spec
@@ -144,6 +145,7 @@ def test_a_comparison_says_in_our_words_that_its_runs_do_not_compose(type_in, mo
 def test_at_80_columns_help_has_every_option_whole(verb):
     parameters = typer.main.get_command(app).commands[verb].params
     done = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0 and max(map(len, done.output.splitlines())) <= 80
     options = {name for each in parameters for name in each.opts if name.startswith("-")}
     assert options <= set(re.findall(r"(?<![\w-])-[\w-]+", done.output))
 

@@ -37,14 +37,8 @@ from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs.settings import Job
 from verl_precision.tools.sanity_set.settings import SanitySet
 
-# Plain help: rich's tables cut the names of options at 80 columns.
-app = Typer(
-    name="verl-precision",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+_LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
+app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
 console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
 _FIGURES, _ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")

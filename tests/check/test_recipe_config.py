@@ -94,6 +94,7 @@ def test_terminal_shows_table_finding_and_remedy():
     (f"{RECIPE} precision=fp61", "precision='fp61': there is no such preset. Allowed: bf16,"),
     (f"{RECIPE} precision=fp61", "Did you mean fp16?"),
     (f"{RECIPE} precision=fp16 precision=bf16", "precision='bf16': precision=fp16 is given too"),
+    (f"{RECIPE} precision=16", "does not compose. Config group override must be a string"),
     (f"{RECIPE} actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
     (f"{RECIPE} max_num_batched_tokens=1", "Did you mean actor_rollout_ref.rollout.max_num_batched_tokens"),
     (f"{RECIPE} {TOKENS}=banana", f"{TOKENS}='banana': verl takes this text for a number"),

@@ -129,7 +129,7 @@ def in_our_words(
         overrides: The overrides that were given.
         keys: Called for the settings that the config has, to find the one that was meant.
     """
-    said = " ".join(str(error).partition("onfig search path:")[0].split())
+    said = " ".join(re.split(r"\w*\s*search path:", str(error), flags=re.I)[0].split())
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         file = path if mark is None or not Path(mark.name).is_file() else mark.name
@@ -162,7 +162,7 @@ def in_our_words(
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         problem, remedy = f"{path}: {str(error).splitlines()[0]}", f"Set {error.full_key}, or what it refers to."
         return ConfigurationError(problem, remedy=remedy)
-    what = "does not compose" if isinstance(error, HydraException) else "cannot be read"
+    what = "does not compose" if isinstance(error, HydraException) or overrides else "cannot be read"
     return ConfigurationError(f"{path}: {what}. {said}")
 
 

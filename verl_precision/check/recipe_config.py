@@ -9,6 +9,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.composition import (
@@ -122,7 +123,9 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
         if wrong := mistyped(config):  # resolvers and rules would compute with the text
             raise wrong[0]
         OmegaConf.resolve(config.actor_rollout_ref)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except VerlPrecisionError:
+        raise
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise in_our_words(error, path, overrides, keys) from error
     return config
 
