@@ -44,10 +44,8 @@ def read_command(words: Sequence[str]) -> tuple[Path, list[str]]:
     flags.add_argument("--config-path", "-cp")
     given, overrides = flags.parse_known_args(words[start + 1 :])
     own = _verls_own(given.config_name.removesuffix(".yaml"))
-    folders = [Path(given.config_dir)] if given.config_dir else []
-    if given.config_path:  # relative to main_ppo.py
-        folders.append(own.parents[1] / given.config_path)
-    every = [*(folder / own.name for folder in folders), own]
+    folders = [given.config_dir, given.config_path and own.parents[1] / given.config_path]  # relative to main_ppo.py
+    every = [*(Path(folder) / own.name for folder in folders if folder), own]
     return next((path for path in every if path.is_file()), every[0]), overrides
 
 
@@ -121,13 +119,9 @@ def require_complete(config: DictConfig) -> None:
 def in_our_words(
     error: Exception, path: Path | str, overrides: Sequence[str] = (), keys: Callable[[], Iterable[str]] = tuple
 ) -> ConfigurationError:
-    """Return what was wrong with the words of a user, from the error that it led to.
+    """Return what was wrong with a user's words, from the error of YAML's parser, Hydra or OmegaConf that it led to.
 
-    Args:
-        error: Error of the parser of YAML, of Hydra or of OmegaConf.
-        path: The recipe.
-        overrides: The overrides that were given.
-        keys: Called for the settings that the config has, to find the one that was meant.
+    `keys` is called for the settings that the config of the recipe has, to find the one that was meant.
     """
     said = " ".join(re.split(r"\w*\s*search path:", str(error), flags=re.I)[0].split())
     if isinstance(error, yaml.YAMLError):
