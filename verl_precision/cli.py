@@ -3,7 +3,6 @@
 What a verb needs is imported inside its function, so that `--help` and a refused option take a fraction of a second.
 """
 
-import importlib.util
 import inspect
 import json
 import logging
@@ -11,7 +10,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -23,13 +22,14 @@ from typer import Argument, BadParameter, Context, Exit, Option, Typer
 from verl_precision import __version__
 from verl_precision.base.errors import (
     ConfigurationError,
-    EnvironmentMismatchError,
     PatchError,
+    RunFailedError,
     VerlPrecisionError,
     after_ctrl_c,
 )
 from verl_precision.base.options import parameters_of
 from verl_precision.base.settings import command_option
+from verl_precision.base.versions import require_packages
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -37,9 +37,11 @@ from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs.settings import Job
 from verl_precision.tools.sanity_set.settings import SanitySet
 
-app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
+app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
 console = Console(width=None if sys.stdout.isatty() else 120)
 errors = Console(stderr=True)
+_FIGURES, _ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")
 _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported
 
 
@@ -62,12 +64,15 @@ def silence_third_party() -> Iterator[None]:
             os.environ.pop(_PROGRESS_BARS, None)
 
 
-def verb(name: str, job: type | None = None, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    name: str, job: type | None = None, needs: Sequence[str] = (), **settings: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a verb: one of our errors ends it with exit code 1, Ctrl-C with 130.
 
     Args:
         name: Name of the verb.
         job: Class whose fields are options, too; the function gets those that are given as `given`.
+        needs: Packages that it imports at some time, and that may be missing: said before any work.
         settings: Settings of typer's command.
     """
 
@@ -87,6 +92,7 @@ def verb(name: str, job: type | None = None, **settings: Any) -> Callable[[Calla
                 given = {each.name: values.pop(each.name) for each in options}
                 values["given"] = {name: value for name, value in given.items() if name in typed}
             try:
+                require_packages(name, *needs)
                 function(**values)
             except VerlPrecisionError as error:
                 errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -121,7 +127,10 @@ def main(
 
 @verb("check", context_settings={"ignore_unknown_options": True})
 def check(
-    config: Annotated[Path | None, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")] = None,
+    config: Annotated[
+        str | None,
+        Argument(help="A recipe's YAML, or `--` and the command that starts verl. Left out: verl's own config."),
+    ] = None,
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. precision=fp16.")] = None,
     gpu: Annotated[str | None, Option(help="GPU of the run, e.g. A100. Default: the GPU of this machine.")] = None,
     model: Annotated[Path | None, Option(help="Checkpoint to audit for FP16: a folder or a .safetensors file.")] = None,
@@ -135,12 +144,14 @@ def check(
         Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Without a config: print all that was looked at.")] = False,
 ) -> None:
     """Say what will run in which dtype, what is wrong, and what to do.
 
-    With a recipe: its config, composed as verl composes it. Without: versions, registrations, and whether the plugin is
-    loaded. With --cluster: also whether every node of that Ray has the same packages, the plugin, GPUs, and the
-    recipe's files. With --model: whether its weights, and with --activations its activations and gradients, fit FP16.
+    With a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`): its config, composed as
+    verl composes it. Without: versions, registrations, and whether the plugin is loaded. With --cluster: also whether
+    every node of that Ray has the same packages, the plugin, GPUs, and the recipe's files. With --model: whether its
+    weights, and with --activations its activations and gradients, fit FP16.
     The exit code is 0 when there is no error, else 1.
     """
     if activations and model is None:
@@ -151,26 +162,37 @@ def check(
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
-    ok = True
+    ok, words = True, [] if config is None else [config, *(overrides or [])]
     with silence_third_party():
         if model is not None:
             ok = _check_model(model, activations, loss_scale, as_json)
-        elif config is not None:
-            ok = _check_recipe(config, overrides or [], gpu, as_json)
+        elif words:
+            ok = _check_recipe(words, gpu, as_json)
         elif cluster is None:
-            ok = _check_installation(as_json)
+            ok = _check_installation(as_json, verbose)
         if cluster is not None:
-            ok = _check_cluster(cluster, config, overrides or [], path or []) and ok
+            ok = _check_cluster(cluster, words, path or []) and ok
     raise Exit(0 if ok else 1)
 
 
-def _check_recipe(config: Path, overrides: list[str], gpu: str | None, as_json: bool) -> bool:
-    from verl_precision.check.probe import gpus_here
-    from verl_precision.check.recipe_config import check_recipe
-    from verl_precision.check.rules.gpu_memory import require_known_gpu
-    from verl_precision.check.show import show_recipe
+def _check_recipe(words: list[str], gpu: str | None, as_json: bool) -> bool:
+    try:
+        require_packages("a check of a config", "verl", "hydra")
+        from verl_precision.check.composition import read_command
+        from verl_precision.check.probe import gpus_here
+        from verl_precision.check.recipe_config import check_recipe
+        from verl_precision.check.rules.gpu_memory import require_known_gpu
+        from verl_precision.check.show import show_recipe
 
-    report = check_recipe(config, overrides, gpus_here() if gpu is None else (require_known_gpu(gpu),))
+        gpus = gpus_here() if gpu is None else (require_known_gpu(gpu),)
+        report = check_recipe(*read_command(words), gpus)
+    except VerlPrecisionError as error:
+        if not as_json:
+            raise
+        fields = ("setting", "value", "problem", "allowed", "remedy")
+        fault = {"name": "config-refused", "severity": "error", **{name: getattr(error, name) for name in fields}}
+        print(json.dumps({"ok": False, "dtypes": [], "findings": [fault]}, indent=2, default=str))
+        return False
     if as_json:
         print(report.as_json())
     else:
@@ -200,30 +222,29 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
     return ok
 
 
-def _check_installation(as_json: bool) -> bool:
+def _check_installation(as_json: bool, verbose: bool) -> bool:
     from verl_precision.base.versions import installed_versions
     from verl_precision.check.installation import findings
-    from verl_precision.check.show import show_findings
+    from verl_precision.check.show import show_installation
 
-    versions, found = installed_versions(), []
-    if not as_json:
-        console.print("  ".join(f"{name} {version}" for name, version in versions.items()), highlight=False)
-    for finding in findings():
-        found.append(finding)
-        if not as_json:
-            show_findings([finding], console)  # at once: importing the host to look at it takes seconds
+    versions = installed_versions()
     if as_json:
-        print(json.dumps({"versions": versions, "findings": [vars(finding) for finding in found]}, indent=2))
-    return all(finding.ok for finding in found)
+        found = list(findings())
+        ok = all(finding.ok for finding in found)
+        print(json.dumps({"ok": ok, "versions": versions, "findings": [vars(each) for each in found]}, indent=2))
+        return ok
+    console.print("  ".join(f"{name} {version}" for name, version in versions.items()), highlight=False)
+    return all(finding.ok for finding in show_installation(findings(), console, verbose))
 
 
-def _check_cluster(address: str, config: Path | None, overrides: list[str], paths: list[Path]) -> bool:
+def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
     from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
+    from verl_precision.check.composition import read_command
     from verl_precision.check.recipe_config import compose_recipe
     from verl_precision.check.show import show_findings
 
     given = [str(path) for path in paths]
-    needs = Needs(paths=tuple(given)) if config is None else needs_of(compose_recipe(config, overrides), given)
+    needs = needs_of(compose_recipe(*read_command(words)), given) if words else Needs(paths=tuple(given))
     found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
     show_findings(found, console)
     return all(finding.ok for finding in found)
@@ -264,7 +285,7 @@ def selftest(
     raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
 
 
-@verb("compare", context_settings={"ignore_unknown_options": True})
+@verb("compare", needs=(*_FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
     overrides: Annotated[
@@ -320,10 +341,18 @@ def compare(
         if len(list(folder.iterdir())) > 1:  # more than the command
             console.print(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
         with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
-            compare_runs(config, runs, chosen, folder, console, bar, parallel)
+            try:
+                compare_runs(config, runs, chosen, folder, console, bar, parallel)
+            except RunFailedError:  # if Hydra refused a run, in our words
+                from verl_precision.check.recipe_config import compose_recipe
+
+                with silence_third_party():
+                    for run in runs:
+                        compose_recipe(config, [*chosen, *run.overrides])
+                raise
 
 
-@verb("report")
+@verb("report", needs=_FIGURES)
 def report(
     runs: Annotated[
         list[Path],
@@ -340,9 +369,6 @@ def report(
 
     The page needs no network and no other file.
     """
-    if absent := [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]:
-        needed = f"the report needs {' and '.join(absent)}, not installed here"
-        raise EnvironmentMismatchError(needed, remedy="pip install jinja2 'matplotlib>=3.8'")
     if (expected is None) != (estimator is None):
         raise BadParameter("--expected and --estimator belong together: give both, or neither")
     from verl_precision.tools.runs.page import page, write_page
@@ -358,7 +384,7 @@ def _run(job: Job, session: Callable[[Any, Console], object]) -> None:
         session(job, console)
 
 
-@verb("mismatch", MismatchJob)
+@verb("mismatch", MismatchJob, needs=(*_FIGURES, *_ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
     """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
 
@@ -408,6 +434,7 @@ def explain(
 
             show_run(run, console)
         return
+    require_packages("explain", *_FIGURES, *_ENGINES, "verl")
     if recipe is not None:
         with silence_third_party():
             from verl_precision.check.recipe_config import compose_recipe
@@ -421,7 +448,7 @@ def explain(
     _run(job, explain_gap)
 
 
-@verb("evaluate", Evaluation)
+@verb("evaluate", Evaluation, needs=_ENGINES)
 def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
@@ -435,7 +462,7 @@ def evaluate(given: dict[str, Any]) -> None:
     _run(job, evaluate_model)
 
 
-@verb("sanity-set", SanitySet)
+@verb("sanity-set", SanitySet, needs=(*_FIGURES, *_ENGINES))
 def sanity_set(given: dict[str, Any]) -> None:
     """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
 

@@ -1,13 +1,16 @@
 """What `verl-precision check` says of this installation, and of a broken one."""
 
+import io
 from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.versions import installed_versions
 from verl_precision.check import installation
+from verl_precision.check.show import show_installation
 from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
 
 
@@ -37,13 +40,34 @@ def test_builds_that_break_torch_are_found(monkeypatch):
 
 
 def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setattr(installation, "installed_version", lambda name: None)
+    monkeypatch.setattr(installation, "installed_version", lambda name: "0.9.1" if name == "verl" else None)
     monkeypatch.setattr(installation.metadata, "entry_points", lambda group: [])
     found = {finding.what: finding for finding in installation.findings()}
-    commands = {"verl": 'pip install "verl', "entry point in group verl.plugins": "pip install .", "vLLM": "make venv"}
+    commands = {"entry point in group verl.plugins": "pip install .", "vLLM": "make venv"}
     for what, command in commands.items():
         assert not found[what].ok and command in found[what].detail
     assert found["plugin loaded by `import verl`"].ok and not any(what.startswith("vllm.") for what in found)
+
+
+def shown(every: bool = False) -> list[str]:
+    seen = io.StringIO()
+    show_installation(installation.findings(), Console(file=seen, width=80), every)
+    return seen.getvalue().splitlines()
+
+
+def test_without_verl_there_is_one_problem_and_not_one_for_each_symbol(monkeypatch):
+    monkeypatch.setattr(installation, "installed_version", lambda name: None)
+    problem, verdict = shown()
+    assert problem.startswith("FAIL verl: it is not installed") and 'pip install "verl' in problem
+    assert verdict == "1 problem(s): see FAIL above"
+
+
+def test_a_line_a_group_and_the_verdict_last():
+    *groups, verdict = shown()
+    assert [line.partition(":")[0] for line in groups] == ["ok   verl", "ok   plugin", "ok   vLLM", "ok   host symbols"]
+    assert verdict == "installation: ready" and "more, all as tested: -v" in groups[-1]
+    *every, last = shown(every=True)
+    assert len(every) == len(list(installation.findings())) > 50 and last == verdict
 
 
 @pytest.mark.parametrize(

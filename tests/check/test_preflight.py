@@ -22,6 +22,7 @@ from verl_precision.integration.trainer.found_checkpoints import TRACKER
 from verl_precision.integration.trainer.saving import ENDED, ENDING, SignalRequests
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
+TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
 TRAIN, REWARD = "data.train_files", "reward.custom_reward_function.path"
 
 
@@ -186,6 +187,18 @@ def test_slurms_limit_is_known_in_its_jobs(config, monkeypatch, end, left):
     monkeypatch.setenv("SLURM_JOB_END_TIME", end)
     monkeypatch.setattr(probe.time, "time", lambda: 1500.0)
     assert probe.probe_environment(config).seconds_left == left
+
+
+@pytest.mark.parametrize(("setting", "value", "words"), [
+    ("hydra.overrides.task", ["precision=bf16", "precision=fp16"], "precision='fp16': precision=bf16 is given too"),
+    (TOKENS, "banana", f"{TOKENS}='banana': verl takes this text for a number"),
+    ("actor_rollout_ref.rollout.name", "???", "Set actor_rollout_ref.rollout.name=vllm"),
+])  # fmt: skip
+def test_what_hydra_and_verl_take_without_a_word_ends_the_run_before_its_name(config, capsys, setting, value, words):
+    OmegaConf.update(config, setting, value)
+    with pytest.raises(SystemExit):
+        PreflightCallback().on_run_start(config)
+    assert words in capsys.readouterr().err
 
 
 def test_verls_platform_is_made_the_cpu(tmp_path):

@@ -1,18 +1,24 @@
 """`verl-precision check CONFIG`: every preset passes; table, JSON and exit codes."""
 
+import io
 import json
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_precision.base.dtypes import short
-from verl_precision.check.recipe_config import check_recipe, table
+from verl_precision.check.composition import read_command
+from verl_precision.check.recipe_config import RecipeReport, check_recipe, table
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
+from verl_precision.check.show import show_recipe
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
+TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
 PRECISIONS = preset_names("precision")
 
 
@@ -79,16 +85,79 @@ def test_terminal_shows_table_finding_and_remedy():
     assert "Set actor_rollout_ref.rollout.top_p=1.0" in text and "0 error(s)" in text
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-    ([RECIPE, "precision=fp61"], "precision/fp61"),
-    ([RECIPE, "actor_rollout_ref.rolout.dtype=half"], "rolout"),
-    ([RECIPE, "--gpu", "B2000"], "--gpu B2000: no GPU of this name is known"),
-    ([RECIPE, "--gpu", "B2000"], "B200, GB200, H100"),
+@pytest.mark.parametrize(("typed", "words"), [
+    ("nowhere.yaml", "nowhere.yaml: there is no such recipe"),
+    ("recipes/quickstart", f"is a folder, not a recipe. Allowed: {RECIPE}. Give {RECIPE}."),
+    (f"{RECIPE} +precision=fp16", "Write precision=fp16, without the +."),
+    (f"{RECIPE} +precision=bf16", "Write precision=bf16, without the +."),
+    (f"{RECIPE} +trainer.save_freq=5", "Write trainer.save_freq=5, without the +."),
+    (f"{RECIPE} precision=fp61", "precision='fp61': there is no such preset. Allowed: bf16,"),
+    (f"{RECIPE} precision=fp61", "Did you mean fp16?"),
+    (f"{RECIPE} precision=fp16 precision=bf16", "precision='bf16': precision=fp16 is given too"),
+    (f"{RECIPE} precision=16", "does not compose. Config group override must be a string"),
+    (f"{RECIPE} actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
+    (f"{RECIPE} max_num_batched_tokens=1", "Did you mean actor_rollout_ref.rollout.max_num_batched_tokens"),
+    (f"{RECIPE} {TOKENS}=banana", f"{TOKENS}='banana': verl takes this text for a number"),
+    (f"{RECIPE} data.max_response_length=banana", "data.max_response_length='banana': verl takes"),
+    (f"{RECIPE} --precision fp16", "--precision fp16: there is no such option here"),
+    (f"{RECIPE} --precision=fp16", "Write precision=fp16."),
+    (f"{RECIPE} precision = fp16", "`precision` is not an override: `=` has no spaces around it."),
+    (f"{RECIPE} precision= fp16", "Write precision=fp16."),
+    (f"{RECIPE} data.train_files={{a", "Hydra cannot read `data.train_files={a`"),
+    (f"{RECIPE} --gpu B2000", "--gpu B2000: no GPU of this name is known"),
+    (f"{RECIPE} actor_rollout_ref.model.path=/no/model", "ERROR model-missing: actor_rollout_ref.model.path='/no"),
+    ("precision=fp16", "Write +precision=fp16."),
+    ("trainer.save_freq=1 +precision=fp16", "Set actor_rollout_ref.rollout.name=vllm."),
+    ("-- bash run.sh precision=fp16", "write `verl-precision check --` before the command that starts verl"),
 ])  # fmt: skip
-def test_what_cannot_be_checked_is_refused_with_the_reason(arguments, words):
-    code, text = check(*arguments)
-    assert code == 1 and words in text
+def test_a_mistake_is_answered_with_the_word_to_write(typed, words):
+    done = CliRunner().invoke(app, ["check", *typed.split()])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
+    text = " ".join(done.output.split())
+    assert words in text and "earch path" not in text and "Lexer" not in text
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ("a:\n  - [1\nb: 2\n", ", line 3: this is not YAML: "),
+    ("a: 1\n", "it has no actor_rollout_ref, algorithm, critic, data, trainer. Begin it with `defaults: [ppo_trainer"),
+    ("[1, 2]\n", "is not a recipe: its YAML has no keys"),
+    ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl leaves it open"),
+    ("defaults: [ppo_trainer, nowhere]\n", "Could not load 'nowhere'"),
+])  # fmt: skip
+def test_a_users_own_yaml_is_never_a_traceback(content, words, tmp_path):
+    (tmp_path / "mine.yaml").write_text(content)
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "mine.yaml"), "--json"])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
+    found = json.loads(done.stdout)
+    (fault,) = found["findings"]
+    said = " ".join([f"{fault['setting']}={fault['value']!r}:", f"{fault['problem']}.", fault["remedy"]])
+    assert found["ok"] is False and fault["severity"] == "error" and words in said.replace("..", ".")
+    assert fault["setting"] or "mine.yaml" in said or "main_ppo" in said
+
+
+COMMAND = "WANDB_MODE=offline python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name quickstart"
+
+
+def test_the_command_that_one_has_is_checked(root):
+    code, text = check("--", *COMMAND.split(), "precision=bf16")
+    assert code == 0 and "actor forward bf16" in text, text
+    code, text = check("actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo", "+precision=fp16")
+    assert "actor forward fp16" in text and "error(s)" in text
+    assert read_command([*COMMAND.split(), "a=1"]) == (Path(RECIPE), ["a=1"])
+    own = "ray job submit -- python3 verl/trainer/main_ppo.py -cn=ppo_megatron_trainer +precision=fp16"
+    path, overrides = read_command(own.split())
+    assert path.is_file() and path.name == "ppo_megatron_trainer.yaml" and overrides == ["+precision=fp16"]
+    path, _ = read_command(["main_ppo.py", f"--config-path={root}/recipes/quickstart", "--config-name=quickstart.yaml"])
+    assert path == root / RECIPE
+
+
+def test_at_80_columns_the_deciding_setting_is_whole(compose_recipe):
+    rows, seen = list(table(compose_recipe(RECIPE))), io.StringIO()
+    show_recipe(RecipeReport(rows, []), Console(file=seen, width=80))
+    lines = seen.getvalue().splitlines()
+    start = lines[0].index("decided by")
+    shown = "".join(line[start:].replace(" ", "") for line in lines)
+    assert all(row.source.replace(" ", "") in shown for row in rows) and max(map(len, lines)) <= 80
 
 
 def test_this_machine_is_a_warning_and_the_config_an_error(root):

@@ -3,11 +3,13 @@
 import importlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import typer
 
+from verl_precision.check.composition import read_command
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
@@ -68,6 +70,8 @@ def test_our_own_commands_parse(document):
             continue
         assert words[1] in verbs, command
         given = verbs[words[1]].make_context(words[1], words[2:]).params
+        if words[1] == "check" and given["config"]:  # a recipe, overrides, or the command that one has
+            given["config"], given["overrides"] = read_command([given["config"], *(given["overrides"] or ())])
         for override in given.get("overrides") or ():
             assert not override.startswith("-"), f"{command}: no option {override}"
             group, _, name = override.partition("=")
@@ -76,6 +80,14 @@ def test_our_own_commands_parse(document):
             assert (ROOT / given["config"]).is_file(), command
         if words[1] == "data":
             assert given["name"] in CATALOG and given["template"] in {None, *TEMPLATES}, command
+
+
+def test_make_help_names_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    said = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.search(r"^\.PHONY: (.+)$", makefile, re.M).group(1).split()
+    assert {f"make {target}" for target in targets} <= set(re.findall(r"^make [\w-]+", said, re.M))
+    assert "WORKERS" not in said, "the comments below it are for who reads the file"
 
 
 def _anchors(page: Path) -> list[str]:

@@ -20,7 +20,7 @@ def describe(problem: str, setting: str = "", value: object = None, allowed: str
 
 def sentence(text: str) -> str:
     """Return a text with a full stop at its end; an empty one stays empty."""
-    return text if not text or text.endswith((".", "!")) else f"{text}."
+    return text if not text or text.endswith((".", "!", "?")) else f"{text}."
 
 
 def subject(setting: str, value: object) -> str:

@@ -1,5 +1,6 @@
 """Which versions of the hosts are installed, which were tested, and the error for the others."""
 
+import importlib.util
 import platform
 from importlib import metadata
 
@@ -68,3 +69,12 @@ def require_tested(distribution: str, version: str) -> None:
             f"{distribution} {version} is outside the range verl_precision was tested with ({tested})",
             remedy=f'Install a tested release: pip install "{distribution}{tested}"{way_out}.',
         )
+
+
+def require_packages(verb: str, *modules: str) -> None:
+    """Refuse a verb whose packages are not installed, before it does any work."""
+    if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
+        remedy = "Install it: pip install jinja2 'matplotlib>=3.8'"
+        if not {*absent} <= {"jinja2", "matplotlib"}:
+            remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA)'
+        raise EnvironmentMismatchError(f"{verb} needs {' and '.join(absent)}, not installed here", remedy=remedy)

@@ -2,6 +2,7 @@
 
 A recipe, for `verl-precision check CONFIG` and for a run that has a preset:
 
+    composition         what was typed, as recipe and overrides; our words for what does not compose
     recipe_config       composes it as verl does; the dtype of each part, and every fault
     probe               what rules know beyond the config: this machine, verl's answers, vLLM's kernels
     verl_refusals       what verl's own validators, typed configs and registries refuse

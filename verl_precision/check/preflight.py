@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.check.composition import in_our_words, require_complete, require_overrides
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.memory import GPU_RULES
 from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.verl_refusals import mistyped
 from verl_precision.integration.rollout.weight_socket import choose_name
 from verl_precision.integration.trainer.found_checkpoints import mend_tracker
 from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
@@ -37,10 +39,16 @@ class PreflightCallback(Callback):
         `trainer.v1.trainer_mode=vp_sync` says it, and a run's name has no digest.
         """
         try:
+            require_overrides(list(OmegaConf.select(config, "hydra.overrides.task") or ()))
+            require_complete(config)
+            if wrong := mistyped(config):  # resolvers and rules would compute with the text
+                raise wrong[0]
             measured = measured_mode(config)
             name_the_run(config)
-        except (VerlPrecisionError, OmegaConfBaseException) as error:
+        except VerlPrecisionError as error:
             _end([str(error)])
+        except OmegaConfBaseException as error:
+            _end([str(in_our_words(error, "the config"))])
         if measured is not None:
             config.trainer.v1.trainer_mode = measured
 
@@ -101,6 +109,8 @@ def find_problems(config: DictConfig) -> list[str]:
     The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them. The memory of the GPU
     that a scale is named after is not always that of the GPU that is there, so what exceeds it is said and not refused.
     """
+    if wrong := mistyped(config):  # a rule would compute with the text
+        return [str(error) for error in wrong]
     errors = [fault for fault in find_faults(config, probe_environment(config)) if fault.severity == "error"]
     for fault in errors:
         if fault.name in GPU_RULES:

@@ -5,14 +5,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
+from verl_precision.base.versions import require_packages
+from verl_precision.check.composition import (
+    in_our_words,
+    read_recipe,
+    require_complete,
+    require_overrides,
+    require_recipe,
+)
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Fault
+from verl_precision.check.verl_refusals import mistyped
 from verl_precision.integration.trainer.run_identity import settings_in
+from verl_precision.presets import preset_groups
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,11 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
     another machine than it runs on. `gpus` are the names of the GPUs that the run is meant for.
     """
     config = compose_recipe(path, overrides)
-    return RecipeReport(list(table(config)), find_faults(config, probe_environment(config, gpus), this_machine=False))
+    try:
+        faults = find_faults(config, probe_environment(config, gpus), this_machine=False)
+        return RecipeReport(list(table(config)), faults)
+    except OmegaConfBaseException as error:
+        raise in_our_words(error, path) from error
 
 
 def table(config: DictConfig) -> Iterator[Row]:
@@ -77,27 +93,48 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     """Return the config of a recipe's YAML and Hydra overrides, with Hydra's own node.
 
     Raises:
-        ConfigurationError: If the recipe is missing, or does not compose: Hydra's own message.
+        ConfigurationError: If the recipe is missing, is no YAML, does not compose, or lacks what verl needs.
+        EnvironmentMismatchError: If verl is not installed.
     """
-    if not path.is_file():
-        raise ConfigurationError(
-            f"{path}: no such recipe", remedy="Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml."
-        )
+    require_recipe(path)
+    require_overrides(overrides)
+    own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
+    require_packages("a config of verl's", "verl")
     import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
-    own = OmegaConf.select(OmegaConf.load(path), "hydra.searchpath") or []
     folders = ["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"]
     quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
-    overrides = [f"hydra.searchpath=[{quoted}]", *overrides]
-    try:
+
+    def composed(chosen: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(path.parent.resolve()), version_base=None):
-            config = compose(path.stem, overrides=overrides, return_hydra_config=True)
-            OmegaConf.resolve(config.actor_rollout_ref)
-    except HydraException as error:
-        raise ConfigurationError(f"{path} with {overrides[1:]}: does not compose. {error}") from error
+            searched = [f"hydra.searchpath=[{quoted}]", *chosen]
+            return compose(path.stem, overrides=searched, return_hydra_config=True)
+
+    def keys() -> Iterator[str]:
+        """Yield every setting there is before any is changed: with the presets that were chosen alone."""
+        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in preset_groups()]
+        return _keys(OmegaConf.to_container(composed(groups), resolve=False))
+
+    try:
+        config = composed(overrides)
+        require_complete(config)
+        if wrong := mistyped(config):  # resolvers and rules would compute with the text
+            raise wrong[0]
+        OmegaConf.resolve(config.actor_rollout_ref)
+    except VerlPrecisionError:
+        raise
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        raise in_our_words(error, path, overrides, keys) from error
     return config
+
+
+def _keys(node: object, path: str = "") -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield f"{path}{key}"
+            yield from _keys(value, f"{path}{key}.")
 
 
 def recorded_config(folder: Path) -> DictConfig | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from verl_precision.base.errors import describe, subject
+from verl_precision.base.terminal import terminal_table
 
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
     from verl_precision.check.activations import ActivationReport
@@ -23,7 +25,8 @@ WORST = 12
 
 def show_recipe(report: RecipeReport, console: Console) -> None:
     """Print the table of dtypes, then every fault with its remedy, then the verdict."""
-    _table(console, ("what", "dtype", "decided by"), [(row.what, row.dtype, row.source) for row in report.rows])
+    rows = [(row.what, row.dtype, row.source) for row in report.rows]
+    console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
     show_faults(report.faults, console)
     errors = sum(fault.severity == "error" for fault in report.faults)
     console.print(f"{errors} error(s), {len(report.faults) - errors} warning(s)", highlight=False)
@@ -35,7 +38,8 @@ def show_checkpoint(report: CheckpointReport, console: Console) -> None:
     for t in report.tensors[:WORST]:
         counts = (str(t.overflows), str(t.not_finite), f"{t.subnormal:.2%}", f"{t.flushed:.2%}")
         rows.append((t.name, t.dtype, f"{t.largest:.4g}", *counts))
-    _table(console, ("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero"), rows)
+    headers = ("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero")
+    console.print(terminal_table(headers, rows, words=2))
     _rest(len(report.tensors), "tensors", console)
     if report.skipped:
         skipped = f"{len(report.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits"
@@ -51,21 +55,36 @@ def show_activations(report: ActivationReport, console: Console) -> None:
         gradient = f"{layer.gradient * report.loss_scale:.4g}"
         rows.append((layer.name or "(logits)", f"{layer.activation:.4g}", forward, gradient, backward))
     headers = ("layer", "activation", "headroom", f"gradient x {report.loss_scale:g}", "headroom")
-    _table(console, headers, rows)
+    console.print(terminal_table(headers, rows))
     _rest(len(report.layers), "layers", console)
     console.print(Text(f"activations: {report.verdict}", "green" if report.ok else "red"), soft_wrap=True)
-
-
-def _table(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(*headers, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def _rest(count: int, what: str, console: Console) -> None:
     if count > WORST:
         console.print(f"the {WORST} worst of {count} {what}; --json has all", highlight=False)
+
+
+def show_installation(findings: Iterable[Finding], console: Console, every: bool) -> list[Finding]:
+    """Print one line a group as soon as all of it is known, each problem in full, and the verdict; return the findings.
+
+    With `every`, each finding has its line, at once: importing the host to look at it takes seconds.
+    """
+    found = []
+    for group, members in groupby(findings, key=lambda finding: finding.group):
+        known = []
+        for finding in members:
+            known.append(finding)
+            if every or not finding.ok:
+                show_findings([finding], console)
+        if not every and all(finding.ok for finding in known):
+            rest = f" (and {len(known) - 1} more, all as tested: -v)" if len(known) > 1 else ""
+            show_findings([replace(known[0], what=group, detail=f"{known[0].detail}{rest}")], console)
+        found += known
+    wrong = sum(not finding.ok for finding in found)
+    verdict = Text(f"{wrong} problem(s): see FAIL above", "red") if wrong else Text("installation: ready", "green")
+    console.print(verdict, highlight=False)
+    return found
 
 
 def show_findings(findings: Iterable[Finding], console: Console) -> None:

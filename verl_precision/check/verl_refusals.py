@@ -5,13 +5,17 @@ answer names the setting at fault. Nothing is started.
 """
 
 import contextlib
+import dataclasses
 import io
+import pkgutil
 import re
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from typing import Any
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -70,6 +74,62 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
         if name not in (*Tracking.supported_backend, "tracking"):
             problem = f"{name} is not supported, which it says once everything is loaded"
             yield _refused(problem, "trainer.logger", config.trainer.logger, Tracking.supported_backend)
+
+
+def mistyped(config: DictConfig) -> list[ConfigurationError]:
+    """Return an error for each text where verl has a number or a switch, by its typed configs or its own values.
+
+    verl builds its typed configs without a look at the types, and fails where it computes with them.
+    """
+    from verl.trainer import config as of_verl
+
+    folder = Path(of_verl.__file__).parent
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    known: Any = OmegaConf.to_container(OmegaConf.load(folder / "ppo_trainer.yaml"), resolve=False)
+    known["data"] = OmegaConf.to_container(OmegaConf.load(folder / "data" / "legacy_data.yaml"), resolve=False)
+    parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer")
+    return [
+        ConfigurationError(
+            "verl takes this text for a number or a switch, and fails where it computes with it",
+            setting=setting,
+            value=value,
+            allowed="a number, True, False or null",
+            remedy=f"Correct {setting}, or leave it out.",
+        )
+        for part in parts
+        for setting, value in _texts(part, plain.get(part) or {}, known.get(part) or {})
+    ]
+
+
+def _texts(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield setting and text where a number or a switch belongs; an interpolation is left to OmegaConf."""
+    kinds = {name: type(value) for name, value in known.items()} | _fields(node.get("_target_"))
+    for key, value in node.items():
+        if isinstance(value, dict):
+            below = known.get(key)
+            yield from _texts(f"{path}.{key}", value, below if isinstance(below, dict) else {})
+        elif isinstance(value, str) and "${" not in value and value != "???" and _is_numeric(kinds.get(key)):
+            try:
+                float(value)
+            except ValueError:
+                yield f"{path}.{key}", value
+
+
+def _fields(target: object) -> dict[str, Any]:
+    """Return the types that a typed config states for its fields; nothing of a class that cannot be found."""
+    try:
+        cls = pkgutil.resolve_name(str(target)) if target else None
+    except (ImportError, AttributeError, ValueError):  # verl fails at it too, and `_typed` says so
+        return {}
+    if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours look at types themselves
+        return {}
+    return {field.name: field.type for field in dataclasses.fields(cls)}
+
+
+def _is_numeric(hint: Any) -> bool:
+    """Return whether a type takes numbers, switches and null alone."""
+    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
+    return bool(kinds & {int, float, bool}) and kinds <= {int, float, bool, type(None)}
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:

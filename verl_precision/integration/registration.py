@@ -93,7 +93,7 @@ def _register_all() -> None:
             continue
         wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
         _done.append(registration.what)
-    logger.info("verl_precision %s loaded into verl %s: %s", __version__, verl.__version__, "; ".join(_done))
+    logger.info("verl_precision %s loaded into verl %s", __version__, verl.__version__)
 
 
 try:

@@ -24,3 +24,8 @@ PRESETS_DIR = Path(__file__).parent
 def preset_names(group: str) -> list[str]:
     """Return the names a preset group offers, sorted."""
     return sorted(path.stem for path in (PRESETS_DIR / group).glob("*.yaml"))
+
+
+def preset_groups() -> list[str]:
+    """Return the groups of which a user chooses a preset, sorted."""
+    return sorted({path.parent.name for path in PRESETS_DIR.glob("*/*.yaml")} - {"parts"})

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from verl_precision.tools.runs.failure_report import reason, relevant_lines
 
 # Lines as verl 0.9.1, Ray 2.60 and vLLM 0.28 print them, one a stage.
 LOG = [
-    "INFO:2026-11-21 04:07:21,712:verl_precision 0.1.0 loaded into verl 0.9.1: platform cpu",
+    "INFO:2026-11-21 04:07:21,712:verl_precision 0.1.0 loaded into verl 0.9.1",
     "2026-11-21 04:07:31,150 INFO worker.py:2029 -- Started a local Ray instance.",
     "(TaskRunnerV1 pid=1) INFO:train and validate dataloader initialized, train dataset size: 64",
     "(WorkerDict pid=2) INFO:Platform override from VERL_PLATFORM: cpu",
@@ -50,6 +51,20 @@ def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch
     assert "verl_precision: actor_rollout_ref.model.path='/models/typo'" in message
     assert "Started a local Ray" not in (folder / "train.log").read_text(), "refused before Ray starts"
     assert seen and seen[-1].step == 0
+
+
+def test_ctrl_c_leaves_no_folder_of_ray(tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = []
+
+    def interrupt(progress):
+        made.extend(tmp_path.glob("vp-ray-*"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch.run_verl(root / RECIPE, ["actor_rollout_ref.model.path=/models/typo"], tmp_path / "run", interrupt)
+    assert len(made) == 1 and not list(tmp_path.glob("vp-ray-*"))
 
 
 def test_a_folder_with_results_is_never_written_to(tmp_path, root):

@@ -2,8 +2,8 @@
 
 import json
 import os
+import signal
 import subprocess
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from verl_precision.tools.selftest import checks, session
 from verl_precision.tools.selftest.checks import Check
 
 FUNCTIONS = """
-import os, signal, subprocess, sys, time
+import os, signal, subprocess, sys
 from pathlib import Path
 from verl_precision.base.errors import require
 
@@ -31,11 +31,11 @@ def dies(device, folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def hangs(device, folder):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-    Path(folder, "pid").write_text(str(child.pid))
-    Path(folder, "pid").rename(Path(folder, "child"))
-    time.sleep(300)
+    code = "import signal; signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    Path(folder, "child").write_text(str(child.pid))
+    os.close(int(os.environ["UNDER_WAY"]))
+    signal.pause()
 """
 # What a check's own process needs, to know the planted checks as well.
 PLANT = """
@@ -123,13 +123,22 @@ def test_unknown_check_is_refused_with_the_names(tmp_path):
 
 
 class Late(subprocess.Popen):
-    """A process whose time is up as soon as it has a child, however fast the machine is."""
+    """A process whose time is up as soon as it has a child, which it says by closing a pipe, as its death would do.
+
+    It hears SIGINT, whatever the shell of the tests has made of that.
+    """
+
+    def __init__(self, *arguments, env=None, **settings):
+        self.under_way, end = os.pipe()
+        hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "pass_fds": (end,)}
+        super().__init__(*arguments, env={**(env or os.environ), "UNDER_WAY": str(end)}, **settings, **hear)
+        os.close(end)
 
     def wait(self, timeout=None):
         if timeout == LIMIT:
-            while self.poll() is None and not (Path(self.args[-1]) / "child").exists():
-                time.sleep(0.05)
-            timeout = 0
+            with open(self.under_way, "rb") as pipe:
+                pipe.read()
+            timeout = 0 if list((Path(self.args[-1])).glob("child")) else None
         return super().wait(timeout)
 
 

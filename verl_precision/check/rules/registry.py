@@ -19,11 +19,12 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     """Ask every rule; return the faults, errors first.
 
     The config has Hydra's own node where a precision preset names two dtypes. Unless the run starts on this machine,
-    faults of this machine are warnings.
+    faults of this machine are warnings, but for a model's path that is not there: without the model's shape half of the
+    rules are silent.
     """
     faults: list[Fault] = []
     for rule in RULES:
         found = rule.faults(config, environment)
-        warns = rule.of_machine and not this_machine
+        warns = rule.of_machine and not this_machine and rule.name != "model-missing"
         faults += [replace(fault, severity="warning") for fault in found] if warns else found
     return sorted(faults, key=lambda fault: fault.severity)

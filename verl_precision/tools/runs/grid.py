@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.check.composition import read_recipe, require_overrides, require_recipe
 from verl_precision.presets import preset_names
 
 ALL = "all"
@@ -102,15 +103,14 @@ def check_arguments(
     Precisions and estimators are presets. Arms are names of the recipe's own, in place of both. The overrides are for
     every run, and each arm runs with each seed.
     """
-    if not config.is_file():
-        remedy = "Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root."
-        raise ConfigurationError(f"{config}: there is no such recipe", remedy=remedy)
+    require_recipe(config)
     if arms and (precisions or estimators):
         problem, value = "an arm of the recipe says itself what differs", " ".join(arms)
         allowed = "--arm, or --precision and --estimator, not both"
         remedy = "Leave -p and -e out, or put them into the recipe's arms."
         raise ConfigurationError(problem, setting="--arm", value=value, allowed=allowed, remedy=remedy)
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
+    require_overrides(overrides)
     _refuse_twice("seed", seeds, "each seed once")
     if seeds and "seed" not in top_level_keys(config):
         problem, allowed = f"{config} has no top-level key `seed`", "seeds for a recipe with that key"
@@ -152,14 +152,12 @@ def top_level_keys(recipe: Path) -> set[str]:
 
 def recipe_folders(recipe: Path) -> list[Path]:
     """Return where the recipes may lie that a recipe builds on: beside it, or where its `hydra.searchpath` says."""
-    paths = OmegaConf.select(OmegaConf.load(recipe), "hydra.searchpath") or []
+    paths = OmegaConf.select(read_recipe(recipe), "hydra.searchpath") or []
     return [recipe.parent, *(Path(path.removeprefix("file://")) for path in paths if path.startswith("file://"))]
 
 
 def _own_keys(recipe: Path) -> dict[str, Any]:
-    content = OmegaConf.to_container(OmegaConf.load(recipe), resolve=False)
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{recipe} is not a recipe: its YAML has no keys")
+    content: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False)
     return {str(key): value for key, value in content.items()}
 
 

@@ -103,9 +103,13 @@ def run_verl(
             command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        _follow(process, log, metrics, start, on_progress)
-    finally:
-        end_processes(process, mark)
+        try:
+            _follow(process, log, metrics, start, on_progress)
+        finally:
+            end_processes(process, mark)
+    except KeyboardInterrupt:
+        shutil.rmtree(ray_folder, ignore_errors=True)  # nobody looks for a cause there
+        raise
     if process.returncode != 0:
         why = f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}"
         raise RunFailedError(f"{why}\nLog: {log}\nRay's own logs: {ray_folder}/session_latest/logs")

@@ -2,38 +2,16 @@
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import HEAVY_HEAD
-from rich.table import Table
-
 from verl_precision.base.files import write_file
+from verl_precision.base.terminal import terminal_table
+
+__all__ = ["finite", "markdown_page", "markdown_table", "number_text", "terminal_table", "write_json"]
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def terminal_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    words: int = 1,
-    red: Collection[int] = (),
-    framed: bool = False,
-    title: str | None = None,
-) -> Table:
-    """Return a table for a console, in a frame without wrapped cells or without a frame.
-
-    The first columns, as many as `words`, stand at the left; the others are numbers, at the right. Rows with the
-    numbers `red` are red.
-    """
-    box = HEAVY_HEAD if framed else None
-    table = Table(title=title, title_justify="left", box=box, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < words else "right", no_wrap=framed)
-    for number, row in enumerate(rows):
-        table.add_row(*row, style="red" if number in red else None)
-    return table
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -142,6 +142,26 @@ def test_with_seeds_an_arm_has_mean_smallest_and_largest_value():
     assert rows[4][0] == "ratio clipped/shadow" and rows[4][5] == "200.0x"
 
 
+@pytest.mark.parametrize(("k3", "shown"), [(1e-7, "100.0x"), (4.5e-15, None), (5e-14, "2·10⁸x"), (0.0, None)])
+def test_a_ratio_is_readable_and_none_is_taken_to_rounding(k3, shown):
+    """10⁻⁵ in BF16; FP32's rounding of log-probs is a k3 of about 10⁻¹⁴."""
+    runs = [summarise("bf16", measured(1), 1), replace(summarise("fp32", measured(1), 1), k3_kl=k3)]
+    assert [row[4] for row in rows_of(runs)[2:]] == ([shown] if shown else [])
+
+
+def test_at_80_columns_the_table_is_whole():
+    text = io.StringIO()
+    Console(file=text, width=80).print(
+        table([summarise("bf16_train_fp16_rollout", measured(1, (0.5234, 0.7, 0.9827)), 1)])
+    )
+    lines = text.getvalue().splitlines()
+    assert "…" not in text.getvalue() and max(map(len, lines)) <= 80
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert ["".join(column).replace(" ", "") for column in zip(*cells, strict=True)][:4] == [
+        "bf16_train_fp16_rollout", "3", "0.523->0.983", "2.00e-02",
+    ]  # fmt: skip
+
+
 def test_a_seed_without_a_number_is_not_hidden_in_a_mean():
     rows = rows_of(seeds_of("clipped", None, 1, (0.5, math.nan, 0.75)))
     assert [row[3] for row in rows] == ["nan", "0.5", "0.75"]

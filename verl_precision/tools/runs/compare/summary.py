@@ -11,10 +11,12 @@ from rich.table import Table
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
 from verl_precision.tools.runs.read import REWARD, Rows
-from verl_precision.tools.show.tables import terminal_table, write_json
+from verl_precision.tools.show.tables import number_text, terminal_table, write_json
 
 LENGTH = "response_length/mean"
 STEP_SECONDS = "timing_s/step"
+# The k3 of a gap of 1.4e-7 nats, which is FP32's rounding of a log-prob between 1 and 2: nothing to compare below it.
+_ROUNDING_K3 = 1e-14
 Verdict = dict[str, float | bool | None]
 
 
@@ -79,13 +81,13 @@ def summarise(
 def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
     """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is.
 
-    An arm's mismatch is the mean over its seeds.
+    An arm's mismatch is the mean over its seeds. One that is FP32's own rounding of log-probs, or zero, has no ratio.
     """
     found, firsts = {}, dict[str | None, tuple[str, float, float]]()
     for arm, runs in by_arm(summaries).items():
         gap, k3 = fmean(run.log_prob_gap for run in runs), fmean(run.k3_kl for run in runs)
         first, first_gap, first_k3 = firsts.setdefault(runs[0].estimator, (arm, gap, k3))
-        if arm != first and k3 > 0:
+        if arm != first and k3 > _ROUNDING_K3:
             found[f"{first}/{arm}"] = {"log_prob_gap": first_gap / gap, "k3_kl": first_k3 / k3}
     return found
 
@@ -165,9 +167,14 @@ def table(summaries: list[Summary]) -> Table:
         rows.append([name, *([str(len(runs))] if seeds else []), *cells])
     before = ("", "", "") if seeds else ("", "")
     for name, ratio in ratios(summaries).items():
-        rows.append([f"ratio {name}", *before, f"{ratio['log_prob_gap']:.1f}x", f"{ratio['k3_kl']:.1f}x", "", ""])
+        rows.append([f"ratio {name}", *before, _times(ratio["log_prob_gap"]), _times(ratio["k3_kl"]), "", ""])
     columns = [head, *(["seeds"] if seeds else []), *_CELLS]
     return terminal_table(columns, rows, framed=True, title="Training-inference mismatch (mean over steps)")
+
+
+def _times(ratio: float) -> str:
+    """Return a ratio as people read it: 97.3x, 2.2·10⁹x."""
+    return f"{ratio:.1f}x" if not ratio >= 1e4 else f"{number_text(float(f'{ratio:.1e}'))}x"
 
 
 def _cell(values: list[float], text: str) -> str:
