@@ -9,6 +9,7 @@ import pytest
 RECIPE = Path("recipes/collapse/collapse.yaml")
 STEPS, TAIL = 14, 8
 DOSE = 200  # at which BF16 does not only learn more slowly, but loses what it had
+LEARNING_RATE = 1e-3  # twice the recipe's, so that so few steps show it
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +18,8 @@ def trained(run_recipe, tmp_path_factory):
     task = tmp_path_factory.mktemp("collapse") / "task"
     subprocess.run([sys.executable, RECIPE.with_name("make_task.py"), task], check=True)
     files = (f"actor_rollout_ref.model.path={task}/logits_{DOSE}", f"data.train_files={task}/prompts.jsonl")
-    settings = (*files, f"trainer.total_training_steps={STEPS}")
-    return [run_recipe(RECIPE, f"precision={precision}", *settings) for precision in ("bf16", "fp16")]
+    steps = (f"trainer.total_training_steps={STEPS}", f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}")
+    return [run_recipe(RECIPE, f"precision={precision}", *files, *steps) for precision in ("bf16", "fp16")]
 
 
 def mean(rows, metric: str) -> float:
@@ -26,11 +27,11 @@ def mean(rows, metric: str) -> float:
 
 
 def test_a_run_dies_in_bf16_and_lives_in_fp16(trained):
-    """128 responses a step: a mean of eight steps has a standard error of 0.02. Curves: docs/log/collapse.md."""
+    """FP16 ended 0.19 to 0.28 above BF16 in five pairs of runs, and BF16 at 0.06 at most: docs/log/collapse.md."""
     bf16, fp16 = trained
     assert len(bf16) == len(fp16) == STEPS
     assert mean(bf16, "mismatch/k3_kl") > 20 * mean(fp16, "mismatch/k3_kl")
     assert mean(bf16, "mismatch/sequence_ess") < 0.3 * mean(fp16, "mismatch/sequence_ess"), "few responses are left"
     after = {name: mean(rows[-TAIL:], "critic/score/mean") for name, rows in (("bf16", bf16), ("fp16", fp16))}
     assert after["fp16"] > after["bf16"] + 0.08, after
-    assert after["bf16"] < 0.24, "what it had, 0.27, is being lost"
+    assert after["bf16"] < 0.12, "the 0.27 that it had is lost"
