@@ -71,6 +71,14 @@ def test_an_unusable_tracker_names_the_newest_complete_checkpoint_and_this_is_sa
     assert not list(folder.glob(".*")), "written at once, or not at all"
 
 
+def test_an_asynchronous_run_goes_on_where_the_prompts_under_way_are(config, folder):
+    """verl alone forgets them without a word."""
+    config.trainer.v1.trainer_mode = "vp_colocate_async"
+    (folder / "global_step_20" / "transfer_queue").mkdir()
+    mend_tracker(config)
+    assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_20")
+
+
 def test_a_tracker_that_names_a_complete_checkpoint_is_left_alone(config, folder, caplog):
     (folder / TRACKER).write_text("20\n")
     mend_tracker(config)

@@ -122,7 +122,8 @@ def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
 
 
 def test_a_run_that_saves_nothing_leaves_nothing(claim):
-    assert not claim("trainer.save_freq=-1").exists()
+    assert not claim("trainer.save_freq=-1", "checkpoint.every_minutes=0").exists()
+    assert claim("trainer.save_freq=-1", "checkpoint.every_minutes=60").exists()
 
 
 def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(claim, caplog):

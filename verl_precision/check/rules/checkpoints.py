@@ -34,7 +34,7 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
 @rule("first-checkpoint-late")
 def first_checkpoint_late(config: DictConfig, environment: Environment) -> Faults:
     """A job that ends before its first checkpoint starts from scratch, as often as it is queued again."""
-    shape, steps = shape_of(environment.model), config.trainer.save_freq
+    shape, steps = shape_of(environment.model), config.trainer.save_freq or 0
     step = None if shape is None or config.trainer.device == "cpu" else step_seconds(config, shape)
     if step is None or not saves(config):
         return

@@ -4,9 +4,9 @@ verl goes on from the one that `latest_checkpointed_iteration.txt` names. It wri
 rest: a run that is killed leaves it empty or old, and a missing one, or one that names a folder that is gone, has verl
 begin from scratch. And each start of verl forgets the checkpoints of the former ones, so that they are never removed.
 
-A checkpoint is complete where verl has written all of it: `data.pt`, which comes last, and for each role (actor,
-critic) a file of each rank for each content that is loaded. All are ZIP archives of `torch.save`, whose directory
-stands at the end: half a file has none.
+A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
+content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a
+file has none. In asynchronous modes the prompts under way follow in `transfer_queue`, which appears whole.
 """
 
 import logging
@@ -26,7 +26,7 @@ from verl_precision.integration.trainer.kept_files import MARK
 
 logger = logging.getLogger("verl_precision")
 
-LAST_FILE = "data.pt"  # of what a checkpoint needs
+LAST_FILE, QUEUE = "data.pt", "transfer_queue"
 TRACKER = "latest_checkpointed_iteration.txt"
 _STEP = re.compile(r"global_step_(\d+)$")
 _SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt$")
@@ -72,7 +72,12 @@ def mend_tracker(config: DictConfig) -> None:
     named = found.get(int(said)) if said and said.isdecimal() else None
     if named is not None and is_complete(named, actor.checkpoint.load_contents, roles):
         return
-    complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
+    in_flight = config.trainer.v1.trainer_mode not in ("sync", "vp_sync")  # verl loads none without a word
+    complete = [
+        step
+        for step, path in found.items()
+        if is_complete(path, actor.checkpoint.load_contents, roles) and (not in_flight or (path / QUEUE).is_dir())
+    ]
     half = ", ".join(path.name for step, path in found.items() if step not in complete) or "none"
     if complete:
         logger.warning(

@@ -29,6 +29,7 @@ from verl_precision.integration.trainer.run_settings import (
     settings_of_record,
     settings_of_run,
 )
+from verl_precision.integration.trainer.saving import saves
 
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
@@ -70,8 +71,8 @@ def claim_folder(config: DictConfig) -> None:
     """
     folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
     known = _require_same(config, folder, run)
-    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
-    if known is None and not (folder.exists() or saves):
+    will_save = saves(config) or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
+    if known is None and not (folder.exists() or will_save):
         return
     beside = {} if known is not None else _runs_beside(folder)
     _require_first_start(folder, run, beside)
