@@ -140,7 +140,7 @@ def test_the_record_is_plain_yaml(claim):
     record = yaml.safe_load(path.read_text())
     assert record["settings"]["actor_rollout_ref.rollout.n"] == 8
     assert "actor_rollout_ref.rollout.n" in record["chosen"]
-    assert run_identity.settings_in(path.parent) == record["settings"]
+    assert run_identity.run_in(path.parent).settings == record["settings"]
 
 
 def as_before(record_file, digest="2ad1a612"):

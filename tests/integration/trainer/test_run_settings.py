@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import shutil
 
 import huggingface_hub.constants
@@ -172,8 +171,3 @@ def test_what_cannot_be_read_is_named(files):
         run_in(files)
     with pytest.raises(ConfigurationError, match=r"critic\._target_='verl\.nowhere\.Critic': it cannot be imported"):
         run_of("critic._target_=verl.nowhere.Critic")
-
-
-def test_a_record_is_plain_values(files):
-    record = as_record(run_in(files))
-    assert json.loads(json.dumps(record)) == record and record["settings"][f"{ROLLOUT}.n"] == 8

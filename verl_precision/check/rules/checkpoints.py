@@ -40,7 +40,7 @@ def first_checkpoint_late(config: DictConfig, environment: Environment) -> Fault
         return
     by_time = math.ceil(60 * every_minutes(config) / step) or math.inf
     first = step * min(by_time, steps if steps > 0 else math.inf)
-    if config.trainer.total_training_steps and steps > 0:  # verl saves at the last one
+    if config.trainer.total_training_steps:  # the last one is saved
         first = min(first, step * config.trainer.total_training_steps)
     left = environment.seconds_left
     if first <= (LONG_HOURS * HOUR if left is None else left):

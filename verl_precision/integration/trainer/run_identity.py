@@ -13,7 +13,6 @@ import glob
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -116,12 +115,6 @@ def run_in(folder: Path) -> RunSettings | None:
             value=str(folder),
             remedy=f"Give another folder. Or remove {RUN_FILE}, if you know that these checkpoints are this run's.",
         ) from error
-
-
-def settings_in(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that a folder belongs to, or None where it says nothing."""
-    known = run_in(folder)
-    return None if known is None else dict(known.settings)
 
 
 def _runs_beside(folder: Path) -> dict[Path, RunSettings]:

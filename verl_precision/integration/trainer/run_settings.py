@@ -80,7 +80,7 @@ def settings_of_run(config: DictConfig) -> RunSettings:
     content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
     local = {name for name in content if all(_local(path).exists() for path in _paths(settings[name]))}
     chosen = local.union(_chosen(config, settings, written, defaults))
-    named = {name: content[name] if name in local else _number(settings[name]) for name in chosen}
+    named = {name: content[name] if name in local else settings[name] for name in chosen}
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
     return RunSettings(settings, frozenset(chosen), content, digest, defaults)
 
@@ -160,15 +160,9 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """Return flat settings of plain types, as they will be read back."""
-    return json.loads(json.dumps(dict(settings), default=str))
-
-
-def _number(value: Any) -> Any:
-    """Return a whole number as an integer: 1 and 1.0 are one setting."""
-    if isinstance(value, list):
-        return [_number(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Return flat settings of plain types, as they will be read back; a whole number as an integer: 1.0 is 1."""
+    number = lambda text: int(value) if (value := float(text)).is_integer() else value  # noqa: E731
+    return json.loads(json.dumps(dict(settings), default=str), parse_float=number)
 
 
 def _defaults(config: DictConfig, parts: dict[str, Any]) -> dict[str, Any]:
