@@ -20,7 +20,7 @@ from pydantic import Field
 
 from verl_precision.base.settings import settings
 
-SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the trainer makes the last of the second
+SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the last is the trainer's answer to the second
 ENDED = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
 
 logger = logging.getLogger("verl_precision")
@@ -74,14 +74,13 @@ class SavePlan:
 
     def asked_to_end(self) -> bool:
         """Return whether the run was asked to end, once; the driver will find that it was."""
-        return self._taken(END)
+        if asked := self._taken(END):
+            (self._folder / ENDING).touch()
+        return asked
 
     def _taken(self, request: str) -> bool:
         try:
-            if request == END:
-                (self._folder / END).replace(self._folder / ENDING)
-            else:
-                (self._folder / request).unlink()
+            (self._folder / request).unlink()
         except FileNotFoundError:
             return False
         return True
