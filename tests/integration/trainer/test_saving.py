@@ -82,6 +82,7 @@ def test_what_a_signal_asks_for_counts_once(plan, requests):
 
 @pytest.mark.parametrize(("block", "words"), [
     ({"every_minutes": -1}, "checkpoint.every_minutes=-1.*greater than or equal to 0"),
+    ({"every_minutes": float("inf")}, "checkpoint.every_minutes=inf"),
     ({"every_minutes": "hourly"}, "checkpoint.every_minutes='hourly'"),
     ({"minutes": 60}, "checkpoint.minutes=60.*checkpoint.every_minutes"),
 ])  # fmt: skip

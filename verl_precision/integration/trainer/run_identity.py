@@ -69,9 +69,8 @@ def claim_folder(config: DictConfig) -> None:
             or if a job that Slurm has queued again would begin a new one.
     """
     folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
-    known = _require_same(config, folder, run)
-    will_save = saves(config) or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
-    if known is None and not (folder.exists() or will_save):
+    known, on_alarm = _require_same(config, folder, run), OmegaConf.select(config, "mismatch.alarm.on_alarm")
+    if known is None and not (folder.exists() or saves(config) or on_alarm == "stop"):
         return
     beside = {} if known is not None else _runs_beside(folder)
     _require_first_start(folder, run, beside)

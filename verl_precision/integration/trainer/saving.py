@@ -8,6 +8,7 @@ that of any other. Requests that a killed run has left are void.
 """
 
 import logging
+import math
 import signal
 import sys
 import time
@@ -47,7 +48,7 @@ def checkpoint_settings(config: DictConfig) -> CheckpointSettings:
 def every_minutes(config: DictConfig) -> float:
     """Return `checkpoint.every_minutes` for rules: 0 for a value that another rule refuses."""
     minutes = OmegaConf.select(config, "checkpoint.every_minutes")
-    return minutes if isinstance(minutes, int | float) else 0
+    return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else 0
 
 
 def saves(config: DictConfig) -> bool:
