@@ -53,10 +53,12 @@ def test_what_does_not_is_the_same_folder():
     actor = "ppo_max_token_len_per_gpu=9000 ppo_micro_batch_size_per_gpu=2 checkpoint.save_contents=[model]"
     engine = "optimizer_offload=True shadow.every_n_steps=10"
     rollout = "agent.num_workers=2 log_prob_micro_batch_size_per_gpu=2 gpu_memory_utilization=0.5 val_kwargs.n=4"
+    rollout += " enable_prefix_caching=False layered_summon=True skip_tokenizer_init=False"
     assert folder_of() == folder_of(
         *(f"actor_rollout_ref.actor.{setting}" for setting in actor.split()),
         *(f"actor_rollout_ref.actor.fsdp_config.{setting}" for setting in engine.split()),
         *(f"actor_rollout_ref.rollout.{setting}" for setting in rollout.split()),
+        *("actor_rollout_ref.nccl_timeout=1200", "actor_rollout_ref.model.use_shm=True"),
         *("critic.ppo_micro_batch_size_per_gpu=2", "data.dataloader_num_workers=1", f"data.val_files={DATA}"),
         *("mismatch.alarm.on_alarm=stop", "mismatch.enabled=False", "weight_sync.canary.tokens=8"),
         *("trainer.logger=[console,file,wandb]", "trainer.resume_mode=disable", "trainer.save_freq=7"),

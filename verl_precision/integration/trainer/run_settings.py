@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -109,8 +109,12 @@ def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:
 def differences(old: RunSettings, new: RunSettings) -> str:
     """Say in which settings, of at most five, the run that is to start is another one; empty where it is the same."""
     changed, most = changed_settings(old, new), 5
-    named = [_difference(name, old, new) for name in changed[:most]]
-    return "; ".join([*named, *([f"and {len(changed) - most} more"] if len(changed) > most else [])])
+    said: list[str] = []
+    for name in changed[:most]:
+        was, now = (run.settings.get(name, "not set") for run in (old, new))
+        change = f" was {was!r}, is {now!r}" if was != now else f"={now!r} has another content than it had"
+        said.append(name + change)
+    return "; ".join(said + [f"and {len(changed) - most} more"] * (len(changed) > most))
 
 
 def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
@@ -123,14 +127,12 @@ def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
     return name not in old.chosen or (name in new.defaults and new.defaults[name] == old.settings[name])
 
 
-def _difference(name: str, old: RunSettings, new: RunSettings) -> str:
-    was, now = (run.settings.get(name, "not set") for run in (old, new))
-    return f"{name} was {was!r}, is {now!r}" if was != now else f"{name}={now!r} has another content than it had"
-
-
 def _same_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with today's name of the loss, and with verl's of the trainer: the one that measures is alike."""
-    same = {_TRAINER_MODE: lambda mode: str(mode).removeprefix("vp_"), _LOSS: lambda loss: FORMER_NAMES.get(loss, loss)}
+    same: dict[str, Callable[[Any], Any]] = {
+        _TRAINER_MODE: lambda mode: str(mode).removeprefix("vp_"),
+        _LOSS: lambda loss: FORMER_NAMES.get(loss, loss),
+    }
     return {name: same[name](value) if name in same else value for name, value in settings.items()}
 
 
