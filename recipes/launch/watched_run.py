@@ -8,6 +8,7 @@ SIGUSR1 and SIGTERM are passed on: the run saves, and ends after SIGTERM; a seco
 `GRACE_SECONDS`. SIGUSR2 counts as SIGTERM, because Slurm's srun hands it on as it is and makes SIGKILL of SIGTERM.
 """
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -104,13 +105,13 @@ def start_watcher(address: str) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ask a process to end, and kill it if it does not."""
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """End a process: a run saves at the first SIGTERM, for which it lacks a node, and ends at once at the second."""
+    for seconds in (ASK_SECONDS, GRACE_SECONDS):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    process.kill()
+    process.wait()
 
 
 if __name__ == "__main__":

@@ -68,12 +68,6 @@ def test_a_forked_child_owns_nothing(tmp_path):
     owner.release(tmp_path)
 
 
-def test_whoever_may_wait_gets_it_at_its_end(tmp_path, start, monkeypatch):
-    first, _ = start("7")
-    monkeypatch.setattr(owner.time, "sleep", lambda seconds: (first.kill(), first.wait()))
-    assert owner.take(tmp_path, wait_seconds=60) is None
-
-
 def test_a_torn_line_costs_no_other(tmp_path):
     (tmp_path / owner.OWNER_FILE).write_text('{"host": "a')
     assert owner.take(tmp_path) is None

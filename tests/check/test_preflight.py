@@ -182,7 +182,7 @@ def test_a_run_hears_signals_and_ends_with_their_exit_code(config, own_folder, m
     assert caught.value.code == ENDED
 
 
-@pytest.mark.parametrize(("end", "left"), [("", None), ("soon", None), ("1000", -500)])
+@pytest.mark.parametrize(("end", "left"), [("", None), ("soon", None), ("2500", 1000), ("1000", None)])
 def test_slurms_limit_is_known_in_its_jobs(config, monkeypatch, end, left):
     monkeypatch.setenv("SLURM_JOB_END_TIME", end)
     monkeypatch.setattr(probe.time, "time", lambda: 1500.0)

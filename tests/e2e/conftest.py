@@ -33,7 +33,6 @@ TEST_MARK = "VERL_PRECISION_TEST"
 # Tests that have a run of their own need not wait for their file: words of the name -> group. A recipe is one, too.
 APART = {
     "slurms_job": "slurm",
-    "on_one_rank": "killed_run",
     "ctrl_c": "interrupt",
     "merged_lora": "lora",
     "tied_model": "tied",

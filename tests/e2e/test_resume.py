@@ -149,23 +149,6 @@ def killed_at(said: str, command: list[str]) -> None:
                 process.kill()
 
 
-@pytest.mark.matrix
-def test_a_run_on_one_rank_that_was_killed_equals_one_that_was_not(tmp_path):
-    """`make test-e2e` shows the same of two ranks with two replicas: Slurm's job, above."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    steps = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1")
-    command = [*COMPARE, *steps, *REPEATABLE, "--output"]
-    subprocess.run([*command, straight], check=True, capture_output=True)
-    killed_at("step 1/", [*command, killed])
-    again = subprocess.run([*command, killed], check=True, capture_output=True, text=True)
-    assert "goes on in" in again.stdout
-
-    one, other = (read_metrics(next(folder.glob("quickstart/*/fp16/metrics.jsonl"))) for folder in (straight, killed))
-    assert [row["step"] for row in other] == [1, 2]
-    assert len({row["weight_sync/weights_digest"] for row in one}) == 2, "the weights change"
-    assert differing(one, other) == [set(), set()]
-
-
 def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c):
     process = subprocess.Popen(
         [*COMPARE, "--output", tmp_path],

@@ -227,6 +227,15 @@ def test_a_watched_command_that_does_not_listen_ends_at_sigterm_only():
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
+def test_a_run_that_waits_for_its_lost_node_ends_at_the_second_request(load_script):
+    program = "trap 'echo asked; trap \"exit 7\" TERM' TERM; echo started; while :; do sleep 0.1; done"
+    script = load_script("recipes/launch/watched_run.py")
+    with subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "started\n"
+        script.end(run)
+        assert (run.returncode, run.stdout.read()) == (7, "asked\n")
+
+
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_watched_command_hears_usr1_and_ends_by_itself_at_sigterm(end):
     listens = "trap 'echo saved' USR1; trap 'echo ending; exit 9' TERM; echo started"

@@ -102,11 +102,9 @@ def _take(folder: Path) -> Owner | None:
             with file:  # its owner may not have written its line yet
                 return (_owners(file) or [Owner("a host", 0, None, "just now")])[-1]
         logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
-    file.seek(0)
-    torn = not ("\n" + file.read()).endswith("\n")
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     mine = Owner(socket.gethostname(), os.getpid(), this_job(), since)
-    file.write("\n" * torn + json.dumps(asdict(mine)) + "\n")
+    file.write("\n" + json.dumps(asdict(mine)) + "\n")  # the last line may have been cut short
     file.flush()
     _held[_key(folder)] = file
     return None

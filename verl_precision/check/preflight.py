@@ -53,9 +53,7 @@ class PreflightCallback(Callback):
             config.trainer.v1.trainer_mode = measured
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow `VERL_PLATFORM` as the config sets it, ask every rule, own the run's folder.
-
-        Then choose the name of the weight sockets, and hear signals.
+        """Follow the config's platform, ask every rule, own the run's folder, name the weight sockets, hear signals.
 
         Raises:
             SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into

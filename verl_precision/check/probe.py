@@ -116,8 +116,9 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
 
 
 def _seconds_left(end: str) -> float | None:
-    """Return how long Slurm will let this process's job run, by the time that it has told it; None elsewhere."""
-    return int(end) - time.time() if end.isdecimal() else None
+    """Return the seconds to a time in seconds since 1970; None if there is none, or it is past: the limit was moved."""
+    left = int(end) - time.time() if end.isdecimal() else 0
+    return left if left > 0 else None
 
 
 def _free_for(folder: Path) -> int:

@@ -23,7 +23,7 @@ from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Fault
 from verl_precision.check.verl_refusals import mistyped
-from verl_precision.integration.trainer.run_identity import settings_in
+from verl_precision.integration.trainer.run_identity import run_in
 from verl_precision.presets import preset_groups
 
 
@@ -144,9 +144,9 @@ def recorded_config(folder: Path) -> DictConfig | None:
     for copy in (folder / "hydra" / ".hydra" / "config.yaml", folder / ".hydra" / "config.yaml"):
         if copy.is_file():
             return OmegaConf.load(copy)
-    if settings := settings_in(folder):
+    if known := run_in(folder):
         config = OmegaConf.create()
-        for name, value in settings.items():
+        for name, value in known.settings.items():
             OmegaConf.update(config, name, value, force_add=True)
         return config
     return None

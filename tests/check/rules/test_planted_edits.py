@@ -205,9 +205,12 @@ setting-ignored         W sanity      1x8_a100 data.reward_fn_key=source \
     | by reading: verl/experimental/reward_loop/reward_manager/naive.py:42
 setting-ignored         W dense_14b   8x8_h100 trainer.v1.sampler.custom_sampler.path=mine.py \
     | by reading: verl/trainer/ppo/v1/trainer_base.py:164
-progress-not-kept W moe 8x8_h100 trainer.save_freq=-1 | by reading: verl/trainer/ppo/v1/trainer_base.py
-progress-not-kept W sanity 1x8_a100 trainer.save_freq=0 | by reading: verl/trainer/ppo/v1/trainer_base.py
-progress-not-kept       W dense_14b   8x8_h100 trainer.save_freq=100 | by reading: verl/trainer/ppo/v1/trainer_base.py
+progress-not-kept W moe 8x8_h100 trainer.save_freq=-1 checkpoint.every_minutes=0 \
+    | by reading: verl/trainer/ppo/v1/trainer_base.py
+progress-not-kept W sanity 1x8_a100 trainer.save_freq=0 checkpoint.every_minutes=0 \
+    | by reading: verl/trainer/ppo/v1/trainer_base.py
+progress-not-kept       W dense_14b   8x8_h100 trainer.save_freq=100 checkpoint.every_minutes=0 \
+    | by reading: verl/trainer/ppo/v1/trainer_base.py
 progress-not-kept       W sanity      1x8_a100 trainer.resume_mode=disable \
     | by reading: verl/trainer/ppo/v1/trainer_base.py:854
 progress-not-kept       W sanity      1x8_a100 trainer.del_local_ckpt_after_load=True \

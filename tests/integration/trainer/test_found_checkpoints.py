@@ -71,6 +71,14 @@ def test_an_unusable_tracker_names_the_newest_complete_checkpoint_and_this_is_sa
     assert not list(folder.glob(".*")), "written at once, or not at all"
 
 
+def test_an_asynchronous_run_goes_on_where_the_prompts_under_way_are(config, folder):
+    """verl alone forgets them without a word."""
+    config.trainer.v1.trainer_mode = "vp_colocate_async"
+    (folder / "global_step_20" / "transfer_queue").mkdir()
+    mend_tracker(config)
+    assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_20")
+
+
 def test_a_tracker_that_names_a_complete_checkpoint_is_left_alone(config, folder, caplog):
     (folder / TRACKER).write_text("20\n")
     mend_tracker(config)
@@ -114,11 +122,14 @@ def saved(folder):
 
 
 def test_checkpoints_of_earlier_starts_are_removed_in_verls_order_half_ones_first(folder, saved):
-    """Marked ones stay, and later ones, of steps that are done again."""
+    """Marked ones stay, an own one as well, and later ones, of steps that are done again."""
     (save(folder, 40) / "KEEP").touch()
     (save(folder, 60) / "data.pt").unlink()
     assert saved(110, keep=3) == [20, 40, 100, 110, 120]
-    assert saved(115, keep=3) == [40, 100, 110, 115, 120]
+    (folder / "global_step_110" / "KEEP").touch()
+    assert [saved(115, keep=3), saved(116, keep=3), saved(117, keep=3)] == [
+        [20, 40, 100, 110, 115, 120], [40, 100, 110, 115, 116, 120], [40, 110, 115, 116, 117, 120]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("keep", "then"), [(1, [115, 120]), (2, [110, 115, 120])])

@@ -53,10 +53,12 @@ def test_what_does_not_is_the_same_folder():
     actor = "ppo_max_token_len_per_gpu=9000 ppo_micro_batch_size_per_gpu=2 checkpoint.save_contents=[model]"
     engine = "optimizer_offload=True shadow.every_n_steps=10"
     rollout = "agent.num_workers=2 log_prob_micro_batch_size_per_gpu=2 gpu_memory_utilization=0.5 val_kwargs.n=4"
+    rollout += " enable_prefix_caching=False layered_summon=True skip_tokenizer_init=False"
     assert folder_of() == folder_of(
         *(f"actor_rollout_ref.actor.{setting}" for setting in actor.split()),
         *(f"actor_rollout_ref.actor.fsdp_config.{setting}" for setting in engine.split()),
         *(f"actor_rollout_ref.rollout.{setting}" for setting in rollout.split()),
+        *("actor_rollout_ref.nccl_timeout=1200", "actor_rollout_ref.model.use_shm=True"),
         *("critic.ppo_micro_batch_size_per_gpu=2", "data.dataloader_num_workers=1", f"data.val_files={DATA}"),
         *("mismatch.alarm.on_alarm=stop", "mismatch.enabled=False", "weight_sync.canary.tokens=8"),
         *("trainer.logger=[console,file,wandb]", "trainer.resume_mode=disable", "trainer.save_freq=7"),
@@ -122,7 +124,8 @@ def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
 
 
 def test_a_run_that_saves_nothing_leaves_nothing(claim):
-    assert not claim("trainer.save_freq=-1").exists()
+    assert not claim("trainer.save_freq=-1", "checkpoint.every_minutes=0").exists()
+    assert claim("trainer.save_freq=-1", "checkpoint.every_minutes=60").exists()
 
 
 def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(claim, caplog):
@@ -139,7 +142,7 @@ def test_the_record_is_plain_yaml(claim):
     record = yaml.safe_load(path.read_text())
     assert record["settings"]["actor_rollout_ref.rollout.n"] == 8
     assert "actor_rollout_ref.rollout.n" in record["chosen"]
-    assert run_identity.settings_in(path.parent) == record["settings"]
+    assert run_identity.run_in(path.parent).settings == record["settings"]
 
 
 def as_before(record_file, digest="2ad1a612"):

@@ -101,6 +101,9 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
     with pytest.raises(MismatchAlarmError):
         trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
     assert done == ["asleep", "saved"]
+    with pytest.raises(MismatchAlarmError):
+        trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
+    assert done == ["asleep", "saved"], "saved twice, verl removes it where one checkpoint is kept"
     assert (tmp_path / "global_step_1" / "KEEP").is_file()
 
 

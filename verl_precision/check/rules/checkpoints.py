@@ -20,12 +20,12 @@ LONG_HOURS = 12  # without a checkpoint, of a job whose limit is not known; half
 
 @rule("one-checkpoint", "warning")
 def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
-    """verl removes the former checkpoint before `latest_checkpointed_iteration.txt` names the new one."""
+    """verl removes the former checkpoint before all of the new one is written."""
     if saves(config) and config.trainer.max_actor_ckpt_to_keep == 1:
         yield Fault(
             setting="trainer.max_actor_ckpt_to_keep",
-            problem="verl removes the former checkpoint while latest_checkpointed_iteration.txt still names it: a run "
-            "that ends in between finds no checkpoint, and starts from scratch",
+            problem="verl removes the former checkpoint before the new one is complete: a run that ends in between has "
+            "no checkpoint to go on from",
             allowed="2 or more, or null for all",
             remedy="Set trainer.max_actor_ckpt_to_keep=2.",
         )
@@ -34,14 +34,12 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
 @rule("first-checkpoint-late")
 def first_checkpoint_late(config: DictConfig, environment: Environment) -> Faults:
     """A job that ends before its first checkpoint starts from scratch, as often as it is queued again."""
-    shape, steps = shape_of(environment.model), config.trainer.save_freq
+    shape, steps = shape_of(environment.model), config.trainer.save_freq or 0
     step = None if shape is None or config.trainer.device == "cpu" else step_seconds(config, shape)
     if step is None or not saves(config):
         return
-    by_time = math.ceil(60 * every_minutes(config) / step) or math.inf
-    first = step * min(by_time, steps if steps > 0 else math.inf)
-    if config.trainer.total_training_steps and steps > 0:  # verl saves at the last one
-        first = min(first, step * config.trainer.total_training_steps)
+    by_time, last = math.ceil(60 * every_minutes(config) / step), config.trainer.total_training_steps
+    first = step * min(number for number in (by_time, steps, last or 0, math.inf) if number > 0)
     left = environment.seconds_left
     if first <= (LONG_HOURS * HOUR if left is None else left):
         return

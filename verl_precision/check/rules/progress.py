@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl_precision.base.verl_config import ROLLOUT, engines, lora_rank
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.integration.trainer import saving
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LONG = 20  # steps on GPUs; of fewer nobody misses a checkpoint
@@ -58,7 +59,8 @@ def trains_little(config: DictConfig, environment: Environment) -> Faults:
 def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
     """Checkpoints that are not written, that lie where a restart does not find them, or that it does not read."""
     trainer, contents = config.trainer, config.actor_rollout_ref.actor.checkpoint
-    steps, saves, gpus = trainer.total_training_steps, (trainer.save_freq or 0) > 0, trainer.device != "cpu"
+    steps, saves, gpus = trainer.total_training_steps, saving.saves(config), trainer.device != "cpu"
+    by_time = saving.every_minutes(config) > 0
     long, folder = gpus and isinstance(steps, int) and steps >= LONG, PurePosixPath(str(trainer.default_local_dir))
     places = OF_A_HOST if trainer.nnodes > 1 and gpus else IN_MEMORY
     save, load = set(contents.save_contents or ()), set(contents.load_contents or ())
@@ -66,8 +68,8 @@ def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
     yield from _wrong(
         (long and not saves, "trainer.save_freq", f"no checkpoint is written in {steps} steps, not even the last",
          "1 or more"),
-        (long and saves and trainer.save_freq >= steps, "trainer.save_freq", f"the only checkpoint of {steps} steps is "
-         "the last: a run that ends before has none", f"less than {steps}"),
+        (long and saves and not by_time and trainer.save_freq >= steps, "trainer.save_freq", f"the only checkpoint of "
+         f"{steps} steps is the last: a run that ends before has none", f"less than {steps}"),
         (saves and trainer.get("resume_mode") == "disable", "trainer.resume_mode", "a run that is started again begins "
          "at step 0, and writes over its own checkpoints", "auto"),
         (saves and trainer.get("del_local_ckpt_after_load"), "trainer.del_local_ckpt_after_load", "a resumed run "

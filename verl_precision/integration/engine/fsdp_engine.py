@@ -34,7 +34,6 @@ from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import SentWeights, merged_lora, write_export_dtype
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.found_checkpoints import adopt_earlier
-from verl_precision.integration.trainer.kept_files import spare_marked
 
 # (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
 NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
@@ -199,10 +198,8 @@ class PrecisionFSDPEngine:
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
-        if self._has_precision_config:
-            if local_path is not None and torch.distributed.get_rank() == 0:  # who removes them
-                adopt_earlier(self.checkpoint_manager, local_path, max_ckpt_to_keep)
-            spare_marked(self.checkpoint_manager)
+        if self._has_precision_config and local_path is not None and torch.distributed.get_rank() == 0:  # who removes
+            adopt_earlier(self.checkpoint_manager, local_path, max_ckpt_to_keep)
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)
         if local_path is None or not self._has_precision_config:
             return

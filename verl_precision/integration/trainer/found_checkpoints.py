@@ -4,9 +4,9 @@ verl goes on from the one that `latest_checkpointed_iteration.txt` names. It wri
 rest: a run that is killed leaves it empty or old, and a missing one, or one that names a folder that is gone, has verl
 begin from scratch. And each start of verl forgets the checkpoints of the former ones, so that they are never removed.
 
-A checkpoint is complete where verl has written all of it: `data.pt`, which comes last, and for each role (actor,
-critic) a file of each rank for each content that is loaded. All are ZIP archives of `torch.save`, whose directory
-stands at the end: half a file has none.
+A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
+content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a
+file has none. In asynchronous modes the prompts under way follow in `transfer_queue`, which appears whole.
 """
 
 import logging
@@ -22,21 +22,14 @@ from omegaconf import DictConfig
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.files import write_file
 from verl_precision.base.verl_config import FSDP, engines
-from verl_precision.integration.trainer.kept_files import MARK
+from verl_precision.integration.trainer.kept_files import MARK, STEP, checkpoints_in
 
 logger = logging.getLogger("verl_precision")
 
-LAST_FILE = "data.pt"  # of what a checkpoint needs
+LAST_FILE, QUEUE = "data.pt", "transfer_queue"
 TRACKER = "latest_checkpointed_iteration.txt"
-_STEP = re.compile(r"global_step_(\d+)$")
 _SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt$")
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # of `checkpoint.load_contents`
-
-
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return a run's checkpoints by their steps, in their order."""
-    found = {int(name[1]): path for path in folder.glob("global_step_*") if (name := _STEP.match(path.name))}
-    return dict(sorted(found.items()))
 
 
 def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:
@@ -72,7 +65,12 @@ def mend_tracker(config: DictConfig) -> None:
     named = found.get(int(said)) if said and said.isdecimal() else None
     if named is not None and is_complete(named, actor.checkpoint.load_contents, roles):
         return
-    complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
+    in_flight = config.trainer.v1.trainer_mode not in ("sync", "vp_sync")  # verl loads none without a word
+    complete = [
+        step
+        for step, path in found.items()
+        if is_complete(path, actor.checkpoint.load_contents, roles) and (not in_flight or (path / QUEUE).is_dir())
+    ]
     half = ", ".join(path.name for step, path in found.items() if step not in complete) or "none"
     if complete:
         logger.warning(
@@ -95,17 +93,18 @@ def mend_tracker(config: DictConfig) -> None:
 def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
     """Have verl's checkpoint manager remember the checkpoints of earlier starts, which it removes in its usual order.
 
-    Those of steps before the one that is to be saved, in `local_path`; incomplete ones go first. With a file `KEEP`
-    they stay. The newest complete one, from which a run would go on, outlives the saving of the next: with `keep=1`,
-    where verl removes what it remembers as soon as the new shards are there, it is not remembered yet. Where verl
-    keeps all (`keep=None`), nothing happens.
+    Those of steps before the one that is to be saved, in `local_path`; incomplete ones go first. Those with a file
+    `KEEP` stay: verl removes only what it remembers. The newest complete one, from which a run would go on, outlives
+    the saving of the next: with `keep=1`, where verl removes what it remembers as soon as the new shards are there, it
+    is not remembered yet. Where verl keeps all (`keep=None`), nothing happens.
     """
-    new, known = Path(local_path).absolute(), checkpoint_manager.previous_saved_paths
-    if not keep or not (name := _STEP.match(new.parent.name)):
+    new = Path(local_path).absolute()
+    if not keep or not (name := STEP.match(new.parent.name)):
         return
+    known = [path for path in checkpoint_manager.previous_saved_paths if not (Path(path).parent / MARK).exists()]
     remembered = {Path(path).absolute() for path in known}
     earlier = [path for step, path in checkpoints_in(new.parent.parent).items() if step < int(name[1])]
-    there = [p for p in earlier if (p / new.name).is_dir() and not (p / MARK).exists()]
+    there = [path for path in earlier if (path / new.name).is_dir() and not (path / MARK).exists()]
     forgotten = [path for path in there if path / new.name not in remembered]
     whole = [p for p in forgotten if is_complete(p, checkpoint_manager.checkpoint_load_contents, (new.name,))]
     half = [path for path in forgotten if path not in whole]

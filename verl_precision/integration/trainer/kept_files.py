@@ -27,7 +27,7 @@ from verl_precision.integration.ledger import set_within, wrap_once
 logger = logging.getLogger("verl_precision")
 
 MARK = "KEEP"
-_STEP = re.compile(r"global_step_(\d+)$")
+STEP = re.compile(r"global_step_(\d+)$")
 # The step of the checkpoint that the run goes on from; None: verl's own behaviour.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 
@@ -107,13 +107,18 @@ def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
 
 
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by their steps, in their order."""
+    found = {int(name[1]): path for path in folder.glob("global_step_*") if (name := STEP.match(path.name))}
+    return dict(sorted(found.items()))
+
+
 def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
     """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest.
 
     Returns the checkpoint that is marked now, or None where there is none or it was marked before.
     """
-    found = {int(name.group(1)): path for path in folder.glob("global_step_*") if (name := _STEP.match(path.name))}
-    if not found:
+    if not (found := checkpoints_in(folder)):
         return None
     checkpoint = found[max((number for number in found if number < step), default=min(found))]
     mark = checkpoint / MARK
@@ -122,9 +127,3 @@ def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
     write_file(mark, f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n")
     logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
     return checkpoint
-
-
-def spare_marked(checkpoint_manager: Any) -> None:
-    """Have verl's checkpoint manager forget the checkpoints that are marked: it removes only what it remembers."""
-    paths = checkpoint_manager.previous_saved_paths
-    checkpoint_manager.previous_saved_paths = [path for path in paths if not (Path(path).parent / MARK).exists()]

@@ -13,7 +13,6 @@ import glob
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +28,7 @@ from verl_precision.integration.trainer.run_settings import (
     settings_of_record,
     settings_of_run,
 )
+from verl_precision.integration.trainer.saving import saves
 
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
@@ -69,9 +69,8 @@ def claim_folder(config: DictConfig) -> None:
             or if a job that Slurm has queued again would begin a new one.
     """
     folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
-    known = _require_same(config, folder, run)
-    saves = config.trainer.save_freq > 0 or OmegaConf.select(config, "mismatch.alarm.on_alarm") == "stop"
-    if known is None and not (folder.exists() or saves):
+    known, on_alarm = _require_same(config, folder, run), OmegaConf.select(config, "mismatch.alarm.on_alarm")
+    if known is None and not (folder.exists() or saves(config) or on_alarm == "stop"):
         return
     beside = {} if known is not None else _runs_beside(folder)
     _require_first_start(folder, run, beside)
@@ -115,12 +114,6 @@ def run_in(folder: Path) -> RunSettings | None:
             value=str(folder),
             remedy=f"Give another folder. Or remove {RUN_FILE}, if you know that these checkpoints are this run's.",
         ) from error
-
-
-def settings_in(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run that a folder belongs to, or None where it says nothing."""
-    known = run_in(folder)
-    return None if known is None else dict(known.settings)
 
 
 def _runs_beside(folder: Path) -> dict[Path, RunSettings]:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,22 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.registry import FORMER_NAMES
 
 # What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
-IDENTITY_BLOCKS: tuple[str, ...] = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function")
-IDENTITY_BLOCKS += ("data", "distillation", "reward")
+IDENTITY_BLOCKS = "actor_rollout_ref algorithm critic custom_reward_function data distillation reward".split()
 IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
 # Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
 # after an out-of-memory error goes on with the same run.
 IGNORED_SETTINGS = frozenset(
-    ("checkpoint", "checkpoint_engine", "cudagraph_capture_sizes", "dataloader_num_workers")
-    + ("disable_log_stats", "enable_activation_offload", "enable_chunked_prefill", "enable_gradient_checkpointing")
-    + ("enable_prefix_caching", "enforce_eager", "entropy_checkpointing", "entropy_from_logits_chunk_size")
-    + ("every_n_steps", "filter_overlong_prompts_workers", "forward_max_token_len_per_gpu")
-    + ("forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "forward_prefetch", "free_cache_engine")
-    + ("gpu_memory_utilization", "layered_summon", "log_prob_chunk_tokens", "log_prob_max_token_len_per_gpu")
-    + ("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "max_num_batched_tokens")
-    + ("max_num_seqs", "nccl_timeout", "num_workers", "offload_policy", "optimizer_offload", "param_offload")
-    + ("ppo_max_token_len_per_gpu", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "profiler", "prometheus")
-    + ("reshard_after_forward", "send_weight_manifest", "skip_tokenizer_init", "trace", "use_shm")
-    + ("use_torch_compile", "val_batch_size", "val_files", "val_kwargs", "val_max_samples", "validation_shuffle")
+    """
+    checkpoint checkpoint_engine cudagraph_capture_sizes dataloader_num_workers disable_log_stats
+    enable_activation_offload enable_chunked_prefill enable_gradient_checkpointing enable_prefix_caching enforce_eager
+    entropy_checkpointing entropy_from_logits_chunk_size every_n_steps filter_overlong_prompts_workers
+    forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu forward_prefetch
+    free_cache_engine gpu_memory_utilization layered_summon log_prob_chunk_tokens log_prob_max_token_len_per_gpu
+    log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu max_num_batched_tokens max_num_seqs nccl_timeout
+    num_workers offload_policy optimizer_offload param_offload ppo_max_token_len_per_gpu ppo_micro_batch_size
+    ppo_micro_batch_size_per_gpu profiler prometheus reshard_after_forward send_weight_manifest skip_tokenizer_init
+    trace use_shm use_torch_compile val_batch_size val_files val_kwargs val_max_samples validation_shuffle
+    """.split()
 )
 _TRAINER_MODE, _LOSS = "trainer.v1.trainer_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"
 _NOT_SET: tuple[Any, ...] = (None, [])
@@ -80,7 +79,7 @@ def settings_of_run(config: DictConfig) -> RunSettings:
     content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
     local = {name for name in content if all(_local(path).exists() for path in _paths(settings[name]))}
     chosen = local.union(_chosen(config, settings, written, defaults))
-    named = {name: content[name] if name in local else _number(settings[name]) for name in chosen}
+    named = {name: content[name] if name in local else settings[name] for name in chosen}
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
     return RunSettings(settings, frozenset(chosen), content, digest, defaults)
 
@@ -98,8 +97,8 @@ def settings_of_record(record: Mapping[str, Any]) -> RunSettings:
 
 def as_record(run: RunSettings) -> dict[str, Any]:
     """Return plain values of a run, for `settings_of_record`."""
-    kept = {"settings": dict(run.settings), "chosen": sorted(run.chosen), "content": dict(run.content)}
-    return {"digest": run.digest, **kept}
+    chosen = sorted(run.chosen)
+    return {"digest": run.digest, "settings": dict(run.settings), "chosen": chosen, "content": dict(run.content)}
 
 
 def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:
@@ -110,8 +109,12 @@ def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:
 def differences(old: RunSettings, new: RunSettings) -> str:
     """Say in which settings, of at most five, the run that is to start is another one; empty where it is the same."""
     changed, most = changed_settings(old, new), 5
-    named = [_difference(name, old, new) for name in changed[:most]]
-    return "; ".join([*named, *([f"and {len(changed) - most} more"] if len(changed) > most else [])])
+    said: list[str] = []
+    for name in changed[:most]:
+        was, now = (run.settings.get(name, "not set") for run in (old, new))
+        change = f" was {was!r}, is {now!r}" if was != now else f"={now!r} has another content than it had"
+        said.append(name + change)
+    return "; ".join(said + [f"and {len(changed) - most} more"] * (len(changed) > most))
 
 
 def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
@@ -124,19 +127,13 @@ def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
     return name not in old.chosen or (name in new.defaults and new.defaults[name] == old.settings[name])
 
 
-def _difference(name: str, old: RunSettings, new: RunSettings) -> str:
-    was, now = (run.settings.get(name, "not set") for run in (old, new))
-    return f"{name} was {was!r}, is {now!r}" if was != now else f"{name}={now!r} has another content than it had"
-
-
 def _same_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with today's name of the loss, and with verl's of the trainer: the one that measures is alike."""
-    now = dict(settings)
-    if _TRAINER_MODE in now:
-        now[_TRAINER_MODE] = str(now[_TRAINER_MODE]).removeprefix("vp_")
-    if _LOSS in now:
-        now[_LOSS] = FORMER_NAMES.get(now[_LOSS], now[_LOSS])
-    return now
+    same: dict[str, Callable[[Any], Any]] = {
+        _TRAINER_MODE: lambda mode: str(mode).removeprefix("vp_"),
+        _LOSS: lambda loss: FORMER_NAMES.get(loss, loss),
+    }
+    return {name: same[name](value) if name in same else value for name, value in settings.items()}
 
 
 def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
@@ -160,15 +157,9 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """Return flat settings of plain types, as they will be read back."""
-    return json.loads(json.dumps(dict(settings), default=str))
-
-
-def _number(value: Any) -> Any:
-    """Return a whole number as an integer: 1 and 1.0 are one setting."""
-    if isinstance(value, list):
-        return [_number(each) for each in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """Return flat settings of plain types, as they will be read back; a whole number as an integer: 1.0 is 1."""
+    number = lambda text: int(value) if (value := float(text)).is_integer() else value  # noqa: E731
+    return json.loads(json.dumps(dict(settings), default=str), parse_float=number)
 
 
 def _defaults(config: DictConfig, parts: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 verl's driver, which gets the signals, only waits; the trainer is a busy actor of Ray's, perhaps on another host. So a
 signal leaves an empty file in the run's folder, which every host sees and `touch` makes as well, and the trainer takes
 it away at the end of a step. After SIGTERM it saves and ends the run. A second SIGTERM ends it at once, and so does the
-first where no checkpoints are saved, or before Ray has started. Requests that a killed run has left are void.
+first where no checkpoints are saved, or before Ray has started; the exit code is 1 then, where Ray's `ray.get` makes
+that of any other. Requests that a killed run has left are void.
 """
 
 import logging
+import math
 import signal
 import sys
 import time
@@ -19,7 +21,7 @@ from pydantic import Field
 
 from verl_precision.base.settings import settings
 
-SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the trainer makes the last of the second
+SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the last is the trainer's answer to the second
 ENDED = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
 
 logger = logging.getLogger("verl_precision")
@@ -30,7 +32,8 @@ class CheckpointSettings:
     """The block `checkpoint` of a config.
 
     Attributes:
-        every_minutes: A run saves at the end of a step when its last checkpoint is so old; ≥ 0. 0: never.
+        every_minutes: A run saves at the end of a step when its last checkpoint is so old, and after its last step;
+            ≥ 0. 0: never.
     """
 
     every_minutes: float = Field(default=0.0, ge=0, strict=True, allow_inf_nan=False, description="Set 60, or 0: off.")
@@ -45,12 +48,12 @@ def checkpoint_settings(config: DictConfig) -> CheckpointSettings:
 def every_minutes(config: DictConfig) -> float:
     """Return `checkpoint.every_minutes` for rules: 0 for a value that another rule refuses."""
     minutes = OmegaConf.select(config, "checkpoint.every_minutes")
-    return minutes if isinstance(minutes, int | float) else 0
+    return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else 0
 
 
 def saves(config: DictConfig) -> bool:
     """Return whether a run saves checkpoints, by steps or by time."""
-    return config.trainer.save_freq > 0 or every_minutes(config) > 0
+    return (config.trainer.save_freq or 0) > 0 or every_minutes(config) > 0
 
 
 class SavePlan:
@@ -65,20 +68,20 @@ class SavePlan:
         """Count the time from here: a checkpoint has all that was learned."""
         self._last = self._now()
 
-    def due(self) -> bool:
-        """Return whether it is time for a checkpoint, or one was asked for, which counts once."""
-        return self._taken(SAVE) or 0 < self._seconds <= self._now() - self._last
+    def due(self, last_step: bool = False) -> bool:
+        """Return whether it is time for a checkpoint (as it is after the last step), or one was asked for, once."""
+        by_time = self._seconds > 0 and (last_step or self._now() - self._last >= self._seconds)
+        return self._taken(SAVE) or by_time
 
     def asked_to_end(self) -> bool:
         """Return whether the run was asked to end, once; the driver will find that it was."""
-        return self._taken(END)
+        if asked := self._taken(END):
+            (self._folder / ENDING).touch()
+        return asked
 
     def _taken(self, request: str) -> bool:
         try:
-            if request == END:
-                (self._folder / END).replace(self._folder / ENDING)
-            else:
-                (self._folder / request).unlink()
+            (self._folder / request).unlink()
         except FileNotFoundError:
             return False
         return True
@@ -102,7 +105,7 @@ class SignalRequests:
         """Leave the request that a signal stands for.
 
         Raises:
-            SystemExit: With `ENDED`, where a SIGTERM is to end the run at once.
+            SystemExit: Where a SIGTERM is to end the run at once.
         """
         if number == signal.SIGUSR1:
             logger.warning("SIGUSR1: a checkpoint is saved at the end of the step under way")

@@ -98,8 +98,9 @@ def _measuring(base: type, mode: str) -> type:
 
         def on_step_end(self):
             # At this point verl has saved, if `save_freq` says so. After the last step it ends by itself.
-            ends = self.global_steps < self.total_training_steps and self._plan.asked_to_end()
-            if (self._plan.due() or ends) and self._saved_step != self.global_steps:
+            last = self.global_steps >= self.total_training_steps
+            ends = not last and self._plan.asked_to_end()
+            if (self._plan.due(last) or ends) and self._saved_step != self.global_steps:
                 start = time.perf_counter()
                 self._save_checkpoint()
                 self.timing_raw["save_checkpoint"] = time.perf_counter() - start
@@ -143,9 +144,10 @@ def _measuring(base: type, mode: str) -> type:
             self._monitor.show_histograms(self.logger, global_steps)
             if stop is not None:
                 self.logger.log(data=metrics, step=global_steps)
-                if mode == "sync":  # vLLM is awake already, for the next step; saving needs the memory
-                    self.checkpoint_manager.sleep_replicas()
-                self._save_checkpoint()
+                if self._saved_step != global_steps:  # saved twice, verl counts it twice, and removes it with keep=1
+                    if mode == "sync":  # vLLM is awake already, for the next step; saving needs the memory
+                        self.checkpoint_manager.sleep_replicas()
+                    self._save_checkpoint()
                 raise stop
 
         def _save_checkpoint(self):

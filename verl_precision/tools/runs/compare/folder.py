@@ -57,10 +57,9 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
             finally:
                 release(path.parent)
     path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S") / COMMAND
-    if path.parent.exists():
+    if path.parent.exists() or take(path.parent) is not None:
         remedy = "Wait a second, or give another --output."
         raise ConfigurationError(f"{path.parent} exists, and nothing is overwritten", remedy=remedy)
-    take(path.parent)
     try:
         write_json(path, command, replace=False)
         yield path.parent
