@@ -205,10 +205,6 @@ def _words(error: BaseException) -> str:
 
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
     said = said if isinstance(said, str) else _words(said)
-    return ConfigurationError(
-        f"verl refuses it: {said}",
-        setting=setting,
-        value=value,
-        allowed=", ".join(known) or "what verl's message asks for",
-        remedy=f"Correct {setting}, or leave it as the recipe has it.",
-    )
+    allowed = ", ".join(known) or "what verl's message asks for"
+    remedy = f"Correct {setting}, or leave it as the recipe has it."
+    return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

@@ -34,13 +34,12 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
         wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
     if wrong:
-        yield Fault(
-            setting=f"{MODEL}.target_modules",
-            problem=f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained, and "
-            "PEFT raises where none is left",
-            allowed="all-linear, or names of modules such as [q_proj,v_proj]",
-            remedy=f"Set {MODEL}.target_modules=all-linear.",
+        problem = (
+            f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained, and "
+            "PEFT raises where none is left"
         )
+        setting, allowed = f"{MODEL}.target_modules", "all-linear, or names of modules such as [q_proj,v_proj]"
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {MODEL}.target_modules=all-linear.")
 
 
 def _matches_one(pattern: str, names: list[str]) -> bool:
@@ -56,12 +55,9 @@ def model_overridden(config: DictConfig, environment: Environment) -> Faults:
     for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
         own = environment.model.get(key)
         if key in SHAPE and own is not None and own != value:
-            yield Fault(
-                setting=f"{MODEL}.override_config.{key}",
-                problem=f"the model has {own}; verl tells its trainer only, and the rollout keeps the model as it is",
-                allowed=str(own),
-                remedy="Remove it, or name a folder whose config.json says so (actor_rollout_ref.model.path).",
-            )
+            problem = f"the model has {own}; verl tells its trainer only, and the rollout keeps the model as it is"
+            remedy = "Remove it, or name a folder whose config.json says so (actor_rollout_ref.model.path)."
+            yield Fault(setting=f"{MODEL}.override_config.{key}", problem=problem, allowed=str(own), remedy=remedy)
 
 
 @rule("overlong-buffer")
@@ -94,11 +90,9 @@ def filter_metric(config: DictConfig, environment: Environment) -> Faults:
     known = reward is None or reward in ANSWER_REWARDS  # a user's own may return anything
     if metric == "score" and (reward is None or "boxed_answer" in reward):
         return
-    yield Fault(
-        severity="error" if known or not metric else "warning",
-        setting=f"{FILTER}.metric",
-        problem="the reward has to return it with each response: without it the replay buffer raises after the first "
-        "rollout",
-        allowed="acc, reward, or a key of the dictionary that the reward function returns",
-        remedy=f"Set {FILTER}.metric=acc.",
+    problem = (
+        "the reward has to return it with each response: without it the replay buffer raises after the first rollout"
     )
+    severity, remedy = "error" if known or not metric else "warning", f"Set {FILTER}.metric=acc."
+    allowed = "acc, reward, or a key of the dictionary that the reward function returns"
+    yield Fault(severity=severity, setting=f"{FILTER}.metric", problem=problem, allowed=allowed, remedy=remedy)

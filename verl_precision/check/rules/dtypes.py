@@ -77,12 +77,10 @@ def _differs_from_actor(role: str, effect: str, config: DictConfig, environment:
     actor, *others = engines(config)
     for engine in others:
         if engine.role == role and engine.compute != actor.compute:
-            yield Fault(
-                setting=f"{engine.setting}.mixed_precision.param_dtype",
-                problem=f"the {role} computes in {engine.compute}, the actor in {actor.compute}; {effect}",
-                allowed=actor.compute,
-                remedy=f"Choose precision={actor.compute}, which sets them together.",
-            )
+            setting = f"{engine.setting}.mixed_precision.param_dtype"
+            problem = f"the {role} computes in {engine.compute}, the actor in {actor.compute}; {effect}"
+            remedy = f"Choose precision={actor.compute}, which sets them together."
+            yield Fault(setting=setting, problem=problem, allowed=actor.compute, remedy=remedy)
 
 
 for _role, _effect in (
@@ -109,12 +107,9 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
             continue
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
-        yield Fault(
-            severity="warning" if lora and engine.master == "bf16" else "error",
-            setting=f"{engine.setting}.model_dtype",
-            problem=f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}",
-            allowed="fp32",
-        )
+        severity = "warning" if lora and engine.master == "bf16" else "error"
+        problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
+        yield Fault(severity=severity, setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
 
 
 @rule("adam-eps-underflow")
@@ -124,13 +119,10 @@ def adam_eps_underflow(config: DictConfig, environment: Environment) -> Faults:
         override = (engine.optim or {}).get("override_optimizer_config") or {}
         eps = float(override.get("eps", ADAM_EPS))
         if engine.half_master and engine.master == "fp16" and eps <= FP16_ZERO:
-            yield Fault(
-                setting=f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps",
-                value=eps,
-                problem="it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf",
-                allowed=f"> {FP16_ZERO:.1e}, or FP32 master weights",
-                remedy=f"Set {engine.setting}.model_dtype=fp32.",
-            )
+            setting = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps"
+            problem = "it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf"
+            allowed, remedy = f"> {FP16_ZERO:.1e}, or FP32 master weights", f"Set {engine.setting}.model_dtype=fp32."
+            yield Fault(setting=setting, value=eps, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("vllm-refuses-fp16")
@@ -138,12 +130,10 @@ def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
     kind, engine = environment.model.get("model_type"), config.actor_rollout_ref.rollout.name
     if kind in VLLM_REFUSES_FP16 and engine == "vllm" and rollout_dtype(config) == "fp16":
-        yield Fault(
-            setting=ROLLOUT_DTYPE,
-            problem=f"vLLM does not run model_type={kind} in FP16 (numerical instability)",
-            allowed="bfloat16 or float32 for this architecture",
-            remedy="Choose precision=bf16 or fp32, or another model.",
-        )
+        problem = f"vLLM does not run model_type={kind} in FP16 (numerical instability)"
+        allowed = "bfloat16 or float32 for this architecture"
+        remedy = "Choose precision=bf16 or fp32, or another model."
+        yield Fault(setting=ROLLOUT_DTYPE, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("merged-lora-rounds")
@@ -230,12 +220,9 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
     """Fused kernels take log-probs from the hidden states: the output head never runs."""
     actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
     if fused and actor.ours and actor.node.get("fp32_output_head"):
-        yield Fault(
-            setting=f"{actor.setting}.fp32_output_head",
-            problem="fused kernels take log-probs from the hidden states and never call the output head",
-            allowed="False with use_fused_kernels=True",
-            remedy="Set actor_rollout_ref.model.use_fused_kernels=False.",
-        )
+        setting, remedy = f"{actor.setting}.fp32_output_head", "Set actor_rollout_ref.model.use_fused_kernels=False."
+        problem = "fused kernels take log-probs from the hidden states and never call the output head"
+        yield Fault(setting=setting, problem=problem, allowed="False with use_fused_kernels=True", remedy=remedy)
 
 
 @rule("export-rounds", "warning")

@@ -63,12 +63,10 @@ def offload_policy_ignored(config: DictConfig, environment: Environment) -> Faul
     for engine in engines(config):
         if engine.strategy == "fsdp" and engine.trains and engine.node.get("offload_policy"):
             owner = engine.setting.rpartition(".")[0]
-            yield Fault(
-                setting=f"{engine.setting}.offload_policy",
-                problem=f"FSDP1 ignores it, and the state of the {engine.role} stays on the GPU",
-                allowed="False, or strategy=fsdp2",
-                remedy=f"Set {owner}.strategy=fsdp2, or param_offload and optimizer_offload.",
-            )
+            setting = f"{engine.setting}.offload_policy"
+            problem = f"FSDP1 ignores it, and the state of the {engine.role} stays on the GPU"
+            remedy = f"Set {owner}.strategy=fsdp2, or param_offload and optimizer_offload."
+            yield Fault(setting=setting, problem=problem, allowed="False, or strategy=fsdp2", remedy=remedy)
 
 
 @rule("router-replay")

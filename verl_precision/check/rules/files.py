@@ -84,13 +84,12 @@ def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
     """verl counts the steps of an epoch, and divides by their number."""
     rows, size = _train_rows(config, machine), config.data.train_batch_size
     if rows < size:
-        yield Fault(
-            setting="data.train_batch_size",
-            problem=f"the training files have {rows} rows: no batch is full, and verl divides by the zero steps of an "
-            "epoch once everything is loaded",
-            allowed=f"at most {rows}",
-            remedy="Lower it, or train on more problems (data.train_files, data.train_max_samples).",
+        problem = (
+            f"the training files have {rows} rows: no batch is full, and verl divides by the zero steps of an "
+            "epoch once everything is loaded"
         )
+        remedy = "Lower it, or train on more problems (data.train_files, data.train_max_samples)."
+        yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"at most {rows}", remedy=remedy)
 
 
 @rule("epochs-end-first", "warning", of_machine=True)
@@ -158,12 +157,10 @@ def packages(config: DictConfig, machine: Machine) -> Faults:
     """verl imports a logger's package once everything is loaded, and others in its workers."""
     for setting, name, package in needed_packages(config):
         if package in machine.missing_packages:
-            yield Fault(
-                setting=setting,
-                problem=f"{name} needs the package {package}, which is not installed",
-                allowed="console and file, and others whose package is installed",
-                remedy=f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it.",
-            )
+            problem = f"{name} needs the package {package}, which is not installed"
+            allowed = "console and file, and others whose package is installed"
+            remedy = f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it."
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("column-missing", of_machine=True)

@@ -33,13 +33,12 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
     replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     # ActorRolloutRefWorker.init_model, RolloutReplica.__init__
     if replica < 1 or gpus % replica or replica % min(per_node, replica):
-        yield Fault(
-            setting=PARALLEL,
-            problem=f"a replica takes {replica} GPUs, and {config.trainer.nnodes} x {per_node} GPUs are not divided by "
-            "that: verl asserts so once the trainer's model is loaded",
-            allowed=f"a divisor of {gpus}: {_divisors(gpus)}",
-            remedy=f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node.",
+        problem = (
+            f"a replica takes {replica} GPUs, and {config.trainer.nnodes} x {per_node} GPUs are not divided by "
+            "that: verl asserts so once the trainer's model is loaded"
         )
+        remedy = f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node."
+        yield Fault(setting=PARALLEL, problem=problem, allowed=f"a divisor of {gpus}: {_divisors(gpus)}", remedy=remedy)
     for engine in engines(config):
         if engine.strategy not in FSDP:
             continue
@@ -47,13 +46,12 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
             # FSDPEngine._init_device_mesh, create_device_mesh
             if 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
-                yield Fault(
-                    setting=setting,
-                    problem=f"{gpus} GPUs are not divided by it, and the ranks left over are in no group: they fail "
-                    "when they ask for theirs, and the others wait",
-                    allowed=f"a divisor of {gpus}: {_divisors(gpus)}",
-                    remedy=f"Set {setting}={math.gcd(over, gpus)}.",
+                problem = (
+                    f"{gpus} GPUs are not divided by it, and the ranks left over are in no group: they fail "
+                    "when they ask for theirs, and the others wait"
                 )
+                allowed, remedy = f"a divisor of {gpus}: {_divisors(gpus)}", f"Set {setting}={math.gcd(over, gpus)}."
+                yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("heads-do-not-divide")
@@ -71,13 +69,12 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         kv = kv_heads or heads
         if over >= 1 and (heads % over or kv % over and over % kv):
             fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-            yield Fault(
-                setting=setting,
-                problem=f"the model has {heads} attention heads and {kv} of keys and values, which {over} ranks cannot "
-                "share evenly: " + ("vLLM" if setting == PARALLEL else "the trainer") + " refuses to load it",
-                allowed=", ".join(map(str, fitting)),
-                remedy=f"Set {setting}={max(n for n in fitting if n <= over)}.",
+            problem = (
+                f"the model has {heads} attention heads and {kv} of keys and values, which {over} ranks cannot "
+                "share evenly: " + ("vLLM" if setting == PARALLEL else "the trainer") + " refuses to load it"
             )
+            remedy = f"Set {setting}={max(n for n in fitting if n <= over)}."
+            yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, fitting)), remedy=remedy)
 
 
 @rule("batch-does-not-divide")
@@ -90,22 +87,19 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
         micro_batch = owner.get("ppo_micro_batch_size_per_gpu")
         if sequences % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
-            yield Fault(
-                setting=setting,
-                problem=f"{sequences} sequences (x rollout.n={n}) are not divided by {ranks} ranks: verl asserts so in "
-                "the first update, after the first rollout",
-                allowed=f"a multiple of {step}",
-                remedy=f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}.",
+            problem = (
+                f"{sequences} sequences (x rollout.n={n}) are not divided by {ranks} ranks: verl asserts so in "
+                "the first update, after the first rollout"
             )
+            remedy = f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}."
+            yield Fault(setting=setting, problem=problem, allowed=f"a multiple of {step}", remedy=remedy)
         elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:
             setting, when = f"{path}.ppo_micro_batch_size_per_gpu", "in the first update, after the first rollout"
             yield _not_divided(setting, micro_batch, sequences // ranks, "mini-batch", when)
     if model.actor.use_dynamic_bsz != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
-        yield Fault(
-            setting=f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-            problem=f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same",
-            allowed=str(model.actor.use_dynamic_bsz),
-        )
+        problem = f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same"
+        allowed = str(model.actor.use_dynamic_bsz)
+        yield Fault(setting=f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem=problem, allowed=allowed)
     bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
     micro_batch = model.rollout.get("log_prob_micro_batch_size_per_gpu")
     ranks = max(gpus // engines(config)[0].ulysses[1], 1)
@@ -119,12 +113,9 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
 
 def _not_divided(setting: str, micro_batch: int, sequences: int, batch: str, when: str) -> Fault:
     """Return the fault that verl's prepare_micro_batches asserts."""
-    return Fault(
-        setting=setting,
-        problem=f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}",
-        allowed=f"a divisor of {sequences}",
-        remedy=f"Set {setting}={math.gcd(sequences, micro_batch)}.",
-    )
+    problem = f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}"
+    remedy = f"Set {setting}={math.gcd(sequences, micro_batch)}."
+    return Fault(setting=setting, problem=problem, allowed=f"a divisor of {sequences}", remedy=remedy)
 
 
 def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
@@ -178,13 +169,12 @@ def token_budget(config: DictConfig, environment: Environment) -> Faults:
             continue
         _, parallel = found[role].ulysses
         if tokens * parallel < longest:
-            yield Fault(
-                setting=setting,
-                problem=f"the longest sequence, data.max_prompt_length + data.max_response_length, has {longest} tokens"
-                " and fits into no micro-batch: verl stops at the first one that is longer",
-                allowed=f"at least {-(-longest // parallel)}",
-                remedy="Raise it, or shorten the responses.",
+            problem = (
+                f"the longest sequence, data.max_prompt_length + data.max_response_length, has {longest} tokens"
+                " and fits into no micro-batch: verl stops at the first one that is longer"
             )
+            allowed = f"at least {-(-longest // parallel)}"
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy="Raise it, or shorten the responses.")
 
 
 @rule("vllm-refuses-setting")

@@ -55,26 +55,24 @@ def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Fa
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            problem=f"verl's V1 trainer ignores {' and '.join(ignored)} here: loss_mode={_loss(config)} runs with the "
-            "rollout's log-probs as the old ones, so the clip acts on the mismatch",
-            allowed="False, or a loss that knows bypass mode",
-            remedy="Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis.",
+        problem = (
+            f"verl's V1 trainer ignores {' and '.join(ignored)} here: loss_mode={_loss(config)} runs with the "
+            "rollout's log-probs as the old ones, so the clip acts on the mismatch"
         )
+        setting, remedy = f"{CORRECTION}.bypass_mode", "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
+        yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
 
 
 @rule("bypass-clips-mismatch", "warning")
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
     """Bypass mode alone makes the clip act on the mismatch."""
     if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            problem=f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "
-            "mismatch: tokens are clipped for their rounding. verl logs no mismatch metric in this mode",
-            allowed="False, or a loss that knows bypass mode",
-            remedy="Set it to False, or choose estimator=pg_seq_is.",
+        problem = (
+            f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "
+            "mismatch: tokens are clipped for their rounding. verl logs no mismatch metric in this mode"
         )
+        setting, remedy = f"{CORRECTION}.bypass_mode", "Set it to False, or choose estimator=pg_seq_is."
+        yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
 
 
 @rule("updates-below-grid", "warning")
@@ -202,12 +200,10 @@ def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults
     """The losses of this package have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
     if find_loss(_loss(config)) is not None and value != VERLS_CLIP_RATIO_C:
-        yield Fault(
-            setting="actor_rollout_ref.actor.clip_ratio_c",
-            problem=f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does",
-            allowed=f"{VERLS_CLIP_RATIO_C} (verl's default, not read)",
-            remedy="Remove the setting, or choose estimator=dapo.",
-        )
+        problem = f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does"
+        allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
+        remedy = "Remove the setting, or choose estimator=dapo."
+        yield Fault(setting="actor_rollout_ref.actor.clip_ratio_c", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("loss-settings")

@@ -84,13 +84,11 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
     if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
-        yield Fault(
-            setting=f"{ROLLOUT}.temperature",
-            problem=f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
-            "rounding",
-            allowed="1.0",
-            remedy="Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else "",
+        problem = (
+            f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more rounding"
         )
+        remedy = "Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else ""
+        yield Fault(setting=f"{ROLLOUT}.temperature", problem=problem, allowed="1.0", remedy=remedy)
 
 
 @rule("logprobs-missing")
@@ -181,14 +179,11 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
         return
     if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
         setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
-        yield Fault(
-            setting=setting,
-            value=False,
-            problem=f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
-            f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
-            allowed="True",
-            remedy=f"Set +{setting}=True.",
+        problem = (
+            f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
+            f"{gpu} it has been reported to raise the mismatch by orders of magnitude"
         )
+        yield Fault(setting=setting, value=False, problem=problem, allowed="True", remedy=f"Set +{setting}=True.")
 
 
 @rule("experts-kernel-bf16", "warning")

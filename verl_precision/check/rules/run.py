@@ -46,14 +46,10 @@ _FIXED = {
 def plugin_not_loaded(config: DictConfig, environment: Environment) -> Faults:
     """verl loads the plugin silently or not at all."""
     if environment.plugin_policy is not None:
-        yield Fault(
-            setting="VERL_USE_EXTERNAL_PLUGINS",
-            value=environment.plugin_policy,
-            problem="the plugin verl_precision.plugin is not loaded, so nothing of this package is registered with "
-            "verl",
-            allowed="auto, or a list that contains verl_precision",
-            remedy="Run `verl-precision check` to see why.",
-        )
+        setting, allowed = "VERL_USE_EXTERNAL_PLUGINS", "auto, or a list that contains verl_precision"
+        problem = "the plugin verl_precision.plugin is not loaded, so nothing of this package is registered with verl"
+        remedy = "Run `verl-precision check` to see why."
+        yield Fault(setting=setting, value=environment.plugin_policy, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("verl-refuses")
@@ -105,13 +101,12 @@ def chat_template(config: DictConfig, environment: Environment) -> Faults:
     """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
     setting = "actor_rollout_ref.model.custom_chat_template"
     if environment.model.get("has_chat_template") is False and OmegaConf.select(config, setting) is None:
-        yield Fault(
-            setting=setting,
-            problem="the model's tokenizer has no chat template: no prompt can be made, and where long prompts are "
-            "filtered, all are",
-            allowed="a template in Jinja",
-            remedy="Leave it as the recipe has it, or give one that fits the prompts.",
+        problem = (
+            "the model's tokenizer has no chat template: no prompt can be made, and where long prompts are "
+            "filtered, all are"
         )
+        remedy = "Leave it as the recipe has it, or give one that fits the prompts."
+        yield Fault(setting=setting, problem=problem, allowed="a template in Jinja", remedy=remedy)
 
 
 @rule("context-too-small")
@@ -122,13 +117,12 @@ def context(config: DictConfig, environment: Environment) -> Faults:
     for own, node in (("", config.actor_rollout_ref.rollout), (f".engine_kwargs.{engine}", engine_kwargs(config))):
         if (length := node.get("max_model_len")) is None or length >= longest:
             continue
-        yield Fault(
-            setting=f"{ROLLOUT}{own}.max_model_len",
-            problem=f"data.max_prompt_length + data.max_response_length is {longest}: verl would cut responses at what "
-            "the prompt leaves of the context, without a word",
-            allowed=f"at least {longest}",
-            remedy="Leave it to the recipe, which adds the two, or shorten the responses.",
+        problem = (
+            f"data.max_prompt_length + data.max_response_length is {longest}: verl would cut responses at what "
+            "the prompt leaves of the context, without a word"
         )
+        allowed, remedy = f"at least {longest}", "Leave it to the recipe, which adds the two, or shorten the responses."
+        yield Fault(setting=f"{ROLLOUT}{own}.max_model_len", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("value-out-of-range")
@@ -168,13 +162,12 @@ def group_of_one(config: DictConfig, environment: Environment) -> Faults:
     """Estimators that compare the responses to a prompt have nothing to compare."""
     estimator = config.algorithm.adv_estimator
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS:
-        yield Fault(
-            setting="actor_rollout_ref.rollout.n",
-            problem=f"adv_estimator={estimator} compares the responses to one prompt: of one alone verl takes the bare "
-            "reward for the advantage, without a baseline",
-            allowed="2 or more",
-            remedy="Set actor_rollout_ref.rollout.n=8.",
+        problem = (
+            f"adv_estimator={estimator} compares the responses to one prompt: of one alone verl takes the bare "
+            "reward for the advantage, without a baseline"
         )
+        setting = "actor_rollout_ref.rollout.n"
+        yield Fault(setting=setting, problem=problem, allowed="2 or more", remedy="Set actor_rollout_ref.rollout.n=8.")
 
 
 @rule("not-repeatable")
