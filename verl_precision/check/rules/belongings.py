@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 
 FILTER = "algorithm.filter_groups"
 MODEL = "actor_rollout_ref.model"
@@ -14,9 +14,6 @@ SHAPING = "reward.reward_kwargs"
 # What a layer's linear modules are called in these architectures of transformers.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-# Keys of config.json that make another model of it.
-SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-         "num_experts_per_tok", "rope_theta", "rms_norm_eps", "tie_word_embeddings")  # fmt: skip
 
 
 @rule("name-unknown")
@@ -47,17 +44,6 @@ def _matches_one(pattern: str, names: list[str]) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
     except re.error:  # no pattern at all: PEFT raises it
         return False
-
-
-@rule("model-overridden")
-def model_overridden(config: DictConfig, environment: Environment) -> Faults:
-    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
-    for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
-        own = environment.model.get(key)
-        if key in SHAPE and own is not None and own != value:
-            problem = f"the model has {own}; verl tells its trainer only, and the rollout keeps the model as it is"
-            remedy = "Remove it, or name a folder whose config.json says so (actor_rollout_ref.model.path)."
-            yield Fault(setting=f"{MODEL}.override_config.{key}", problem=problem, allowed=str(own), remedy=remedy)
 
 
 @rule("overlong-buffer")
@@ -93,6 +79,7 @@ def filter_metric(config: DictConfig, environment: Environment) -> Faults:
     problem = (
         "the reward has to return it with each response: without it the replay buffer raises after the first rollout"
     )
-    severity, remedy = "error" if known or not metric else "warning", f"Set {FILTER}.metric=acc."
+    severity: Severity = "error" if known or not metric else "warning"
     allowed = "acc, reward, or a key of the dictionary that the reward function returns"
-    yield Fault(severity=severity, setting=f"{FILTER}.metric", problem=problem, allowed=allowed, remedy=remedy)
+    setting = f"{FILTER}.metric"
+    yield Fault("", severity, setting, None, problem, allowed, f"Set {setting}=acc.")

@@ -13,7 +13,8 @@ from verl_precision.base.verl_config import (
     sync_backend,
     transport_dtype,
 )
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.integration.trainer.saving import saves
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
@@ -107,7 +108,7 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
             continue
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
-        severity = "warning" if lora and engine.master == "bf16" else "error"
+        severity: Severity = "warning" if lora and engine.master == "bf16" else "error"
         problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
         yield Fault(severity=severity, setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
 
@@ -205,7 +206,7 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults
     trainer = config.trainer
     if trainer.device != "cuda":
         effect = f"verl's loss scaler switches itself off on {trainer.device}: small gradients become zero"
-    elif trainer.get("save_freq", -1) > 0:
+    elif saves(config):
         effect = "verl does not save the loss scale: after a resume it starts at 65536 again and skips steps"
     else:
         return
@@ -229,8 +230,8 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
 def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
-    saves = "hf_model" in (OmegaConf.select(config, setting) or []) and config.trainer.save_freq > 0
-    if saves and actor.verls_fsdp and actor.compute == "fp16":
+    exports = "hf_model" in (OmegaConf.select(config, setting) or []) and saves(config)
+    if exports and actor.verls_fsdp and actor.compute == "fp16":
         problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
         remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."
         yield Fault(setting=setting, problem=problem, allowed="contents without hf_model", remedy=remedy)

@@ -165,15 +165,10 @@ def packages(config: DictConfig, machine: Machine) -> Faults:
 
 @rule("column-missing", of_machine=True)
 def columns(config: DictConfig, machine: Machine) -> Faults:
-    """Columns that verl's data set and its reward managers read; a data set class of the user's own may make them."""
+    """The column that verl's data set reads prompts from; a data set class of the user's own may make it."""
     if machine.columns is None or OmegaConf.select(config, "data.custom_cls.path"):
         return
-    for setting, column, effect in (
-        ("data.prompt_key", config.data.prompt_key, "no prompt is read: where long prompts are filtered, all are"),
-        ("data.train_files", "data_source", "the reward managers fail at the first response"),
-        ("data.train_files", "reward_model", "the reward managers fail at the first response"),
-    ):
-        if column not in machine.columns:
-            problem, allowed = f"the training files have no column {column}: {effect}", ", ".join(machine.columns)
-            remedy = "Correct it, or write the file with: verl-precision data."
-            yield Fault(setting=setting, problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)
+    if (column := config.data.prompt_key) not in machine.columns:
+        problem, allowed = f"the training files have no column {column}: no prompt is read", ", ".join(machine.columns)
+        remedy = "Correct it, or write the file with: verl-precision data."
+        yield Fault(setting="data.prompt_key", problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)

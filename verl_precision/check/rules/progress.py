@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl_precision.base.verl_config import ROLLOUT, engines, lora_rank
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.integration.trainer.saving import every_minutes, saves
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 LONG = 20  # steps on GPUs; of fewer nobody misses a checkpoint
@@ -22,14 +23,22 @@ def not_updated(config: DictConfig, environment: Environment) -> Faults:
     trainer, optim, rank = config.trainer, config.actor_rollout_ref.actor.optim, lora_rank(config)
     clip = "clip_grad" if optim.get("grad_clip") is None else "grad_clip"
     steps, alpha = trainer.total_training_steps, config.actor_rollout_ref.model.lora_alpha
-    never = _number(trainer.critic_warmup) >= _number(steps) and not trainer.get("val_only")
+    validates, never = trainer.get("val_only"), _number(trainer.critic_warmup) >= _number(steps)
+    once = "a whole number >= 1; trainer.val_only=True only validates"
     yield from _wrong(
         (not _number(optim.get(clip)) > 0, f"{ACTOR}.optim.{clip}", "gradients are scaled down to this norm: 0 leaves "
          "nothing of them, null is asserted against in the first update", "a number above 0, such as verl's 1.0"),
         (rank and not _number(alpha) > 0, f"{MODEL}.lora_alpha", "the adapter's output is scaled by lora_alpha / "
          "lora_rank: it adds nothing, and has no gradient", f"a number above 0, such as {2 * rank}"),
-        (never, "trainer.critic_warmup", f"the actor waits that many steps for the critic, of {steps} in all",
-         f"less than {steps}"),
+        (never and not validates, "trainer.critic_warmup", "the actor waits that many steps for the critic, of "
+         f"{steps} in all", f"less than {steps}"),
+        (validates and not trainer.get("val_before_train", True), "trainer.val_before_train", "verl reads val_only "
+         "only where it validates before training: this run trains", "True with val_only=True"),
+        *(
+            (number is not None and not _number(number) >= 1 and not validates, f"trainer.{key}", "the run ends before "
+             "its first step, without an error", once)
+            for key in ("total_epochs", "total_training_steps") for number in [trainer.get(key)]
+        ),
     )  # fmt: skip
 
 
@@ -58,25 +67,25 @@ def trains_little(config: DictConfig, environment: Environment) -> Faults:
 def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
     """Checkpoints that are not written, that lie where a restart does not find them, or that it does not read."""
     trainer, contents = config.trainer, config.actor_rollout_ref.actor.checkpoint
-    steps, saves, gpus = trainer.total_training_steps, (trainer.save_freq or 0) > 0, trainer.device != "cpu"
+    steps, kept, gpus = trainer.total_training_steps, saves(config), trainer.device != "cpu"
     long, folder = gpus and isinstance(steps, int) and steps >= LONG, PurePosixPath(str(trainer.default_local_dir))
     places = OF_A_HOST if trainer.nnodes > 1 and gpus else IN_MEMORY
     save, load = set(contents.save_contents or ()), set(contents.load_contents or ())
     unwritten, unread = ({"model"} | load) - save, save - load - {"hf_model"}
     yield from _wrong(
-        (long and not saves, "trainer.save_freq", f"no checkpoint is written in {steps} steps, not even the last",
-         "1 or more"),
-        (long and saves and trainer.save_freq >= steps, "trainer.save_freq", f"the only checkpoint of {steps} steps is "
-         "the last: a run that ends before has none", f"less than {steps}"),
-        (saves and trainer.get("resume_mode") == "disable", "trainer.resume_mode", "a run that is started again begins "
+        (long and trainer.save_freq <= 0, "trainer.save_freq", f"the last of {steps} steps is in no checkpoint"
+         + ("" if kept else ", and no other is"), "1 or more"),
+        (long and trainer.save_freq >= steps and not every_minutes(config), "trainer.save_freq", "the only checkpoint "
+         f"of {steps} steps is the last: a run that ends before has none", f"less than {steps}"),
+        (kept and trainer.get("resume_mode") == "disable", "trainer.resume_mode", "a run that is started again begins "
          "at step 0, and writes over its own checkpoints", "auto"),
-        (saves and trainer.get("del_local_ckpt_after_load"), "trainer.del_local_ckpt_after_load", "a resumed run "
+        (kept and trainer.get("del_local_ckpt_after_load"), "trainer.del_local_ckpt_after_load", "a resumed run "
          "removes its checkpoint: if it ends before the next one, it has none", "False"),
-        (saves and any(folder.is_relative_to(place) for place in places), "trainer.default_local_dir", "a host keeps "
+        (kept and any(folder.is_relative_to(place) for place in places), "trainer.default_local_dir", "a host keeps "
          "that for itself, or in memory: after a restart, or on another host, it is gone", "a folder on a shared disk"),
-        (saves and unwritten, f"{ACTOR}.checkpoint.save_contents", "no run can resume: nothing is written of "
+        (kept and unwritten, f"{ACTOR}.checkpoint.save_contents", "no run can resume: nothing is written of "
          f"{', '.join(sorted(unwritten))}", "at least model, and all of load_contents"),
-        (saves and unread, f"{ACTOR}.checkpoint.load_contents", f"a resumed run begins without its saved "
+        (kept and unread, f"{ACTOR}.checkpoint.load_contents", f"a resumed run begins without its saved "
          f"{', '.join(sorted(unread))}", "the same as save_contents"),
         (names_in(config, "trainer.logger") in ([], [None]), "trainer.logger", "no metric is written anywhere",
          "[console,file]"),

@@ -1,45 +1,18 @@
-"""Rules of the run as a whole: the plugin, verl's own refusals, the model, counts, and a run that is to repeat."""
+"""Rules of the run as a whole: the plugin, verl's own refusals, the model, its context, groups of responses."""
 
 import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import BUFFER, ROLLOUT, SEEDED, engine_kwargs, engines, is_repeatable
+from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-# Settings that are counts, and what fails at 0.
-COUNTS = {
-    "trainer.nnodes": "there is no host",
-    "trainer.n_gpus_per_node": "there is no GPU",
-    "data.train_batch_size": "there is no prompt in a batch",
-    "data.max_prompt_length": "no prompt is that short",
-    "data.max_response_length": "there is no room for a response",
-    "actor_rollout_ref.rollout.n": "there is no response",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "there is no prompt in a mini-batch",
-    "actor_rollout_ref.actor.ppo_epochs": "no update is made",
-    "actor_rollout_ref.rollout.agent.num_workers": "nobody asks for responses",
-    "reward.num_workers": "nobody scores responses",
-}
 # verl's estimators that compare the responses to one prompt with each other
 GROUP_ESTIMATORS = ("grpo", "rloo")
-# Of a run that repeats bit for bit: setting, what it may be, what would differ between two runs.
-_FIXED = {
-    f"{ROLLOUT}.max_num_seqs": ((1,), "a batch of other sequences rounds a sequence's logits differently"),
-    f"{ROLLOUT}.enable_prefix_caching": (
-        (False,),
-        "a prompt is computed in whole or in part, as requests happen to come",
-    ),
-    "trainer.v1.trainer_mode": (
-        ("sync", "vp_sync"),
-        "which weights a response was drawn with depends on the machine's speed",
-    ),
-    "mismatch.enabled": ((True,), "verl's own trainer names prompts at random"),
-    BUFFER: (("SortedReplayBuffer",), "a batch is in the order in which responses arrive"),
-}
 
 
 @rule("plugin-not-loaded")
@@ -125,38 +98,6 @@ def context(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(setting=f"{ROLLOUT}{own}.max_model_len", problem=problem, allowed=allowed, remedy=remedy)
 
 
-@rule("value-out-of-range")
-def value_out_of_range(config: DictConfig, environment: Environment) -> Faults:
-    """Numbers with which a run fails in the middle, or does nothing."""
-    for setting, effect in COUNTS.items():
-        value = OmegaConf.select(config, setting)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield Fault(
-                setting=setting, problem=effect, allowed="a whole number >= 1", remedy=f"Set {setting}=1 or more."
-            )
-
-
-@rule("nothing-trained")
-def nothing_trained(config: DictConfig, environment: Environment) -> Faults:
-    """A run of no steps loads everything, and ends without an error."""
-    trainer = config.trainer
-    if trainer.get("val_only"):
-        if not trainer.get("val_before_train", True):
-            yield Fault(
-                setting="trainer.val_before_train",
-                problem="verl reads val_only=True only where it validates before training: this run trains",
-                allowed="True with val_only=True",
-                remedy="Set trainer.val_before_train=True.",
-            )
-        return
-    for setting in ("trainer.total_epochs", "trainer.total_training_steps"):
-        value = OmegaConf.select(config, setting)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            problem = "the run ends before its first step, without an error"
-            allowed = "a whole number >= 1; trainer.val_only=True only validates"
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {setting}=1 or more.")
-
-
 @rule("group-of-one", "warning")
 def group_of_one(config: DictConfig, environment: Environment) -> Faults:
     """Estimators that compare the responses to a prompt have nothing to compare."""
@@ -168,22 +109,3 @@ def group_of_one(config: DictConfig, environment: Environment) -> Faults:
         )
         setting = "actor_rollout_ref.rollout.n"
         yield Fault(setting=setting, problem=problem, allowed="2 or more", remedy="Set actor_rollout_ref.rollout.n=8.")
-
-
-@rule("not-repeatable")
-def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
-    """A run that seeds each request is meant to repeat: everything else that chance decides must be fixed too."""
-    if not is_repeatable(config):
-        return
-    for setting, (needed, differs) in _FIXED.items():
-        if (value := OmegaConf.select(config, setting)) not in needed:
-            yield Fault(
-                setting=setting,
-                value=value,
-                problem=f"{SEEDED}=True asks for a run that repeats bit for bit, but {differs}",
-                allowed=" or ".join(map(str, needed)),
-                remedy=f"Set {setting}={needed[-1]}, as +repeatable=bitwise does.",
-            )
-    if config.data.shuffle and config.data.seed is None:
-        problem = f"{SEEDED}=True asks for a run that repeats bit for bit, but prompts are shuffled at random"
-        yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy="Set data.seed=0.")
