@@ -20,19 +20,15 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
     full = list(_in_fp32(config))
     if shared := " and ".join(role for role in full if role != "critic"):
         if _is_flash(attention := attention_of(config)):
-            problem = (
-                f"FP32 of the {shared}: flash attention computes in 16 bits only, and the first forward would raise"
-            )
+            problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
             allowed, remedy = "sdpa, which takes packed sequences too", f"Set ++{ATTENTION}=sdpa."
             yield Fault(setting=ATTENTION, value=attention, problem=problem, allowed=allowed, remedy=remedy)
     if "critic" in full:
         yield Fault(
             setting="critic.fsdp.mixed_precision.param_dtype",
-            problem=f"verl loads every critic with {VERLS_ATTENTION}, whatever critic.model.override_config says "
-            "(load_valuehead_model), and that computes in 16 bits only",
+            problem=f"verl loads every critic with {VERLS_ATTENTION}, whatever its config says, and that has no FP32",
             allowed="bf16 or fp16",
-            remedy="Choose an estimator without a critic, as all presets are, or set critic.fsdp.dtype=bfloat16 "
-            "critic.fsdp.mixed_precision.param_dtype=bf16.",
+            remedy="Choose no critic, or set critic.fsdp.dtype=bfloat16 critic.fsdp.mixed_precision.param_dtype=bf16.",
         )
 
 
@@ -62,10 +58,7 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
             remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
             if engine.role in full:
                 remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
-            problem = (
-                "verl exchanges sequences for heads in flash attention only; with attn_implementation="
-                f"{attention} each rank attends to its own part of a sequence, without an error"
-            )
+            problem = f"under attn_implementation={attention} each rank attends to its own part, without an error"
             yield Fault(setting=setting, problem=problem, allowed=f"1, or {VERLS_ATTENTION} in 16 bits", remedy=remedy)
 
 

@@ -31,10 +31,7 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
         wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
     if wrong:
-        problem = (
-            f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained, and "
-            "PEFT raises where none is left"
-        )
+        problem = f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained"
         setting, allowed = f"{MODEL}.target_modules", "all-linear, or names of modules such as [q_proj,v_proj]"
         yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {MODEL}.target_modules=all-linear.")
 
@@ -76,9 +73,7 @@ def filter_metric(config: DictConfig, environment: Environment) -> Faults:
     known = reward is None or reward in ANSWER_REWARDS  # a user's own may return anything
     if metric == "score" and (reward is None or "boxed_answer" in reward):
         return
-    problem = (
-        "the reward has to return it with each response: without it the replay buffer raises after the first rollout"
-    )
+    problem = "the reward has to return it: else the replay buffer raises after the first rollout"
     severity: Severity = "error" if known or not metric else "warning"
     allowed = "acc, reward, or a key of the dictionary that the reward function returns"
     setting = f"{FILTER}.metric"

@@ -37,24 +37,17 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
     if machine.kernel_problem is not None:
         yield machine.kernel_problem
     if machine.head_size is not None:
-        yield Fault(
-            setting="actor_rollout_ref.model.path",
-            problem=f"its attention heads have {machine.head_size} elements (head_dim, or hidden_size / "
-            "num_attention_heads), and vLLM has no attention kernel for that on a CPU: it would die at the first "
-            "prompt",
-            allowed=", ".join(map(str, machine.head_sizes)),
-            remedy="Choose a model with such heads, or build yours with another head_dim.",
-        )
+        setting = "actor_rollout_ref.model.path"
+        problem = f"vLLM has no attention kernel on a CPU for its heads of {machine.head_size} elements (head_dim)"
+        remedy = "Choose a model with such heads, or build yours with another head_dim."
+        yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, machine.head_sizes)), remedy=remedy)
 
 
 @rule("host-memory-too-small", of_machine=True)
 def host_memory(config: DictConfig, machine: Machine) -> Faults:
     """The processes of a CPU run fit into memory."""
     if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
-        problem = (
-            f"{machine.memory / GIB:.1f} GiB of memory are available; a CPU run needs {MIN_CPU_MEMORY // GIB} "
-            "GiB even with a tiny model"
-        )
+        problem = f"{machine.memory / GIB:.1f} GiB are available; a CPU run needs {MIN_CPU_MEMORY // GIB} GiB at least"
         yield Fault(setting="trainer.device", problem=problem, remedy="Close other programs or use a larger machine.")
 
 
@@ -84,9 +77,8 @@ def ray_resources(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(
             setting="ray_kwargs.ray_init.num_cpus",
             value=cpus,
-            problem=f"verl's actors ask Ray for {needed} logical CPUs ({CPUS_FIXED} + {units} storage units + "
-            f"{CPUS_PER_WORKER} x {workers} workers) and would wait for ever",
-            allowed=f"{needed} or more; it need not be the number of cores",
+            problem=f"verl asks Ray for {needed} logical CPUs (storage units, workers), and waits for ever",
+            allowed=f"{needed} or more, whatever the number of cores",
             remedy=f"Set ray_kwargs.ray_init.num_cpus={needed}.",
         )
     elif gpus < workers:

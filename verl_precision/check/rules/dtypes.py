@@ -33,13 +33,10 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Faults:
         said = short(engine.node.get("dtype", "bf16"))
         # bfloat16 is verl's default, so nobody need have written it; this package's engine refuses it by itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
-            yield Fault(
-                setting=f"{engine.setting}.dtype",
-                problem=f"verl's FSDP engine never reads it; the {engine.role} computes in {engine.compute}, from "
-                f"{engine.source}",
-                allowed=f"the dtype of mixed_precision.param_dtype ({engine.compute})",
-                remedy=f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}.",
-            )
+            problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
+            allowed = f"{engine.compute}, as mixed_precision.param_dtype"
+            remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
+            yield Fault(setting=f"{engine.setting}.dtype", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("rollout-contradicts-actor")
@@ -191,13 +188,10 @@ def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Faul
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
         if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16":
-            yield Fault(
-                setting=f"{engine.setting}.dtype",
-                problem="at the first overflow of the dynamic loss scale verl raises NotImplementedError (Megatron "
-                "optimizer step failed) and the run ends",
-                allowed="bfloat16 with Megatron",
-                remedy="Train with model_engine=dp (FSDP) and precision=fp16, or choose bfloat16.",
-            )
+            setting = f"{engine.setting}.dtype"
+            problem = "at the first overflow of the loss scale verl raises NotImplementedError, and the run ends"
+            remedy = "Train with model_engine=dp (FSDP) and precision=fp16, or choose bfloat16."
+            yield Fault(setting=setting, problem=problem, allowed="bfloat16 with Megatron", remedy=remedy)
 
 
 @rule("loss-scaling", "warning")

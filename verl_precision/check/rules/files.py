@@ -59,13 +59,10 @@ def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
     for setting in DATA:
         if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting)):
-            yield Fault(
-                setting=setting,
-                problem="verl reads both kinds of files, whether it validates or not, and knows their format by the "
-                "ending",
-                allowed=f"files that end with {', '.join(DATA_ENDINGS)}",
-                remedy="Name one, e.g. the training file for validation too.",
-            )
+            problem = "verl reads both kinds of files, validating or not, and knows their format by the ending"
+            allowed = f"files that end with {', '.join(DATA_ENDINGS)}"
+            remedy = "Name one, e.g. the training file for validation too."
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("files-missing", of_machine=True)
@@ -84,10 +81,7 @@ def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
     """verl counts the steps of an epoch, and divides by their number."""
     rows, size = _train_rows(config, machine), config.data.train_batch_size
     if rows < size:
-        problem = (
-            f"the training files have {rows} rows: no batch is full, and verl divides by the zero steps of an "
-            "epoch once everything is loaded"
-        )
+        problem = f"the training files have {rows} rows: no batch is full, and verl divides by zero steps an epoch"
         remedy = "Lower it, or train on more problems (data.train_files, data.train_max_samples)."
         yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"at most {rows}", remedy=remedy)
 
@@ -101,13 +95,10 @@ def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
         return
     steps = int(rows) // size
     if steps * epochs < asked:
-        yield Fault(
-            setting="trainer.total_epochs",
-            problem=f"an epoch of {rows:.0f} problems has {steps} steps of {size}: the run ends after {steps * epochs} "
-            f"steps, not after trainer.total_training_steps={asked}. verl says nothing",
-            allowed=f"at least {math.ceil(asked / steps)}",
-            remedy=f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps.",
-        )
+        setting = "trainer.total_epochs"
+        problem = f"an epoch has {steps} steps: the run ends after {steps * epochs}, not {asked} (total_training_steps)"
+        remedy = f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps."
+        yield Fault(setting=setting, problem=problem, allowed=f"at least {math.ceil(asked / steps)}", remedy=remedy)
 
 
 def _train_rows(config: DictConfig, machine: Machine) -> float:

@@ -55,10 +55,7 @@ def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Fa
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        problem = (
-            f"verl's V1 trainer ignores {' and '.join(ignored)} here: loss_mode={_loss(config)} runs with the "
-            "rollout's log-probs as the old ones, so the clip acts on the mismatch"
-        )
+        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, and the clip acts on the mismatch"
         setting, remedy = f"{CORRECTION}.bypass_mode", "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
         yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
 
@@ -67,10 +64,7 @@ def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
     """Bypass mode alone makes the clip act on the mismatch."""
     if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
-        problem = (
-            f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "
-            "mismatch: tokens are clipped for their rounding. verl logs no mismatch metric in this mode"
-        )
+        problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
         setting, remedy = f"{CORRECTION}.bypass_mode", "Set it to False, or choose estimator=pg_seq_is."
         yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
 
@@ -141,10 +135,8 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
             yield Fault(
                 severity="error" if value < 1 else "warning",
                 setting=f"{path}.rollout_is_threshold",
-                problem=f"it {effect}. YAML reads a band such as 0.5_5 as the number 0.55, 1e-9_3 as 1e-93 and 2_10 "
-                "as 210",
-                allowed=f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band whose parts have a decimal point, as "
-                "0.5_5.0",
+                problem=f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210",
+                allowed=f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band with decimal points, as 0.5_5.0",
                 remedy=f"Set {path}.rollout_is_threshold=2.0, or write the band as 0.5_5.0.",
             )
 
@@ -155,13 +147,10 @@ def rejection_threshold_misread(config: DictConfig, environment: Environment) ->
     for path, correction in _corrections(config):
         value = correction.get("rollout_rs_threshold")
         if "k1" in (correction.get("rollout_rs") or "") and isinstance(value, int | float) and not value > 1:
-            yield Fault(
-                setting=f"{path}.rollout_rs_threshold",
-                problem="one number is the upper bound of a k1 band whose lower bound is its reciprocal: below 1 the "
-                "band is empty and everything is rejected. YAML reads 0.5_5 as the number 0.55",
-                allowed="a number > 1, or a band whose parts have a decimal point, as 0.5_2.0",
-                remedy=f"Set {path}.rollout_rs_threshold=2.0.",
-            )
+            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
+            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
+            remedy = f"Set {path}.rollout_rs_threshold=2.0."
+            yield Fault(setting=f"{path}.rollout_rs_threshold", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("k1-bounds-inverted")
@@ -178,13 +167,10 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Faults:
                 continue
             low, high = bounds
             setting, kept_low, kept_high = f"{path}.rollout_rs_threshold", f"{1 / high:.4g}", f"{1 / low:.4g}"
-            yield Fault(
-                setting=setting,
-                problem=f"{name} compares -log r with the logarithms of the bounds, so that ratios in "
-                f"[{kept_low}, {kept_high}] are kept, not [{low:g}, {high:g}]",
-                allowed="a band that is the same both ways round, as 0.5_2.0, or the reciprocals of the bounds meant",
-                remedy=f"To keep [{low:g}, {high:g}] set {setting}={kept_low}_{float(kept_high)}.",
-            )
+            problem = f"{name} compares -log r: ratios in [{kept_low}, {kept_high}] are kept, not [{low:g}, {high:g}]"
+            allowed = "a band that is the same both ways round, as 0.5_2.0, or reciprocals"
+            remedy = f"To keep [{low:g}, {high:g}] set {setting}={kept_low}_{float(kept_high)}."
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 def _band(text: str) -> tuple[float, float] | None:
@@ -229,11 +215,9 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(
             setting=f"{CORRECTION}.bypass_mode",
             value=bypass,
-            problem=f"loss_mode={loss} weighs by the rollout's log-probs; verl would recompute the old ones with the "
-            "trainer",
+            problem=f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones",
             allowed="True",
-            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy in "
-            "actor.policy_loss.",
+            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss.",
         )
     if not config.trainer.get("use_v1", True):
         problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"

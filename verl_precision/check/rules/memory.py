@@ -209,11 +209,7 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
         )
     elif kv_tokens(model, parallel, share, memory, width) < longest:
         weights = width * model.parameters / parallel / GIB
-        problem = (
-            f"of vLLM's {share * memory / GIB:.0f} GiB the weights take {weights:.0f} (over "
-            f"{parallel} GPUs), and a tenth is for its own work: the rest holds no sequence of {longest} tokens, "
-            "and vLLM would refuse to start"
-        )
+        problem = f"{weights:.0f} GiB of weights and a tenth for vLLM leave no room for a sequence of {longest} tokens"
         remedy = f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel})."
         yield Fault(setting=SHARE, problem=problem, allowed=f"up to {most:.2f}, or more GPUs a replica", remedy=remedy)
 

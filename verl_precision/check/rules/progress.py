@@ -1,17 +1,17 @@
 """Rules of a run's progress: nothing is trained, nothing is written, or what was written is not read again."""
 
 import math
-from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from omegaconf import DictConfig
 
 from verl_precision.base.verl_config import ROLLOUT, engines, lora_rank
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Faults, faults_where, rule
 from verl_precision.integration.trainer.saving import every_minutes, saves
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+CORRECT = "Correct {}, or leave it as the recipe has it."
 LONG = 20  # steps on GPUs; of fewer nobody misses a checkpoint
 IN_MEMORY = ("/dev/shm", "/run")
 OF_A_HOST = ("/tmp", "/var/tmp", *IN_MEMORY)
@@ -25,7 +25,7 @@ def not_updated(config: DictConfig, environment: Environment) -> Faults:
     steps, alpha = trainer.total_training_steps, config.actor_rollout_ref.model.lora_alpha
     validates, never = trainer.get("val_only"), _number(trainer.critic_warmup) >= _number(steps)
     once = "a whole number >= 1; trainer.val_only=True only validates"
-    yield from _wrong(
+    yield from faults_where(
         (not _number(optim.get(clip)) > 0, f"{ACTOR}.optim.{clip}", "gradients are scaled down to this norm: 0 leaves "
          "nothing of them, null is asserted against in the first update", "a number above 0, such as verl's 1.0"),
         (rank and not _number(alpha) > 0, f"{MODEL}.lora_alpha", "the adapter's output is scaled by lora_alpha / "
@@ -39,6 +39,7 @@ def not_updated(config: DictConfig, environment: Environment) -> Faults:
              "its first step, without an error", once)
             for key in ("total_epochs", "total_training_steps") for number in [trainer.get(key)]
         ),
+        remedy=CORRECT,
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def trains_little(config: DictConfig, environment: Environment) -> Faults:
     if (fixed := _number(optim.get("lr_warmup_steps"))) > 0:
         way, too_long = "lr_warmup_steps", fixed > _number(steps)
     waits = _number(trainer.critic_warmup) > 0 and all(engine.role != "critic" for engine in engines(config))
-    yield from _wrong(
+    yield from faults_where(
         (optim.lr == 0, f"{ACTOR}.optim.lr", "the weights stay as they are", "a number above 0"),
         (too_long, f"{ACTOR}.optim.{way}", f"the warm-up outlasts the run: the rate never reaches lr={optim.lr}",
          "fewer steps than the run has"),
@@ -60,6 +61,7 @@ def trains_little(config: DictConfig, environment: Environment) -> Faults:
          "and its KL counts nothing", "a number above 0, or use_kl_loss=False"),
         (rollout.get("ignore_eos"), f"{ROLLOUT}.ignore_eos", "every response goes on after its end, to the full "
          "length, and what follows is trained on", "False"),
+        remedy=CORRECT,
     )  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
     places = OF_A_HOST if trainer.nnodes > 1 and gpus else IN_MEMORY
     save, load = set(contents.save_contents or ()), set(contents.load_contents or ())
     unwritten, unread = ({"model"} | load) - save, save - load - {"hf_model"}
-    yield from _wrong(
+    yield from faults_where(
         (long and trainer.save_freq <= 0, "trainer.save_freq", f"the last of {steps} steps is in no checkpoint"
          + ("" if kept else ", and no other is"), "1 or more"),
         (long and trainer.save_freq >= steps and not every_minutes(config), "trainer.save_freq", "the only checkpoint "
@@ -89,17 +91,10 @@ def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
          f"{', '.join(sorted(unread))}", "the same as save_contents"),
         (names_in(config, "trainer.logger") in ([], [None]), "trainer.logger", "no metric is written anywhere",
          "[console,file]"),
+        remedy=CORRECT,
     )  # fmt: skip
 
 
 def _number(value: object) -> float:
     """Return a number as it is, and NaN for anything else, with which no comparison holds."""
     return value if isinstance(value, int | float) else math.nan
-
-
-def _wrong(*rows: tuple[object, str, str, str]) -> Iterator[Fault]:
-    """Yield a fault for each row (what is wrong if true, setting, problem, what is allowed)."""
-    for wrong, setting, problem, allowed in rows:
-        if wrong:
-            remedy = f"Correct {setting}, or leave it as the recipe has it."
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)

@@ -22,7 +22,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 from verl_precision.losses.registry import find_loss
 
 # What leaves the distribution as it is.
@@ -43,14 +43,10 @@ def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
         return
     changed = [f"{key}={OmegaConf.select(rollout, key)}" for key in NEUTRAL if _is_set(rollout, key)]
     effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
-    yield Fault(
-        severity="warning" if mode == "raw_logprobs" and not changed else "error",
-        setting=f"{ROLLOUT}.logprobs_mode",
-        value=mode,
-        problem="the rollout's log-probs are compared with the trainer's as those of the policy it sampled from, "
-        + effect,
-        allowed="processed_logprobs",
-    )
+    severity: Severity = "warning" if mode == "raw_logprobs" and not changed else "error"
+    setting = f"{ROLLOUT}.logprobs_mode"
+    problem = f"they are compared with the trainer's as those of the policy it sampled from, {effect}"
+    yield Fault(severity=severity, setting=setting, value=mode, problem=problem, allowed="processed_logprobs")
 
 
 @rule("truncated-sampling")
@@ -84,9 +80,7 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
     if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
-        problem = (
-            f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more rounding"
-        )
+        problem = f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM in FP32: one more rounding"
         remedy = "Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else ""
         yield Fault(setting=f"{ROLLOUT}.temperature", problem=problem, allowed="1.0", remedy=remedy)
 
@@ -179,10 +173,7 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
         return
     if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
         setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
-        problem = (
-            f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
-            f"{gpu} it has been reported to raise the mismatch by orders of magnitude"
-        )
+        problem = f"vLLM {vllm} uses cascade attention, reported on {gpu} to raise the mismatch by orders of magnitude"
         yield Fault(setting=setting, value=False, problem=problem, allowed="True", remedy=f"Set +{setting}=True.")
 
 
@@ -217,17 +208,10 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults
     if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
         return
     if uses_adapter(config):
-        yield Fault(
-            setting="actor_rollout_ref.model.lora.merge",
-            value=False,
-            problem=f"verl 0.9.1 cannot load a LoRA adapter into vLLM {vllm}: it calls "
-            "WeightsMapper.get_unstacked_mapper, which vLLM has not had since 0.29, and the first weight sync raises "
-            "AttributeError",
-            allowed="vLLM < 0.29, or True",
-            remedy="Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True: the rollout then gets "
-            "merged weights, in FP32 with a precision preset, and in BF16 with verl's own FSDP engine, which merges in "
-            "BF16.",
-        )
+        setting = "actor_rollout_ref.model.lora.merge"
+        problem = f"vLLM {vllm} lacks get_unstacked_mapper, which verl 0.9.1 calls for an adapter: AttributeError"
+        remedy = "Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True."
+        yield Fault(setting=setting, value=False, problem=problem, allowed="vLLM < 0.29, or True", remedy=remedy)
 
 
 def importance_ratios(config: DictConfig) -> str | None:

@@ -142,3 +142,10 @@ def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[Ve
         require(*arguments)
     except VerlPrecisionError as error:
         yield error
+
+
+def faults_where(*rows: tuple[object, str, str, str], remedy: str = "") -> Iterator[Fault]:
+    """Yield a fault for each row (what is wrong if true, setting, problem, what is allowed), all with one remedy."""
+    for wrong, setting, problem, allowed in rows:
+        if wrong:
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy.format(setting))

@@ -74,10 +74,7 @@ def chat_template(config: DictConfig, environment: Environment) -> Faults:
     """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
     setting = "actor_rollout_ref.model.custom_chat_template"
     if environment.model.get("has_chat_template") is False and OmegaConf.select(config, setting) is None:
-        problem = (
-            "the model's tokenizer has no chat template: no prompt can be made, and where long prompts are "
-            "filtered, all are"
-        )
+        problem = "the model's tokenizer has no chat template: no prompt can be made"
         remedy = "Leave it as the recipe has it, or give one that fits the prompts."
         yield Fault(setting=setting, problem=problem, allowed="a template in Jinja", remedy=remedy)
 
@@ -90,10 +87,7 @@ def context(config: DictConfig, environment: Environment) -> Faults:
     for own, node in (("", config.actor_rollout_ref.rollout), (f".engine_kwargs.{engine}", engine_kwargs(config))):
         if (length := node.get("max_model_len")) is None or length >= longest:
             continue
-        problem = (
-            f"data.max_prompt_length + data.max_response_length is {longest}: verl would cut responses at what "
-            "the prompt leaves of the context, without a word"
-        )
+        problem = f"prompt and response take {longest}: verl would cut responses at the context, without a word"
         allowed, remedy = f"at least {longest}", "Leave it to the recipe, which adds the two, or shorten the responses."
         yield Fault(setting=f"{ROLLOUT}{own}.max_model_len", problem=problem, allowed=allowed, remedy=remedy)
 
@@ -104,8 +98,7 @@ def group_of_one(config: DictConfig, environment: Environment) -> Faults:
     estimator = config.algorithm.adv_estimator
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS:
         problem = (
-            f"adv_estimator={estimator} compares the responses to one prompt: of one alone verl takes the bare "
-            "reward for the advantage, without a baseline"
+            f"adv_estimator={estimator} compares the responses to a prompt: of one alone the advantage is the reward"
         )
         setting = "actor_rollout_ref.rollout.n"
         yield Fault(setting=setting, problem=problem, allowed="2 or more", remedy="Set actor_rollout_ref.rollout.n=8.")
