@@ -230,19 +230,14 @@ def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPre
     try:
         tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
     except (OSError, ValueError) as error:
-        return ConfigurationError(
-            f"the tokenizer cannot be loaded: {error}",
-            **at_fault,
-            allowed="a folder with the files of a tokenizer that transformers reads",
-            remedy="Copy them there, or set actor_rollout_ref.model.tokenizer_path.",
-        )
+        problem, allowed = f"the tokenizer cannot be loaded: {error}", "a folder with the files of a tokenizer"
+        remedy = "Copy them there, or set actor_rollout_ref.model.tokenizer_path."
+        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy)
     try:
         builder(tokenizer)
     except ValueError as error:
-        return ConfigurationError(
-            f"verl cannot build prompts with this tokenizer: {error}",
-            **at_fault,
-            allowed=f"what verl's {builder.__name__} takes for model_type={model_type!r}",
-            remedy="Add the missing token to the tokenizer, or use the tokenizer that the model was trained with.",
-        )
+        problem = f"verl cannot build prompts with this tokenizer: {error}"
+        allowed = f"what verl's {builder.__name__} takes for model_type={model_type!r}"
+        remedy = "Add the missing token to the tokenizer, or use the tokenizer that the model was trained with."
+        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy)
     return None

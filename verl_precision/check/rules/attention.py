@@ -24,12 +24,10 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
             allowed, remedy = "sdpa, which takes packed sequences too", f"Set ++{ATTENTION}=sdpa."
             yield Fault(setting=ATTENTION, value=attention, problem=problem, allowed=allowed, remedy=remedy)
     if "critic" in full:
-        yield Fault(
-            setting="critic.fsdp.mixed_precision.param_dtype",
-            problem=f"verl loads every critic with {VERLS_ATTENTION}, whatever its config says, and that has no FP32",
-            allowed="bf16 or fp16",
-            remedy="Choose no critic, or set critic.fsdp.dtype=bfloat16 critic.fsdp.mixed_precision.param_dtype=bf16.",
-        )
+        setting = "critic.fsdp.mixed_precision.param_dtype"
+        problem = f"verl loads every critic with {VERLS_ATTENTION}, whatever its config says, and that has no FP32"
+        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
+        yield Fault(setting=setting, problem=problem, allowed="bf16 or fp16", remedy=remedy)
 
 
 @rule("attention-not-installed", of_machine=True)

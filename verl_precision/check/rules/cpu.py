@@ -74,15 +74,10 @@ def ray_resources(config: DictConfig, environment: Environment) -> Faults:
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:
-        yield Fault(
-            setting="ray_kwargs.ray_init.num_cpus",
-            value=cpus,
-            problem=f"verl asks Ray for {needed} logical CPUs (storage units, workers), and waits for ever",
-            allowed=f"{needed} or more, whatever the number of cores",
-            remedy=f"Set ray_kwargs.ray_init.num_cpus={needed}.",
-        )
+        problem = f"verl asks Ray for {needed} logical CPUs (storage units, workers), and waits for ever"
+        setting, allowed = "ray_kwargs.ray_init.num_cpus", f"{needed} or more, whatever the number of cores"
+        yield Fault("", "", setting, cpus, problem, allowed, f"Set {setting}={needed}.")
     elif gpus < workers:
         problem = f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource"
-        remedy = f"Set ray_kwargs.ray_init.num_gpus={workers}."
-        allowed = f"{workers} or more"
-        yield Fault(setting="ray_kwargs.ray_init.num_gpus", value=gpus, problem=problem, allowed=allowed, remedy=remedy)
+        setting = "ray_kwargs.ray_init.num_gpus"
+        yield Fault("", "", setting, gpus, problem, f"{workers} or more", f"Set {setting}={workers}.")

@@ -47,15 +47,12 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> F
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
     if rollout == actor or (actor, rollout) == preset_dtypes(config):
         return
+    severity: Severity = "warning" if rollout == "auto" else "error"
     effect = "every token's log-prob carries the difference"
-    yield Fault(
-        severity="warning" if rollout == "auto" else "error",
-        setting=ROLLOUT_DTYPE,
-        problem=f"the actor computes in {actor}: "
-        + ("vLLM will decide from the model's files" if rollout == "auto" else effect),
-        allowed=f"{actor}, or a precision preset that names both",
-        remedy=f"Choose precision={actor}, or a preset that names the pair, as <train>_train_<rollout>_rollout.",
-    )
+    effect = "vLLM will decide from the model's files" if rollout == "auto" else effect
+    problem, allowed = f"the actor computes in {actor}: {effect}", f"{actor}, or a precision preset that names both"
+    remedy = f"Choose precision={actor}, or a preset that names the pair, as <train>_train_<rollout>_rollout."
+    yield Fault("", severity, ROLLOUT_DTYPE, None, problem, allowed, remedy)
 
 
 def preset_dtypes(config: DictConfig) -> tuple[str, str] | None:

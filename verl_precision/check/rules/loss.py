@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, as_faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
 from verl_precision.losses.rollout_weights import THRESHOLDS, WEIGHTS
 from verl_precision.losses.settings import (
@@ -81,17 +81,16 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
         return
     if _has_mismatch_in_clip(config):
         step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        yield Fault(
-            setting="actor_rollout_ref.rollout.dtype",
-            problem=f"the trainer computes with weights in {actor.compute}, the rollout with weights rounded to "
-            f"{rollout}. Where they start on {rollout}'s grid, as a released checkpoint's may, one of "
+        problem = (
+            f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
             f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
-            f"updates at lr={learning_rate}. Until then the trainer's policy leaves the rollout's, and the clip cuts "
-            "the tokens that were learnt (recipes/phantom_clipping/README.md)",
-            allowed="the actor's dtype",
-            remedy="Choose precision=fp16 or precision=bf16, where both round. Or keep FP32 and set "
-            f"{RATIO_SOURCE}=shadow. precision/bf16_crossings_fraction says what share of the weights a sync changes.",
+            f"updates at lr={learning_rate}. Until then the clip cuts what was learnt (recipes/phantom_clipping)"
         )
+        remedy = (
+            f"Choose precision=fp16 or precision=bf16, where both round. Or keep FP32 and set {RATIO_SOURCE}=shadow."
+        )
+        setting = "actor_rollout_ref.rollout.dtype"
+        yield Fault(setting=setting, problem=problem, allowed="the actor's dtype", remedy=remedy)
 
 
 def _has_mismatch_in_clip(config: DictConfig) -> bool:
@@ -132,13 +131,11 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
             continue
         if value < 1 or value > MAX_USUAL_THRESHOLD:
             effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
-            yield Fault(
-                severity="error" if value < 1 else "warning",
-                setting=f"{path}.rollout_is_threshold",
-                problem=f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210",
-                allowed=f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band with decimal points, as 0.5_5.0",
-                remedy=f"Set {path}.rollout_is_threshold=2.0, or write the band as 0.5_5.0.",
-            )
+            severity: Severity = "error" if value < 1 else "warning"
+            problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
+            allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band with decimal points, as 0.5_5.0"
+            setting = f"{path}.rollout_is_threshold"
+            yield Fault("", severity, setting, None, problem, allowed, f"Set {setting}=2.0, or the band as 0.5_5.0.")
 
 
 @rule("threshold-misread")
@@ -212,13 +209,9 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
     if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
         yield from as_faults(require_bypass, _loss_correction(config).get("bypass_mode"), loss)
     else:
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            value=bypass,
-            problem=f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones",
-            allowed="True",
-            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss.",
-        )
+        problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
+        remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
+        yield Fault("", "", f"{CORRECTION}.bypass_mode", bypass, problem, "True", remedy)
     if not config.trainer.get("use_v1", True):
         problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"
         yield Fault(setting="trainer.use_v1", problem=problem, allowed="True")
@@ -232,25 +225,17 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
         return
     if "rollout_is_weights" not in _needs(config):
         loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
-        yield Fault(
-            setting=loss_mode,
-            value=_loss(config),
-            problem=f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says",
-            allowed=", ".join(
-                name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters
-            ),
-            remedy=f"Set {loss_mode}=vp_grpo.",
-        )
+        applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]
+        problem = f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says"
+        remedy = f"Set {loss_mode}=vp_grpo."
+        yield Fault("", "", loss_mode, _loss(config), problem, ", ".join(applying), remedy)
     if correction.get("bypass_mode"):
         problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
         remedy = "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward."
         yield Fault(setting=f"{CORRECTION}.bypass_mode", problem=problem, allowed="False", remedy=remedy)
     if correction.get("rollout_rs") is not None:
-        yield Fault(
-            setting=f"{CORRECTION}.rollout_rs",
-            problem=f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator",
-            allowed="null",
-        )
+        problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
+        yield Fault(setting=f"{CORRECTION}.rollout_rs", problem=problem, allowed="null")
     yield from as_faults(require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 

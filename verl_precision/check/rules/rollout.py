@@ -61,13 +61,10 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
         setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
-        yield Fault(
-            severity="error" if ratios else "warning",
-            setting=setting,
-            problem=f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}",
-            allowed=f"{allowed}, or sampling masks",
-            remedy=f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}.",
-        )
+        severity: Severity = "error" if ratios else "warning"
+        problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
+        remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}."
+        yield Fault("", severity, setting, None, problem, f"{allowed}, or sampling masks", remedy)
 
 
 @rule("temperature-in-half", "warning")

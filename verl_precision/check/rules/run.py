@@ -43,22 +43,18 @@ def measuring(config: DictConfig, environment: Environment) -> Faults:
 @rule("model-missing", of_machine=True)
 def model_path(config: DictConfig, machine: Machine) -> Faults:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
-    path = config.actor_rollout_ref.model.path
+    path, allowed = config.actor_rollout_ref.model.path, "a folder in Hugging Face format or a hub name (owner/model)"
     hub = HUB_NAME.match(str(config.critic.model.path))
     if machine.critic_missing and not hub and any(engine.role == "critic" for engine in engines(config)):
-        yield Fault(
-            setting="critic.model.path",
-            problem="there is a critic (critic.enable, or adv_estimator=gae), and its model is not there",
-            allowed="a folder in Hugging Face format or a hub name (organisation/model)",
-            remedy="Set critic.model.path, or choose an estimator without a critic.",
-        )
+        problem = "there is a critic (critic.enable, or adv_estimator=gae), and its model is not there"
+        remedy = "Set critic.model.path, or choose an estimator without a critic."
+        yield Fault(setting="critic.model.path", problem=problem, allowed=allowed, remedy=remedy)
     if machine.model == "folder without config.json":
         problem, remedy = "the folder has no readable config.json", "Check the path and its permissions."
     elif machine.model == "file" or (machine.model == "nothing" and not HUB_NAME.match(str(path))):
         problem, remedy = "no such folder, and not a hub name", "Check the spelling."
     else:
         return
-    allowed = "a folder in Hugging Face format or a hub name (organisation/model)"
     yield Fault(setting="actor_rollout_ref.model.path", problem=problem, allowed=allowed, remedy=remedy)
 
 
