@@ -22,7 +22,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_where, rule
 from verl_precision.losses.registry import find_loss
 
 # What leaves the distribution as it is.
@@ -99,32 +99,28 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
 @rule("agent-loop")
 def agent_loop(config: DictConfig, environment: Environment) -> Faults:
     """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
-    rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
-    if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
-        if rollout.agent.default_agent_loop != AGENT_LOOP or not OmegaConf.select(config, f"{custom}.mark_truncated"):
-            problem = f"only {AGENT_LOOP} tells the reward's require_finished whether a response was cut off"
-            yield Fault(setting=f"{custom}.mark_truncated", problem=problem, allowed=f"True, with {AGENT_LOOP}")
-        if (manager := config.reward.reward_manager.name) in ("dapo", "gdpo"):
-            problem = f"verl's {manager} tells a reward nothing of the agent loop, and require_finished needs it"
-            yield Fault(setting="reward.reward_manager.name", problem=problem, allowed="naive")
-    given = [key for key in OF_LOOP if OmegaConf.select(config, f"{custom}.{key}") is not None]
-    if rollout.agent.default_agent_loop != AGENT_LOOP:
-        if given:
-            setting, problem = f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {custom}.{given[0]}"
-            yield Fault(setting=setting, problem=problem, allowed=AGENT_LOOP)
-        return
-    stop, min_p = (OmegaConf.select(config, f"{custom}.{key}") for key in ("stop", "min_p"))
-    if not given:
-        problem = f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there"
-        yield Fault(setting=custom, problem=problem, allowed='such as {stop: ["</answer>"]}')
-    if stop is not None and not (OmegaConf.is_list(stop) and stop and all(isinstance(t, str) and t for t in stop)):
-        problem = f"the agent loop {AGENT_LOOP} ends a response at a string"
-        yield Fault(setting=f"{custom}.stop", problem=problem, allowed='a list of strings such as ["</answer>"]')
-    if min_p is not None and not (isinstance(min_p, int | float) and 0 <= min_p <= 1):
-        problem = "min-p is a share of the most probable token's probability"
-        yield Fault(setting=f"{custom}.min_p", problem=problem, allowed="0 to 1")
-    if rollout.name != "vllm":
-        yield Fault(setting=f"{ROLLOUT}.name", problem=f"{AGENT_LOOP} knows vLLM's sampling only", allowed="vllm")
+    rollout, custom, manager = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom", config.reward.reward_manager.name
+    of_loop = {key: OmegaConf.select(config, f"{custom}.{key}") for key in OF_LOOP}
+    given, stop, min_p = [key for key in OF_LOOP if of_loop[key] is not None], of_loop["stop"], of_loop["min_p"]
+    finished = OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished")
+    ours = rollout.agent.default_agent_loop == AGENT_LOOP
+    strings = OmegaConf.is_list(stop) and stop and all(isinstance(text, str) and text for text in stop)
+    share = isinstance(min_p, int | float) and 0 <= min_p <= 1
+    yield from faults_where(
+        (finished and not (ours and of_loop["mark_truncated"]), f"{custom}.mark_truncated", f"only {AGENT_LOOP} tells "
+         "the reward's require_finished whether a response was cut off", f"True, with {AGENT_LOOP}"),
+        (finished and manager in ("dapo", "gdpo"), "reward.reward_manager.name", f"verl's {manager} tells a reward "
+         "nothing of the agent loop, and require_finished needs it", "naive"),
+        (given and not ours, f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {', '.join(given)} of {custom}",
+         AGENT_LOOP),
+        (ours and not given, custom, f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there",
+         'such as {stop: ["</answer>"]}'),
+        (ours and stop is not None and not strings, f"{custom}.stop", f"the agent loop {AGENT_LOOP} ends a response at "
+         "a string", 'a list of strings such as ["</answer>"]'),
+        (ours and min_p is not None and not share, f"{custom}.min_p", "min-p is a share of the most probable token's "
+         "probability", "0 to 1"),
+        (ours and rollout.name != "vllm", f"{ROLLOUT}.name", f"{AGENT_LOOP} knows vLLM's sampling only", "vllm"),
+    )  # fmt: skip
 
 
 @rule("sampling-masks")
@@ -181,7 +177,9 @@ def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
     gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
     if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
         return
-    quantised = f"{ROLLOUT}.quantization" in quantisations(config)  # such experts have kernels of their own
+    quantised = any(
+        place.endswith(".quantization") for place in quantisations(config)
+    )  # such experts have kernels of their own
     setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
     if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
         problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, without a look at the dtype, {dtype} (read)"
