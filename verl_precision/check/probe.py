@@ -150,7 +150,9 @@ def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
                 total, names = total + described.num_rows, described.schema.to_arrow_schema().names
             else:
                 with path.open("rb") as lines:
-                    names = json.loads(lines.readline())
+                    if not (first := lines.readline()):
+                        continue
+                    names = json.loads(first)
                     total += 1 + sum(not line.isspace() for line in lines)
         except (TypeError, ValueError):  # not what its ending says, which verl will say
             return None, columns
