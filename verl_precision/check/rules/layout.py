@@ -34,9 +34,7 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
     replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     # ActorRolloutRefWorker.init_model, RolloutReplica.__init__
     if replica < 1 or gpus % replica or replica % min(per_node, replica):
-        problem = (
-            f"a replica takes {replica} GPUs, which do not divide {config.trainer.nnodes} x {per_node}: verl asserts so"
-        )
+        problem = f"a replica takes {replica} GPUs, which do not divide {config.trainer.nnodes} x {per_node} GPUs"
         remedy = f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node."
         yield Fault(setting=PARALLEL, problem=problem, allowed=f"a divisor of {gpus}: {_divisors(gpus)}", remedy=remedy)
     for engine in engines(config):
@@ -128,13 +126,14 @@ def _padded_batch(config: DictConfig) -> int:
 def batch_is_padded(config: DictConfig, environment: Environment) -> Faults:
     """verl fills a batch up with synthetic sequences, which train nothing and count in the mini-batch they are in."""
     n, size = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    if not config.trainer.get("use_v1", True) or min(n, size) < 1 or (missing := _padded_batch(config) - size * n) == 0:
-        return
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if not config.trainer.get("use_v1", True) or min(n, size, mini_batch) < 1:  # value-out-of-range
+        return
+    if (missing := _padded_batch(config) - size * n) == 0:
+        return
     up = -(-size // mini_batch) * mini_batch
-    remedy = (
-        f"Set data.train_batch_size={up}, or actor_rollout_ref.actor.ppo_mini_batch_size={math.gcd(size, mini_batch)}."
-    )
+    smaller = f"actor_rollout_ref.actor.ppo_mini_batch_size={math.gcd(size, mini_batch)}"
+    remedy = f"Set data.train_batch_size={up}, or {smaller}."
     problem = f"{size} prompts do not fill mini-batches of {mini_batch}: verl adds {missing} synthetic sequences"
     yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"a multiple of {mini_batch}", remedy=remedy)
 

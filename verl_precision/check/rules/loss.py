@@ -86,9 +86,7 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
             f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
             f"updates at lr={learning_rate}. Until then the clip cuts what was learnt (recipes/phantom_clipping)"
         )
-        remedy = (
-            f"Choose precision=fp16 or precision=bf16, where both round. Or keep FP32 and set {RATIO_SOURCE}=shadow."
-        )
+        remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
         setting = "actor_rollout_ref.rollout.dtype"
         yield Fault(setting=setting, problem=problem, allowed="the actor's dtype", remedy=remedy)
 

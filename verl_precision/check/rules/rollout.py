@@ -145,16 +145,14 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
     kept, own = "a penalty changes the log-probs of the tokens that are kept", "verl's own log-probs know no masks"
     interrupted = "verl joins the parts of a response that was interrupted, and drops their masks"
     fused = "actor_rollout_ref.model.use_fused_kernels"
-    for wrong, setting, allowed, problem in (
-        (penalty != 1, f"{ROLLOUT}.repetition_penalty", "1.0", kept),
-        (not log_probs, f"{ROLLOUT}.calculate_log_probs", "True", "the masks come with the log-probs"),
-        (mode not in ("sync", "vp_sync"), "trainer.v1.trainer_mode", "sync or vp_sync", interrupted),
-        (actor.ours and not fp32_log_probs, f"{actor.setting}.fp32_log_probs", "True", own),
-        (model.get("use_fused_kernels"), fused, "False", "fused kernels never show their logits"),
-        (actor.ulysses[1] > 1, actor.ulysses[0], "1", "a rank then sees a part of each sequence"),
-    ):
-        if wrong:
-            yield Fault(setting=setting, problem=problem, allowed=allowed)
+    yield from faults_where(
+        (penalty != 1, f"{ROLLOUT}.repetition_penalty", kept, "1.0"),
+        (not log_probs, f"{ROLLOUT}.calculate_log_probs", "the masks come with the log-probs", "True"),
+        (mode not in ("sync", "vp_sync"), "trainer.v1.trainer_mode", interrupted, "sync or vp_sync"),
+        (actor.ours and not fp32_log_probs, f"{actor.setting}.fp32_log_probs", own, "True"),
+        (model.get("use_fused_kernels"), fused, "fused kernels never show their logits", "False"),
+        (actor.ulysses[1] > 1, actor.ulysses[0], "a rank then sees a part of each sequence", "1"),
+    )
 
 
 @rule("cascade-attention", "warning")

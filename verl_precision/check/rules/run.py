@@ -93,8 +93,6 @@ def group_of_one(config: DictConfig, environment: Environment) -> Faults:
     """Estimators that compare the responses to a prompt have nothing to compare."""
     estimator = config.algorithm.adv_estimator
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS:
-        problem = (
-            f"adv_estimator={estimator} compares the responses to a prompt: of one alone the advantage is the reward"
-        )
+        problem = f"adv_estimator={estimator} compares responses: of one alone the advantage is the reward itself"
         setting = "actor_rollout_ref.rollout.n"
         yield Fault(setting=setting, problem=problem, allowed="2 or more", remedy="Set actor_rollout_ref.rollout.n=8.")
