@@ -117,7 +117,8 @@ def quantisations(config: DictConfig) -> dict[str, str]:
     """Return vLLM's name of each grid below 16 bits on which the rollout keeps weights or cache, by its setting."""
     kwargs = engine_kwargs(config)
     weights = kwargs.get("quantization") or config.actor_rollout_ref.rollout.get("quantization")
-    named = {"quantization": weights, "engine_kwargs.vllm.kv_cache_dtype": kwargs.get("kv_cache_dtype")}
+    place = "engine_kwargs.vllm.quantization" if kwargs.get("quantization") else "quantization"
+    named = {place: weights, "engine_kwargs.vllm.kv_cache_dtype": kwargs.get("kv_cache_dtype")}
     return {f"{ROLLOUT}.{k}": str(v) for k, v in named.items() if v is not None and short(v) not in (*DTYPES, "auto")}
 
 

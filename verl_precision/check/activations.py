@@ -83,10 +83,8 @@ class ActivationReport:
         gradient, scale = f"the gradient of {self.backward_overflows[0]}", self.largest_safe_scale
         if scale < 1:
             return f"not for FP16: {gradient} exceeds 65504 even at loss scale 1. Use precision=bf16."
-        return (
-            f"fits FP16 at a loss scale of {scale:g} or less; at {self.loss_scale:g} {gradient} overflows, and dynamic "
-            "scaling would skip steps until it is down there"
-        )
+        fits = f"fits FP16 at a loss scale of {scale:g} or less; at {self.loss_scale:g} {gradient} overflows"
+        return f"{fits}, and dynamic scaling would skip steps until it is down there"
 
     def as_dict(self) -> dict:
         """Return it for machines."""

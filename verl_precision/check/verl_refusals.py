@@ -88,17 +88,10 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     known: Any = OmegaConf.to_container(OmegaConf.load(folder / "ppo_trainer.yaml"), resolve=False)
     known["data"] = OmegaConf.to_container(OmegaConf.load(folder / "data" / "legacy_data.yaml"), resolve=False)
     parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer")
-    return [
-        ConfigurationError(
-            "verl takes this text for a number or a switch, and fails where it computes with it",
-            setting=setting,
-            value=value,
-            allowed="a number, True, False or null",
-            remedy=f"Correct {setting}, or leave it out.",
-        )
-        for part in parts
-        for setting, value in _texts(part, plain.get(part) or {}, known.get(part) or {})
-    ]
+    problem = "verl takes this text for a number or a switch, and fails where it computes with it"
+    said = {"allowed": "a number, True, False or null", "remedy": "Correct it, or leave it out."}
+    found = (pair for part in parts for pair in _texts(part, plain.get(part) or {}, known.get(part) or {}))
+    return [ConfigurationError(problem, setting=setting, value=value, **said) for setting, value in found]
 
 
 def _texts(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -205,10 +198,6 @@ def _words(error: BaseException) -> str:
 
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
     said = said if isinstance(said, str) else _words(said)
-    return ConfigurationError(
-        f"verl refuses it: {said}",
-        setting=setting,
-        value=value,
-        allowed=", ".join(known) or "what verl's message asks for",
-        remedy=f"Correct {setting}, or leave it as the recipe has it.",
-    )
+    allowed = ", ".join(known) or "what verl's message asks for"
+    remedy = f"Correct {setting}, or leave it as the recipe has it."
+    return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

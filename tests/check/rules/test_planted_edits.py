@@ -1,13 +1,14 @@
 """One-word edits of the recipes that break a run, or that verl changes without a word; and edits that it survives.
 
-Each row is an edit that was tried. It shows both sides: `check`'s rule on the config alone, and what verl, or vLLM,
-would have done, by their own code in this process. Where only a GPU could show it, the row names a line. Paths are of
-site-packages: verl 0.9.1 and vLLM 0.28.0.
+Each row of planted_edits.txt is an edit that was tried. It shows both sides: `check`'s rule on the config alone, and
+what verl, or vLLM, would have done, by their own code in this process. Where only a GPU could show it, the row names a
+line. Paths are of site-packages: verl 0.9.1 and vLLM 0.28.0.
 """
 
 import math
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -45,206 +46,7 @@ from verl_precision.check.verl_refusals import refusals
 #   by reading: LINE  only a run could show it
 #   NAME              `witness_NAME`, or an entry of `WITNESSES`, below
 #   nobody            needs to be asked
-EDITS = """
-token-budget-too-small E sanity 1x8_a100 actor.ppo_max_token_len_per_gpu=4000 | verl: max_token_len must be greater
-token-budget-too-small  E sanity      1x8_h100 rollout.log_prob_max_token_len_per_gpu=4000 estimator=grpo \
-    | verl: must be greater
-token-budget-too-small  E dense_14b   8x8_h100 actor.use_kl_loss=True ref.log_prob_max_token_len_per_gpu=4000 \
-    | by reading: verl/utils/seqlen_balancing.py:407
-memory-training         E sanity      1x8_a100 actor.ppo_max_token_len_per_gpu=160000   | arithmetic
-memory-training         E dense_14b   8x8_h100 model.enable_gradient_checkpointing=False | arithmetic
-memory-training         E moe         2x8_h100 trainer.nnodes=1                         | arithmetic
-memory-training         E moe 8x8_h100 fsdp.use_no_sync_for_gradient_accumulation=True  | arithmetic
-router-replay-memory    W moe         2x8_h100 +router_replay=rollout                   | arithmetic
-memory-rollout          E moe         8x8_h100 rollout.tensor_model_parallel_size=1     | arithmetic
-memory-rollout          E dense_14b   1x8_h100 rollout.gpu_memory_utilization=0.2       | arithmetic
-memory-rollout          W sanity      1x8_a100 rollout.gpu_memory_utilization=0.95      | arithmetic
-gpus-do-not-divide      E sanity      1x8_a100 rollout.tensor_model_parallel_size=3     | verl: 8 is not divisible by 3
-gpus-do-not-divide      E dense_14b   2x8_h100 trainer.n_gpus_per_node=5 rollout.tensor_model_parallel_size=4 \
-    | verl: 10 is not divisible by 4
-gpus-do-not-divide      E sanity      1x8_a100 actor.ulysses_sequence_parallel_size=3   | left_over
-gpus-do-not-divide      E moe         8x8_h100 fsdp.fsdp_size=6                         | left_over
-heads-do-not-divide E sanity 1x8_a100 rollout.tensor_model_parallel_size=8 | vllm: attention heads .12. must be div
-heads-do-not-divide     E sanity      1x8_a100 actor.ulysses_sequence_parallel_size=8   | monkey_patch
-heads-do-not-divide     E lora        1x8_h100 trainer.n_gpus_per_node=6 rollout.tensor_model_parallel_size=3 \
-    | by reading: vllm/model_executor/models/qwen2.py:129
-batch-does-not-divide   E sanity      1x8_a100 trainer.n_gpus_per_node=6                | verl: Got mini_batch_size=128
-batch-does-not-divide   E lora        1x8_h100 actor.ppo_mini_batch_size=1 rollout.n=6  | verl: Got mini_batch_size=6
-batch-does-not-divide   E quickstart  cpu      actor.use_dynamic_bsz=False actor.ppo_micro_batch_size_per_gpu=7 \
-    | verl: divisible
-batch-does-not-divide   E sanity      1x8_a100 rollout.log_prob_use_dynamic_bsz=False   | verl: workers: Assert
-batch-is-padded         W sanity      1x8_a100 data.train_batch_size=63                 | padded
-batch-is-padded         W sanity      1x8_a100 actor.ppo_mini_batch_size=128            | padded
-batch-is-padded         W octothinker 1x8_h100 actor.ppo_mini_batch_size=12             | padded
-vllm-refuses-setting    E sanity      1x8_a100 rollout.dtype=fp16                       | vllm: Input should be 'auto'
-vllm-refuses-setting    E moe         8x8_h100 rollout.dtype=torch.float16              | vllm: Input should be 'auto'
-vllm-refuses-setting E sanity cpu rollout.max_num_batched_tokens=128 | vllm: greater than or equal to max_num_s
-vllm-refuses-setting    E lora        1x8_h100 rollout.gpu_memory_utilization=1.2       | vllm: less than or equal to 1
-vllm-refuses-setting    E lora        1x8_h100 rollout.max_model_len=8192               | context
-vllm-refuses-setting    E lora        1x8_h100 model.lora_rank=1024 | verl: must be less than or equal to 512
-value-out-of-range      E sanity      1x8_a100 rollout.temperature=0 | verl: temperature should be greater than 0
-value-out-of-range      E sanity      1x8_a100 rollout.n=0                              | verl: .
-value-out-of-range      E sanity      1x8_a100 trainer.n_gpus_per_node=0                | verl: .
-nothing-trained         E sanity      1x8_a100 trainer.total_training_steps=0           | verl: by reading
-nothing-trained         E sanity      1x8_a100 trainer.val_only=True trainer.val_before_train=False \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py:437
-group-of-one            W octothinker 1x8_h100 rollout.n=1                              | bare_reward
-group-of-one            W dense_14b   8x8_h100 rollout.n=1                              | bare_reward
-resume-refused          E sanity      1x8_a100 trainer.resume_mode=resume_path          | resume
-resume-refused          E sanity      1x8_a100 trainer.resume_mode=never                | resume
-verl-refuses            E sanity      1x8_a100 algorithm.adv_estimator=grop | verl: Unknown advantage estimator
-verl-refuses            E sanity      1x8_a100 actor.policy_loss.loss_mode=gropo        | verl: Unsupported loss mode
-verl-refuses            E sanity      1x8_a100 reward.reward_manager.name=naiv          | verl: Unknown reward manager
-verl-refuses            E sanity      1x8_a100 rollout.name=vlm                         | rollout_registry
-verl-refuses            E sanity      1x8_a100 rollout.pipeline_model_parallel_size=2   | verl: not implemented
-verl-refuses            E moe         8x8_h100 rollout.expert_parallel_size=3 | verl: expert_parallel_size must be equal
-verl-refuses            E sanity      1x8_a100 trainer.logger=wandbb                    | verl: wandbb is not supported
-verl-refuses            E sanity      1x8_a100 trainer.v1.trainer_mode=synk             | verl: Unknown trainer
-verl-refuses            E sanity      1x8_a100 fsdp.mixed_precision.param_dtype=fp61    | verl: fp61
-verl-refuses            E sanity      1x8_a100 actor.loss_agg_mode=token-meen           | verl: Invalid loss_agg_mode
-verl-refuses            E sanity      1x8_a100 actor.use_dynamic_bsz=False | verl: Please set at least one of
-verl-refuses            E sanity      1x8_a100 actor.optim.lr=abc                       | verl: not supported between
-verl-refuses            E sanity      1x8_a100 actor.optim.lr=-1e-6                     | verl: Invalid learning rate
-verl-refuses            E sanity      1x8_a100 actor.optim.optimizer=Adan               | verl: has no attribute 'Adan'
-verl-refuses            E sanity      1x8_a100 actor.optim.lr_scheduler_type=linear     | verl: AssertionError
-attention-refuses-fp32  E sanity 1x8_a100 precision=fp32 model.override_config.attn_implementation=flash_attention_2 \
-    | by reading: flash_attn/flash_attn_interface.py, "only support fp16 and bf16"
-data-format-unknown     E sanity      1x8_a100 data.val_files=null                      | dataset
-data-format-unknown     E quickstart  cpu      data.train_files=recipes/quickstart/reward.py | dataset
-reward-function-missing E quickstart  cpu      reward.custom_reward_function.name=score | reward
-batch-exceeds-data      E quickstart  cpu      data.train_batch_size=512                | steps_per_epoch
-epochs-end-first        W quickstart  cpu      trainer.total_training_steps=100 trainer.total_epochs=2 \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py:467
-folder-not-writable E quickstart cpu trainer.save_freq=5 trainer.default_local_dir=README.md/checkpoints | folder
-package-not-installed   E quickstart  cpu      trainer.logger=clearml                   | logger
-model-missing E quickstart cpu algorithm.adv_estimator=gae critic.model.path=no/such/folder/here | critic
-value-unusual           W sanity      1x8_a100 actor.optim.lr=1e6                       | nobody
-value-unusual           W lora        1x8_h100 actor.optim.lr=4e-15                     | nobody
-value-unusual           W moe         8x8_h100 actor.clip_ratio_high=28                 | nobody
-value-unusual           W moe         8x8_h100 actor.loss_scale_factor=20               | nobody
-value-unusual           W dense_14b   8x8_h100 actor.clip_ratio_c=1000                  | nobody
-value-unusual           W dense_14b   8x8_h100 actor.optim.weight_decay=10              | nobody
-value-unusual   W dense_14b 8x8_h100 actor.optim.override_optimizer_config.eps=1        | nobody
-value-unusual           W sanity      1x8_a100 actor.entropy_coeff=5                    | nobody
-value-unusual           W sanity      1x8_a100 actor.optim.clip_grad=1e-6               | nobody
-value-unusual           W sanity      1x8_a100 actor.ppo_epochs=100                     | nobody
-value-unusual           W sanity      1x8_a100 rollout.temperature=0.01                 | nobody
-value-unusual           W octothinker 1x8_h100 data.train_batch_size=1280000            | nobody
-value-unusual W dense_14b 8x8_h100 reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=100 | nobody
-value-out-of-range      E sanity      1x8_a100 rollout.temperature=10                   | sampling
-value-out-of-range      E sanity      1x8_a100 rollout.top_p=0                          | sampling
-value-out-of-range      E moe         2x8_h100 rollout.top_p=95                         | sampling
-value-out-of-range      E sanity      1x8_a100 rollout.top_k=-5                         | sampling
-value-out-of-range      E sanity      1x8_a100 rollout.val_kwargs.top_p=95              | sampling
-value-out-of-range      E sanity      1x8_a100 rollout.val_kwargs.temperature=-1        | sampling
-value-out-of-range      E sanity      1x8_a100 rollout.val_kwargs.n=0 | by reading: verl/trainer/ppo/v1/trainer_base.py
-value-out-of-range      E sanity      1x8_a100 rollout.checkpoint_engine.update_weights_bucket_megabytes=0 \
-    | by reading: verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:140
-value-out-of-range      E dense_14b   8x8_h100 actor.clip_ratio_c=0.5 \
-    | by reading: verl/trainer/ppo/core_algos.py:1331
-value-out-of-range      E dense_14b   8x8_h100 algorithm.filter_groups.max_inflight_gen_batches=0 | replay_buffer
-value-out-of-range      E sanity      1x8_a100 trainer.v1.sampler.max_off_policy_threshold=0 | replay_buffer
-value-out-of-range      E quickstart  cpu      data.dataloader_num_workers=-1           | loader
-value-out-of-range      E sanity      1x8_a100 reward.num_workers=0 | by reading: verl/experimental/reward_loop
-name-unknown E sanity 1x8_a100 rollout.scheduling_policy=lifo | by reading: vllm/config/scheduler.py, SchedulerPolicy
-name-unknown            E sanity      1x8_a100 actor.use_kl_loss=True actor.kl_loss_type=k4               | kl
-name-unknown            E sanity      1x8_a100 algorithm.use_kl_in_reward=True algorithm.kl_penalty=k9    | kl
-name-unknown            E sanity      1x8_a100 algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=fix | kl
-name-unknown            E sanity      1x8_a100 actor.checkpoint.save_contents=[model,optimiser,extra] \
-    | by reading: verl/utils/checkpoint/checkpoint_manager.py:83
-name-unknown            E moe         8x8_h100 algorithm.rollout_correction.rollout_is=tokn \
-    | by reading: verl/trainer/ppo/rollout_corr_helper.py:565
-name-unknown            E moe         8x8_h100 algorithm.rollout_correction.rollout_rs=seq_k1 \
-    | by reading: verl/trainer/ppo/rollout_corr_helper.py:252
-name-unknown            E sanity      1x8_a100 +model.override_config.attn_implementation=flash_attn2 \
-    | by reading: transformers/modeling_utils.py:2006
-name-unknown            E sanity      1x8_a100 trainer.v1.sampler.max_off_policy_strategy=skip | replay_buffer
-name-unknown E sanity 1x8_a100 reward.reward_manager.source=registry | by reading: verl/trainer/ppo/reward.py:107
-name-unknown            E lora        1x8_h100 model.target_modules=all_linear          | peft
-name-unknown            E lora        1x8_h100 model.target_modules=[linear_qkv,linear_proj] | peft
-name-unknown            E lora        1x8_h100 model.target_modules=[q_prj,v_proj] \
-    | by reading: peft/tuners/tuners_utils.py:1100
-name-unknown            W sanity      1x8_a100 rollout.agent.default_agent_loop=single_turn \
-    | by reading: verl/experimental/agent_loop/agent_loop.py:678
-lengths-differ          E sanity      1x8_a100 rollout.response_length=1024 \
-    | by reading: verl/experimental/agent_loop/single_turn_agent_loop.py:96
-lengths-differ          E sanity      1x8_a100 rollout.response_length=16000 \
-    | by reading: verl/workers/rollout/vllm_rollout/vllm_async_server.py:612
-lengths-differ E moe 2x8_h100 rollout.prompt_length=256 | by reading: verl/experimental/agent_loop/agent_loop.py:438
-context-too-small       E sanity      1x8_a100 +rollout.engine_kwargs.vllm.max_model_len=4096 \
-    | by reading: verl/workers/rollout/vllm_rollout/vllm_async_server.py:593
-vllm-refuses-setting    E dense_14b   8x8_h100 rollout.max_model_len=40960              | context
-vllm-refuses-setting    E moe         2x8_h100 rollout.n=16 data.max_response_length=40000 | context
-nothing-trained         E sanity      1x8_a100 actor.optim.clip_grad=0                  | no_gradient
-nothing-trained         E moe         2x8_h100 +actor.optim.grad_clip=0                 | no_gradient
-nothing-trained E sanity 1x8_a100 actor.optim.clip_grad=null \
-    | by reading: verl/workers/engine/fsdp/transformer_impl.py:795
-nothing-trained         E lora        1x8_h100 model.lora_alpha=0 | by reading: peft/tuners/lora/layer.py, scaling
-nothing-trained E sanity 1x8_a100 trainer.critic_warmup=2000 | by reading: verl/trainer/ppo/v1/trainer_base.py:608
-nothing-trained E dense_14b 8x8_h100 trainer.total_epochs=0 | by reading: verl/trainer/ppo/v1/trainer_base.py:467
-trains-little           W sanity      1x8_a100 actor.optim.lr=0                         | nobody
-trains-little W sanity 1x8_a100 trainer.critic_warmup=20 | by reading: verl/trainer/ppo/v1/trainer_base.py:608
-trains-little           W sanity      1x8_a100 actor.optim.lr_warmup_steps=5000 \
-    | by reading: verl/workers/engine/fsdp/transformer_impl.py:522
-trains-little           W dense_14b   8x8_h100 actor.optim.lr_warmup_steps=-1 actor.optim.lr_warmup_steps_ratio=1.5 \
-    | by reading: verl/workers/engine/fsdp/transformer_impl.py:516
-trains-little           W sanity      1x8_a100 actor.use_kl_loss=True actor.kl_loss_coef=0 | nobody
-trains-little           W sanity      1x8_a100 rollout.ignore_eos=True \
-    | by reading: verl/workers/rollout/vllm_rollout/vllm_async_server.py:624
-setting-ignored W moe 8x8_h100 actor.clip_ratio=0.1 | by reading: verl/trainer/ppo/core_algos.py:1321
-setting-ignored         W lora        1x8_h100 model.lora_rank=0 \
-    | by reading: verl/workers/engine/fsdp/transformer_impl.py:162
-setting-ignored W dense_14b 8x8_h100 actor.loss_scale_factor=20480 | by reading: verl/trainer/ppo/core_algos.py:1190
-setting-ignored         W sanity      1x8_a100 actor.kl_loss_coef=0.1  | by reading: verl/workers/utils/losses.py
-setting-ignored         W sanity      1x8_a100 actor.optim.min_lr_ratio=0.1 \
-    | by reading: verl/workers/engine/fsdp/transformer_impl.py:522
-setting-ignored W sanity 1x8_a100 +rollout.repetition_penalty=1.2 \
-    | by reading: verl/experimental/agent_loop/agent_loop.py:594
-setting-ignored W sanity 1x8_a100 rollout.do_sample=False | by reading: verl/experimental/agent_loop/agent_loop.py:590
-setting-ignored         W sanity      1x8_a100 data.reward_fn_key=source \
-    | by reading: verl/experimental/reward_loop/reward_manager/naive.py:42
-setting-ignored         W dense_14b   8x8_h100 trainer.v1.sampler.custom_sampler.path=mine.py \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py:164
-progress-not-kept W moe 8x8_h100 trainer.save_freq=-1 checkpoint.every_minutes=0 \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py
-progress-not-kept W sanity 1x8_a100 trainer.save_freq=0 checkpoint.every_minutes=0 \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py
-progress-not-kept       W dense_14b   8x8_h100 trainer.save_freq=100 checkpoint.every_minutes=0 \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py
-progress-not-kept       W sanity      1x8_a100 trainer.resume_mode=disable \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py:854
-progress-not-kept       W sanity      1x8_a100 trainer.del_local_ckpt_after_load=True \
-    | by reading: verl/trainer/ppo/v1/trainer_base.py:882
-progress-not-kept       W moe         2x8_h100 trainer.default_local_dir=/tmp/checkpoints     | nobody
-progress-not-kept       W sanity      1x8_a100 trainer.default_local_dir=/dev/shm/checkpoints | nobody
-progress-not-kept       W sanity      1x8_a100 actor.checkpoint.save_contents=[optimizer,extra] \
-    | by reading: verl/utils/checkpoint/checkpoint_manager.py:72
-progress-not-kept       W sanity      1x8_a100 actor.checkpoint.load_contents=[model] \
-    | by reading: verl/utils/checkpoint/checkpoint_manager.py:124
-progress-not-kept       W sanity      1x8_a100 trainer.logger=[] | by reading: verl/utils/tracking.py
-model-overridden        E sanity      1x8_a100 +model.override_config.num_hidden_layers=14 \
-    | by reading: verl/workers/rollout/vllm_rollout/vllm_async_server.py:1212
-overlong-buffer         E dense_14b   8x8_h100 reward.reward_kwargs.overlong_buffer_cfg.len=0     | dapo_rewards
-overlong-buffer         E dense_14b   8x8_h100 reward.reward_kwargs.overlong_buffer_cfg.len=30000 | dapo_rewards
-overlong-buffer         E dense_14b   8x8_h100 reward.reward_kwargs.max_resp_len=null             | dapo_rewards
-overlong-buffer         E dense_14b   8x8_h100 reward.reward_kwargs.max_resp_len=4096 \
-    | by reading: verl/experimental/reward_loop/reward_manager/dapo.py
-overlong-buffer         E dense_14b   8x8_h100 reward.reward_manager.name=naive \
-    | by reading: verl/experimental/reward_loop/reward_manager/naive.py
-filter-metric           E dense_14b   8x8_h100 algorithm.filter_groups.metric=accuracy \
-    | by reading: verl/trainer/ppo/v1/replay_buffer.py:304
-filter-metric           E dense_14b   8x8_h100 algorithm.filter_groups.metric=null      | replay_buffer
-filter-metric           W dense_14b   cpu      algorithm.filter_groups.metric=accuracy \
-    | by reading: verl/trainer/ppo/v1/replay_buffer.py:304
-chat-template-missing   W octothinker 1x8_h100 model.custom_chat_template=null \
-    | by reading: verl/utils/dataset/rl_dataset.py:259
-reward-function-missing E sanity      1x8_a100 \
-    reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answr | reward_module
-reward-function-missing E sanity      1x8_a100 reward.custom_reward_function.name=compute_scores | reward_module
-package-not-installed   E sanity      1x8_a100 rollout.name=sglang                      | package
-package-not-installed   E sanity      1x8_a100 actor.optim.optimizer_impl=bitsandbytes.optim | package
-column-missing          E quickstart  cpu      data.prompt_key=question                 | column
-"""
+EDITS = Path(__file__).with_name("planted_edits.txt").read_text()
 # Edits that verl survives, each tried alone on the recipe and scale of its line: no error may be raised.
 SURVIVED = """
 sanity      1x8_a100 precision=fp32 rollout.n=4 rollout.tensor_model_parallel_size=4 rollout.dtype=half
@@ -260,7 +62,7 @@ quickstart  cpu      rollout.n=2
 """
 ROWS = [
     (*head.split(maxsplit=4), witness.strip())
-    for head, _, witness in (line.rpartition("|") for line in EDITS.replace("\\\n", "").splitlines() if line)
+    for head, _, witness in (line.rpartition("|") for line in EDITS.splitlines())
 ]
 ids = {"ids": lambda row: "-".join([row[0], row[2], row[4].split()[0]])}
 

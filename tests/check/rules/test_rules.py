@@ -1,4 +1,4 @@
-"""Each planted fault is found, by name, with its setting and a remedy; nothing else is. A new rule gets a row here."""
+"""Each planted fault is found, by name, with its setting and a remedy; nothing else is. A new rule gets a row there."""
 
 import ast
 import functools
@@ -25,118 +25,8 @@ from verl_precision.check.rules.gpu_memory import GIB, shape_of
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment, Machine
 
-# Name, severity (error or warning), end of the setting's path, overrides on verl's own config as `composed` takes them.
-FAULTS = """
-dtype-ignored             E fsdp_config.dtype      fsdp.dtype=float16 rollout.dtype=float16
-rollout-contradicts-actor E rollout.dtype          fsdp.dtype=float16 rollout.dtype=float16
-rollout-contradicts-actor E rollout.dtype          +precision=fp16 rollout.dtype=bfloat16
-rollout-contradicts-actor E rollout.dtype          +precision=bf16_train_fp16_rollout rollout.dtype=float32
-rollout-contradicts-actor E rollout.dtype          +fsdp.mixed_precision=FP16
-rollout-contradicts-actor W rollout.dtype          rollout.dtype=auto
-ref-differs-from-actor    W ref.fsdp_config.mixed_precision.param_dtype ACTOR_FP16 actor.use_kl_loss=True
-critic-differs-from-actor W critic.fsdp.mixed_precision.param_dtype ACTOR_FP16 critic.enable=True
-router-replay             E router_replay.mode     +router_replay=rollout
-router-replay             E enable_rollout_routing_replay REPLAY rollout.enable_rollout_routing_replay=False
-router-replay E router_replay.mode +precision=bf16 +router_replay=old algorithm.rollout_correction.bypass_mode=True
-router-replay             E use_remove_padding     +precision=bf16 +router_replay=measure model.use_remove_padding=False
-router-replay             E fsdp_config.shadow     +precision=bf16 +router_replay=rollout fsdp.shadow.every_n_steps=1
-router-replay E actor.ulysses_sequence_parallel_size +precision=bf16 +router_replay=old actor.ULYSSES=2
-half-master-weights       E model_dtype            fsdp.model_dtype=bf16
-token-budget-too-small    E actor.ppo_max_token_len_per_gpu \
-    actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=1000 rollout.log_prob_use_dynamic_bsz=False
-token-budget-too-small    E rollout.log_prob_max_token_len_per_gpu \
-    rollout.log_prob_use_dynamic_bsz=True rollout.log_prob_max_token_len_per_gpu=1023
-context-too-small         E rollout.max_model_len  rollout.max_model_len=1023
-attention-refuses-fp32 E attn_implementation +precision=fp32 model.override_config.attn_implementation=flash_attention_2
-attention-refuses-fp32    E attn_implementation    \
-    +precision=fp32_train_bf16_rollout model.override_config.attn_implementation=kernels-community/vllm-flash-attn3
-attention-refuses-fp32    E attn_implementation    +fsdp.mixed_precision=FP32 rollout.dtype=float32
-attention-refuses-fp32    E attn_implementation    +precision=fp16 actor.use_kl_loss=True \
-    ref.fsdp_config.mixed_precision.param_dtype=fp32 ref.fsdp_config.dtype=float32
-attention-refuses-fp32    E attn_implementation    +precision=bf16_train_fp32_rollout fsdp.shadow.every_n_steps=1
-attention-refuses-fp32    E critic.fsdp.mixed_precision.param_dtype +precision=fp32 critic.enable=True
-ulysses-needs-flash       E actor.ulysses_sequence_parallel_size +precision=fp32 actor.ULYSSES=2
-ulysses-needs-flash       E fsdp_config.ulysses_sequence_parallel_size +SDPA fsdp.ULYSSES=4
-ulysses-needs-flash       E ref.ulysses_sequence_parallel_size +scale=1x1_gpu actor.use_kl_loss=True ref.ULYSSES=2
-half-master-weights       E critic.fsdp.model_dtype critic.enable=True critic.fsdp.model_dtype=bf16
-half-master-weights       W model_dtype            fsdp.model_dtype=bf16 model.lora_rank=8
-half-weights              W ref.fsdp_config.model_dtype actor.use_kl_loss=True ref.fsdp_config.model_dtype=bf16
-adam-eps-underflow        E actor.optim.override_optimizer_config.eps fsdp.model_dtype=fp16
-merged-lora-rounds        E lora.merge             +precision=fp16 VERLS_ENGINE model.lora_rank=8 model.lora.merge=True
-transport-rounds          E backend                +precision=fp16 rollout.checkpoint_engine.backend=mooncake
-transport-rounds          E backend                +precision=fp16 rollout.checkpoint_engine.backend=kimi_ckpt_engine
-transport-rounds          E backend                +precision=fp32 rollout.checkpoint_engine.backend=delta_sharded
-separate-async-transport  E backend                trainer.v1.trainer_mode=separate_async
-stochastic-rounding       E weight_sync.rounding   +weight_sync.rounding=stochastic
-stochastic-rounding       E weight_sync.rounding   +precision=fp32 weight_sync.rounding=stochastic
-stochastic-rounding       E weight_sync.rounding   \
-    +precision=fp32_train_bf16_rollout weight_sync.rounding=stochastic rollout.checkpoint_engine.backend=delta_sharded
-mismatch-settings         E weight_sync.rounding   +precision=fp32_train_bf16_rollout weight_sync.rounding=random
-megatron-fp16-overflow    E megatron.dtype         model_engine=megatron actor.megatron.dtype=float16
-loss-scaling              W param_dtype            +precision=fp16 VERLS_ENGINE trainer.device=cuda trainer.save_freq=5
-loss-scaling              W param_dtype            +precision=fp16 VERLS_ENGINE trainer.device=npu
-fp32-head-unread          E fp32_output_head +precision=fp16 fsdp.fp32_output_head=True model.use_fused_kernels=True
-export-rounds             W save_contents          \
-    +precision=fp16 VERLS_ENGINE trainer.save_freq=5 actor.checkpoint.save_contents=[model,hf_model]
-rollout-quantised         W quantization           rollout.quantization=fp8
-rollout-quantised         W kv_cache_dtype         +rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2
-normalizer-missing        E loss_scale_factor      actor.loss_agg_mode=seq-mean-token-sum-norm
-bypass-without-loss       E bypass_mode            \
-    correction.bypass_mode=True correction.loss_type=reinforce correction.rollout_is=sequence
-bypass-clips-mismatch     W bypass_mode            correction.bypass_mode=True
-updates-below-grid        W rollout.dtype          +precision=fp32_train_bf16_rollout correction.bypass_mode=True SDPA
-updates-below-grid        W rollout.dtype          +precision=fp32_train_fp16_rollout correction.bypass_mode=True SDPA
-bypass-loss-unconfigured  E rollout_correction     actor.policy_loss.loss_mode=bypass_mode
-threshold-misread         E rollout_is_threshold   correction.rollout_is=token correction.rollout_is_threshold=0.5_5
-threshold-misread         E rollout_is_threshold   correction.rollout_is=sequence correction.rollout_is_threshold=1e-9_3
-threshold-misread         W rollout_is_threshold   correction.rollout_is=sequence correction.rollout_is_threshold=2_10
-threshold-misread         E rollout_rs_threshold correction.rollout_rs=seq_sum_k1 correction.rollout_rs_threshold=0.5_5
-k1-bounds-inverted        E rollout_rs_threshold correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_5.0
-clip-ratio-c-ignored      W clip_ratio_c           +estimator=grpo actor.clip_ratio_c=10.0
-raw-logprobs              E logprobs_mode          rollout.logprobs_mode=raw_logprobs rollout.temperature=0.7
-raw-logprobs              W logprobs_mode          rollout.logprobs_mode=raw_logprobs
-raw-logprobs              E logprobs_mode          rollout.logprobs_mode=processed_logits
-truncated-sampling        W top_p                  rollout.top_p=0.9
-truncated-sampling        E top_k                  rollout.top_k=50 correction.rollout_is=token
-agent-loop                E default_agent_loop     +rollout.custom.stop=[end]
-agent-loop                E rollout.custom         LOOP
-agent-loop                E rollout.custom.stop LOOP +rollout.custom.stop=end
-agent-loop                E rollout.custom.min_p   LOOP +rollout.custom.min_p=2 +rollout.custom.sampling_masks=False
-agent-loop E rollout.name LOOP +rollout.custom.stop=[end] rollout.name=sglang
-agent-loop E custom.mark_truncated FINISHED
-agent-loop E reward_manager.name FINISHED LOOP +rollout.custom.mark_truncated=True reward.reward_manager.name=dapo
-not-repeatable            E max_num_seqs           +precision=fp16 +repeatable=bitwise rollout.max_num_seqs=64
-not-repeatable            E enable_prefix_caching +precision=fp16 +repeatable=bitwise rollout.enable_prefix_caching=True
-not-repeatable            E trainer_mode +precision=fp16 +repeatable=bitwise trainer.v1.trainer_mode=vp_separate_async
-not-repeatable E custom_sampler.name +precision=fp16 +repeatable=bitwise trainer.v1.sampler.custom_sampler.name=null
-not-repeatable            E data.seed              +precision=fp16 +repeatable=bitwise data.seed=null
-sampling-masks            E sampling_masks         MASKS VERLS_ENGINE
-sampling-masks            E rollout.top_k          MASKS +precision=bf16 rollout.top_k=-1
-sampling-masks            E max_logprobs           MASKS +precision=bf16 rollout.engine_kwargs.vllm.max_logprobs=20
-sampling-masks            E rollout.repetition_penalty MASKS +precision=bf16 +rollout.repetition_penalty=1.1
-sampling-masks            E calculate_log_probs    MASKS +precision=bf16 rollout.calculate_log_probs=False
-sampling-masks            E trainer_mode           MASKS +precision=bf16 trainer.v1.trainer_mode=vp_colocate_async
-sampling-masks            E fp32_log_probs         MASKS +precision=bf16 fsdp.fp32_log_probs=False
-sampling-masks            E use_fused_kernels      MASKS +precision=bf16 model.use_fused_kernels=True
-sampling-masks E actor.fsdp_config.ulysses_sequence_parallel_size MASKS +precision=bf16 fsdp.ULYSSES=2
-temperature-in-half       W temperature            rollout.temperature=0.7 VERLS_ENGINE
-temperature-in-half       W temperature            +precision=fp16 rollout.temperature=0.7 model.use_fused_kernels=True
-logprobs-missing          E calculate_log_probs    rollout.calculate_log_probs=False correction.rollout_is=token
-logprobs-missing          W calculate_log_probs    rollout.calculate_log_probs=False trainer.v1.trainer_mode=vp_sync
-loss-settings             E use_v1                 +estimator=pg_seq_is trainer.use_v1=False
-loss-settings             E clip_ratio_low         +estimator=grpo actor.clip_ratio_low=2
-engine-settings E fsdp_config.learning_rate_ess_base \
-    +precision=fp16 +estimator=grpo +learning_rate=effective_sample
-engine-settings E fsdp_config.learning_rate_ess_base \
-    +precision=fp16 +estimator=pg_seq_is +fsdp.learning_rate_ess_base=2
-engine-settings E actor.fsdp_config.shadow.dtype +precision=fp16 fsdp.shadow.every_n_steps=1 fsdp.shadow.dtype=bf16
-offload-policy-ignored    W fsdp_config.offload_policy actor.strategy=fsdp fsdp.offload_policy=True
-offload-policy-ignored    W critic.fsdp.offload_policy \
-    critic.enable=True critic.strategy=fsdp critic.fsdp.offload_policy=True
-mismatch-settings         E mismatch.enabled       +estimator=grpo mismatch.enabled=perhaps
-mismatch-settings         E checkpoint.every_minutes trainer.save_freq=5 +checkpoint.every_minutes=-1
-one-checkpoint            W max_actor_ckpt_to_keep trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=1
-"""
+# A row: name, severity (error or warning), end of the setting's path, overrides as `composed` takes them.
+FAULTS = Path(__file__).with_name("planted_faults.txt").read_text()
 # Faults that come with another, because one setting breaks two things.
 COMPANIONS = {
     "router-replay": {"bypass-clips-mismatch"},
@@ -253,7 +143,7 @@ DISAGGREGATED = (
     "rollout.nnodes=1 rollout.n_gpus_per_node=8"
 )
 TRITON = "model.fused_kernel_options.impl_backend=triton"
-ROWS = [line.split() for line in FAULTS.replace("\\\n", "").splitlines() if line]
+ROWS = [line.split() for line in FAULTS.splitlines()]
 SHORT = {
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
@@ -336,6 +226,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "+precision=bf16 fsdp.ULYSSES=2",
     "actor.strategy=fsdp2 fsdp.offload_policy=True",
     "trainer.total_training_steps=100 trainer.save_freq=20 actor.optim.lr_warmup_steps=10 trainer.total_epochs=1",
+    "trainer.total_training_steps=99 trainer.save_freq=99 +checkpoint.every_minutes=60 trainer.v1.trainer_mode=vp_sync",
     "trainer.total_training_steps=10 trainer.default_local_dir=/tmp/trial trainer.save_freq=5",
     "actor.optim.lr=1e-2 actor.optim.weight_decay=0 actor.optim.betas=[0.9,0.95] actor.optim.clip_grad=100",
     "actor.clip_ratio_low=1 actor.clip_ratio_high=5 actor.entropy_coeff=1e-3 rollout.temperature=1.2",

@@ -20,23 +20,14 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
     full = list(_in_fp32(config))
     if shared := " and ".join(role for role in full if role != "critic"):
         if _is_flash(attention := attention_of(config)):
-            yield Fault(
-                setting=ATTENTION,
-                value=attention,
-                problem=f"FP32 of the {shared}: flash attention computes in 16 bits only, and the first forward would "
-                "raise",
-                allowed="sdpa, which takes packed sequences too",
-                remedy=f"Set ++{ATTENTION}=sdpa.",
-            )
+            problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
+            allowed, remedy = "sdpa, which takes packed sequences too", f"Set ++{ATTENTION}=sdpa."
+            yield Fault(setting=ATTENTION, value=attention, problem=problem, allowed=allowed, remedy=remedy)
     if "critic" in full:
-        yield Fault(
-            setting="critic.fsdp.mixed_precision.param_dtype",
-            problem=f"verl loads every critic with {VERLS_ATTENTION}, whatever critic.model.override_config says "
-            "(load_valuehead_model), and that computes in 16 bits only",
-            allowed="bf16 or fp16",
-            remedy="Choose an estimator without a critic, as all presets are, or set critic.fsdp.dtype=bfloat16 "
-            "critic.fsdp.mixed_precision.param_dtype=bf16.",
-        )
+        setting = "critic.fsdp.mixed_precision.param_dtype"
+        problem = f"verl loads every critic with {VERLS_ATTENTION}, whatever its config says, and that has no FP32"
+        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
+        yield Fault(setting=setting, problem=problem, allowed="bf16 or fp16", remedy=remedy)
 
 
 @rule("attention-not-installed", of_machine=True)
@@ -65,13 +56,8 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
             remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
             if engine.role in full:
                 remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
-            yield Fault(
-                setting=setting,
-                problem="verl exchanges sequences for heads in flash attention only; with attn_implementation="
-                f"{attention} each rank attends to its own part of a sequence, without an error",
-                allowed=f"1, or {VERLS_ATTENTION} in 16 bits",
-                remedy=remedy,
-            )
+            problem = f"under attn_implementation={attention} each rank attends to its own part, without an error"
+            yield Fault(setting=setting, problem=problem, allowed=f"1, or {VERLS_ATTENTION} in 16 bits", remedy=remedy)
 
 
 def attention_of(config: DictConfig) -> str:

@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 
 FILTER = "algorithm.filter_groups"
 MODEL = "actor_rollout_ref.model"
@@ -14,9 +14,6 @@ SHAPING = "reward.reward_kwargs"
 # What a layer's linear modules are called in these architectures of transformers.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-# Keys of config.json that make another model of it.
-SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-         "num_experts_per_tok", "rope_theta", "rms_norm_eps", "tie_word_embeddings")  # fmt: skip
 
 
 @rule("name-unknown")
@@ -34,13 +31,9 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
         wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
     if wrong:
-        yield Fault(
-            setting=f"{MODEL}.target_modules",
-            problem=f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained, and "
-            "PEFT raises where none is left",
-            allowed="all-linear, or names of modules such as [q_proj,v_proj]",
-            remedy=f"Set {MODEL}.target_modules=all-linear.",
-        )
+        problem = f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained"
+        setting, allowed = f"{MODEL}.target_modules", "all-linear, or names of modules such as [q_proj,v_proj]"
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {MODEL}.target_modules=all-linear.")
 
 
 def _matches_one(pattern: str, names: list[str]) -> bool:
@@ -48,20 +41,6 @@ def _matches_one(pattern: str, names: list[str]) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
     except re.error:  # no pattern at all: PEFT raises it
         return False
-
-
-@rule("model-overridden")
-def model_overridden(config: DictConfig, environment: Environment) -> Faults:
-    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
-    for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
-        own = environment.model.get(key)
-        if key in SHAPE and own is not None and own != value:
-            yield Fault(
-                setting=f"{MODEL}.override_config.{key}",
-                problem=f"the model has {own}; verl tells its trainer only, and the rollout keeps the model as it is",
-                allowed=str(own),
-                remedy="Remove it, or name a folder whose config.json says so (actor_rollout_ref.model.path).",
-            )
 
 
 @rule("overlong-buffer")
@@ -94,11 +73,8 @@ def filter_metric(config: DictConfig, environment: Environment) -> Faults:
     known = reward is None or reward in ANSWER_REWARDS  # a user's own may return anything
     if metric == "score" and (reward is None or "boxed_answer" in reward):
         return
-    yield Fault(
-        severity="error" if known or not metric else "warning",
-        setting=f"{FILTER}.metric",
-        problem="the reward has to return it with each response: without it the replay buffer raises after the first "
-        "rollout",
-        allowed="acc, reward, or a key of the dictionary that the reward function returns",
-        remedy=f"Set {FILTER}.metric=acc.",
-    )
+    problem = "the reward has to return it: else the replay buffer raises after the first rollout"
+    severity: Severity = "error" if known or not metric else "warning"
+    allowed = "acc, reward, or a key of the dictionary that the reward function returns"
+    setting = f"{FILTER}.metric"
+    yield Fault("", severity, setting, None, problem, allowed, f"Set {setting}=acc.")

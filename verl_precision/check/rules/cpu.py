@@ -24,12 +24,9 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
     if machine.vllm_cpu is not None:
         yield from as_faults(require_tested, "vllm-cpu", machine.vllm_cpu)
     else:
-        yield EnvironmentMismatchError(
-            "this device needs the distribution vllm-cpu, which is not installed",
-            setting="trainer.device",
-            value="cpu",
-            remedy="Install it: `make venv` in a clone of the repository (README.md, Install).",
-        )
+        problem = "this device needs the distribution vllm-cpu, which is not installed"
+        remedy = "Install it: `make venv` in a clone of the repository (README.md, Install)."
+        yield EnvironmentMismatchError(problem, setting="trainer.device", value="cpu", remedy=remedy)
 
 
 @rule("cpu-kernels-missing", of_machine=True)
@@ -40,26 +37,18 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
     if machine.kernel_problem is not None:
         yield machine.kernel_problem
     if machine.head_size is not None:
-        yield Fault(
-            setting="actor_rollout_ref.model.path",
-            problem=f"its attention heads have {machine.head_size} elements (head_dim, or hidden_size / "
-            "num_attention_heads), and vLLM has no attention kernel for that on a CPU: it would die at the first "
-            "prompt",
-            allowed=", ".join(map(str, machine.head_sizes)),
-            remedy="Choose a model with such heads, or build yours with another head_dim.",
-        )
+        setting = "actor_rollout_ref.model.path"
+        problem = f"vLLM has no attention kernel on a CPU for its heads of {machine.head_size} elements (head_dim)"
+        remedy = "Choose a model with such heads, or build yours with another head_dim."
+        yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, machine.head_sizes)), remedy=remedy)
 
 
 @rule("host-memory-too-small", of_machine=True)
 def host_memory(config: DictConfig, machine: Machine) -> Faults:
     """The processes of a CPU run fit into memory."""
     if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
-        yield Fault(
-            setting="trainer.device",
-            problem=f"{machine.memory / GIB:.1f} GiB of memory are available; a CPU run needs {MIN_CPU_MEMORY // GIB} "
-            "GiB even with a tiny model",
-            remedy="Close other programs or use a larger machine.",
-        )
+        problem = f"{machine.memory / GIB:.1f} GiB are available; a CPU run needs {MIN_CPU_MEMORY // GIB} GiB at least"
+        yield Fault(setting="trainer.device", problem=problem, remedy="Close other programs or use a larger machine.")
 
 
 @rule("shared-memory-too-small", of_machine=True)
@@ -67,11 +56,9 @@ def shared_memory(config: DictConfig, machine: Machine) -> Faults:
     """Weights and vLLM's messages go through /dev/shm, and a full one ends in SIGBUS."""
     free, needed = machine.shared_memory >> 20, MIN_SHARED_MEMORY >> 20
     if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
-        yield Fault(
-            setting="trainer.device",
-            problem=f"/dev/shm has {free} MiB free; a CPU run needs {needed} MiB",
-            remedy="In a container, start it with --shm-size=2g; else remove stale files from /dev/shm.",
-        )
+        problem = f"/dev/shm has {free} MiB free; a CPU run needs {needed} MiB"
+        remedy = "In a container, start it with --shm-size=2g; else remove stale files from /dev/shm."
+        yield Fault(setting="trainer.device", problem=problem, remedy=remedy)
 
 
 @rule("ray-resources-too-few")
@@ -87,16 +74,10 @@ def ray_resources(config: DictConfig, environment: Environment) -> Faults:
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:
-        yield Fault(
-            setting="ray_kwargs.ray_init.num_cpus",
-            value=cpus,
-            problem=f"verl's actors ask Ray for {needed} logical CPUs ({CPUS_FIXED} + {units} storage units + "
-            f"{CPUS_PER_WORKER} x {workers} workers) and would wait for ever",
-            allowed=f"{needed} or more; it need not be the number of cores",
-            remedy=f"Set ray_kwargs.ray_init.num_cpus={needed}.",
-        )
+        problem = f"verl asks Ray for {needed} logical CPUs (storage units, workers), and waits for ever"
+        setting, allowed = "ray_kwargs.ray_init.num_cpus", f"{needed} or more, whatever the number of cores"
+        yield Fault("", "", setting, cpus, problem, allowed, f"Set {setting}={needed}.")
     elif gpus < workers:
         problem = f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource"
-        remedy = f"Set ray_kwargs.ray_init.num_gpus={workers}."
-        allowed = f"{workers} or more"
-        yield Fault(setting="ray_kwargs.ray_init.num_gpus", value=gpus, problem=problem, allowed=allowed, remedy=remedy)
+        setting = "ray_kwargs.ray_init.num_gpus"
+        yield Fault("", "", setting, gpus, problem, f"{workers} or more", f"Set {setting}={workers}.")

@@ -13,7 +13,8 @@ from verl_precision.base.verl_config import (
     sync_backend,
     transport_dtype,
 )
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.integration.trainer.saving import saves
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
@@ -32,13 +33,10 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Faults:
         said = short(engine.node.get("dtype", "bf16"))
         # bfloat16 is verl's default, so nobody need have written it; this package's engine refuses it by itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
-            yield Fault(
-                setting=f"{engine.setting}.dtype",
-                problem=f"verl's FSDP engine never reads it; the {engine.role} computes in {engine.compute}, from "
-                f"{engine.source}",
-                allowed=f"the dtype of mixed_precision.param_dtype ({engine.compute})",
-                remedy=f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}.",
-            )
+            problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
+            allowed = f"{engine.compute}, as mixed_precision.param_dtype"
+            remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
+            yield Fault(setting=f"{engine.setting}.dtype", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("rollout-contradicts-actor")
@@ -49,15 +47,12 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> F
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
     if rollout == actor or (actor, rollout) == preset_dtypes(config):
         return
+    severity: Severity = "warning" if rollout == "auto" else "error"
     effect = "every token's log-prob carries the difference"
-    yield Fault(
-        severity="warning" if rollout == "auto" else "error",
-        setting=ROLLOUT_DTYPE,
-        problem=f"the actor computes in {actor}: "
-        + ("vLLM will decide from the model's files" if rollout == "auto" else effect),
-        allowed=f"{actor}, or a precision preset that names both",
-        remedy=f"Choose precision={actor}, or a preset that names the pair, as <train>_train_<rollout>_rollout.",
-    )
+    effect = "vLLM will decide from the model's files" if rollout == "auto" else effect
+    problem, allowed = f"the actor computes in {actor}: {effect}", f"{actor}, or a precision preset that names both"
+    remedy = f"Choose precision={actor}, or a preset that names the pair, as <train>_train_<rollout>_rollout."
+    yield Fault("", severity, ROLLOUT_DTYPE, None, problem, allowed, remedy)
 
 
 def preset_dtypes(config: DictConfig) -> tuple[str, str] | None:
@@ -77,12 +72,10 @@ def _differs_from_actor(role: str, effect: str, config: DictConfig, environment:
     actor, *others = engines(config)
     for engine in others:
         if engine.role == role and engine.compute != actor.compute:
-            yield Fault(
-                setting=f"{engine.setting}.mixed_precision.param_dtype",
-                problem=f"the {role} computes in {engine.compute}, the actor in {actor.compute}; {effect}",
-                allowed=actor.compute,
-                remedy=f"Choose precision={actor.compute}, which sets them together.",
-            )
+            setting = f"{engine.setting}.mixed_precision.param_dtype"
+            problem = f"the {role} computes in {engine.compute}, the actor in {actor.compute}; {effect}"
+            remedy = f"Choose precision={actor.compute}, which sets them together."
+            yield Fault(setting=setting, problem=problem, allowed=actor.compute, remedy=remedy)
 
 
 for _role, _effect in (
@@ -109,12 +102,9 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
             continue
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
-        yield Fault(
-            severity="warning" if lora and engine.master == "bf16" else "error",
-            setting=f"{engine.setting}.model_dtype",
-            problem=f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}",
-            allowed="fp32",
-        )
+        severity: Severity = "warning" if lora and engine.master == "bf16" else "error"
+        problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
+        yield Fault(severity=severity, setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
 
 
 @rule("adam-eps-underflow")
@@ -124,13 +114,10 @@ def adam_eps_underflow(config: DictConfig, environment: Environment) -> Faults:
         override = (engine.optim or {}).get("override_optimizer_config") or {}
         eps = float(override.get("eps", ADAM_EPS))
         if engine.half_master and engine.master == "fp16" and eps <= FP16_ZERO:
-            yield Fault(
-                setting=f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps",
-                value=eps,
-                problem="it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf",
-                allowed=f"> {FP16_ZERO:.1e}, or FP32 master weights",
-                remedy=f"Set {engine.setting}.model_dtype=fp32.",
-            )
+            setting = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps"
+            problem = "it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf"
+            allowed, remedy = f"> {FP16_ZERO:.1e}, or FP32 master weights", f"Set {engine.setting}.model_dtype=fp32."
+            yield Fault(setting=setting, value=eps, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("vllm-refuses-fp16")
@@ -138,12 +125,10 @@ def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
     kind, engine = environment.model.get("model_type"), config.actor_rollout_ref.rollout.name
     if kind in VLLM_REFUSES_FP16 and engine == "vllm" and rollout_dtype(config) == "fp16":
-        yield Fault(
-            setting=ROLLOUT_DTYPE,
-            problem=f"vLLM does not run model_type={kind} in FP16 (numerical instability)",
-            allowed="bfloat16 or float32 for this architecture",
-            remedy="Choose precision=bf16 or fp32, or another model.",
-        )
+        problem = f"vLLM does not run model_type={kind} in FP16 (numerical instability)"
+        allowed = "bfloat16 or float32 for this architecture"
+        remedy = "Choose precision=bf16 or fp32, or another model."
+        yield Fault(setting=ROLLOUT_DTYPE, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("merged-lora-rounds")
@@ -200,13 +185,10 @@ def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Faul
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
         if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16":
-            yield Fault(
-                setting=f"{engine.setting}.dtype",
-                problem="at the first overflow of the dynamic loss scale verl raises NotImplementedError (Megatron "
-                "optimizer step failed) and the run ends",
-                allowed="bfloat16 with Megatron",
-                remedy="Train with model_engine=dp (FSDP) and precision=fp16, or choose bfloat16.",
-            )
+            setting = f"{engine.setting}.dtype"
+            problem = "at the first overflow of the loss scale verl raises NotImplementedError, and the run ends"
+            remedy = "Train with model_engine=dp (FSDP) and precision=fp16, or choose bfloat16."
+            yield Fault(setting=setting, problem=problem, allowed="bfloat16 with Megatron", remedy=remedy)
 
 
 @rule("loss-scaling", "warning")
@@ -215,7 +197,7 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults
     trainer = config.trainer
     if trainer.device != "cuda":
         effect = f"verl's loss scaler switches itself off on {trainer.device}: small gradients become zero"
-    elif trainer.get("save_freq", -1) > 0:
+    elif saves(config):
         effect = "verl does not save the loss scale: after a resume it starts at 65536 again and skips steps"
     else:
         return
@@ -230,20 +212,17 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
     """Fused kernels take log-probs from the hidden states: the output head never runs."""
     actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
     if fused and actor.ours and actor.node.get("fp32_output_head"):
-        yield Fault(
-            setting=f"{actor.setting}.fp32_output_head",
-            problem="fused kernels take log-probs from the hidden states and never call the output head",
-            allowed="False with use_fused_kernels=True",
-            remedy="Set actor_rollout_ref.model.use_fused_kernels=False.",
-        )
+        setting, remedy = f"{actor.setting}.fp32_output_head", "Set actor_rollout_ref.model.use_fused_kernels=False."
+        problem = "fused kernels take log-probs from the hidden states and never call the output head"
+        yield Fault(setting=setting, problem=problem, allowed="False with use_fused_kernels=True", remedy=remedy)
 
 
 @rule("export-rounds", "warning")
 def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
-    saves = "hf_model" in (OmegaConf.select(config, setting) or []) and config.trainer.save_freq > 0
-    if saves and actor.verls_fsdp and actor.compute == "fp16":
+    exports = "hf_model" in (OmegaConf.select(config, setting) or []) and saves(config)
+    if exports and actor.verls_fsdp and actor.compute == "fp16":
         problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
         remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."
         yield Fault(setting=setting, problem=problem, allowed="contents without hf_model", remedy=remedy)

@@ -32,12 +32,10 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
             yield error
             continue
         if shadow.enabled and path != ACTOR:
-            yield Fault(
-                setting=f"{path}.shadow." + ("ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"),
-                problem="the shadow is switched on, and only the actor has a ratio",
-                allowed="ratio_source=training and every_n_steps=0",
-                remedy=f"Set {ACTOR}.shadow instead.",
-            )
+            switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"
+            problem = "the shadow is switched on, and only the actor has a ratio"
+            allowed, remedy = "ratio_source=training and every_n_steps=0", f"Set {ACTOR}.shadow instead."
+            yield Fault(setting=f"{path}.shadow.{switch}", problem=problem, allowed=allowed, remedy=remedy)
         elif shadow.enabled and short(shadow.dtype) != rollout_dtype(config):
             problem = f"the rollout runs in {rollout_dtype(config)}, and the shadow stands for the rollout"
             remedy = "Leave it out: the presets take it from actor_rollout_ref.rollout.dtype."
@@ -63,12 +61,10 @@ def offload_policy_ignored(config: DictConfig, environment: Environment) -> Faul
     for engine in engines(config):
         if engine.strategy == "fsdp" and engine.trains and engine.node.get("offload_policy"):
             owner = engine.setting.rpartition(".")[0]
-            yield Fault(
-                setting=f"{engine.setting}.offload_policy",
-                problem=f"FSDP1 ignores it, and the state of the {engine.role} stays on the GPU",
-                allowed="False, or strategy=fsdp2",
-                remedy=f"Set {owner}.strategy=fsdp2, or param_offload and optimizer_offload.",
-            )
+            setting = f"{engine.setting}.offload_policy"
+            problem = f"FSDP1 ignores it, and the state of the {engine.role} stays on the GPU"
+            remedy = f"Set {owner}.strategy=fsdp2, or param_offload and optimizer_offload."
+            yield Fault(setting=setting, problem=problem, allowed="False, or strategy=fsdp2", remedy=remedy)
 
 
 @rule("router-replay")
@@ -86,12 +82,9 @@ def router_replay(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(setting=setting, problem=problem, allowed="disabled", remedy=remedy)
     family = environment.model.get("model_type")
     if family and family not in FAMILIES:
-        yield Fault(
-            setting=setting,
-            problem=f"a model of type {family!r} has no router, or one that was not tested",
-            allowed=f"a mixture of experts of type {', '.join(FAMILIES)}",
-            remedy="Leave out the preset router_replay.",
-        )
+        problem = f"a model of type {family!r} has no router, or one that was not tested"
+        allowed, remedy = f"a mixture of experts of type {', '.join(FAMILIES)}", "Leave out the preset router_replay."
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
     if (mode == "R3" or watched) and not sent:
         yield Fault(setting=SENT, problem="the rollout does not say which experts it has chosen", allowed="True")
     if mode == "R2" and OmegaConf.select(config, BYPASS):

@@ -59,13 +59,10 @@ def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
     for setting in DATA:
         if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting)):
-            yield Fault(
-                setting=setting,
-                problem="verl reads both kinds of files, whether it validates or not, and knows their format by the "
-                "ending",
-                allowed=f"files that end with {', '.join(DATA_ENDINGS)}",
-                remedy="Name one, e.g. the training file for validation too.",
-            )
+            problem = "verl reads both kinds of files, validating or not, and knows their format by the ending"
+            allowed = f"files that end with {', '.join(DATA_ENDINGS)}"
+            remedy = "Name one, e.g. the training file for validation too."
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("files-missing", of_machine=True)
@@ -84,13 +81,9 @@ def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
     """verl counts the steps of an epoch, and divides by their number."""
     rows, size = _train_rows(config, machine), config.data.train_batch_size
     if rows < size:
-        yield Fault(
-            setting="data.train_batch_size",
-            problem=f"the training files have {rows} rows: no batch is full, and verl divides by the zero steps of an "
-            "epoch once everything is loaded",
-            allowed=f"at most {rows}",
-            remedy="Lower it, or train on more problems (data.train_files, data.train_max_samples).",
-        )
+        problem = f"the training files have {rows} rows: no batch is full, and verl divides by zero steps an epoch"
+        remedy = "Lower it, or train on more problems (data.train_files, data.train_max_samples)."
+        yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"at most {rows}", remedy=remedy)
 
 
 @rule("epochs-end-first", "warning", of_machine=True)
@@ -102,13 +95,10 @@ def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
         return
     steps = int(rows) // size
     if steps * epochs < asked:
-        yield Fault(
-            setting="trainer.total_epochs",
-            problem=f"an epoch of {rows:.0f} problems has {steps} steps of {size}: the run ends after {steps * epochs} "
-            f"steps, not after trainer.total_training_steps={asked}. verl says nothing",
-            allowed=f"at least {math.ceil(asked / steps)}",
-            remedy=f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps.",
-        )
+        setting = "trainer.total_epochs"
+        problem = f"an epoch has {steps} steps: the run ends after {steps * epochs}, not {asked} (total_training_steps)"
+        remedy = f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps."
+        yield Fault(setting=setting, problem=problem, allowed=f"at least {math.ceil(asked / steps)}", remedy=remedy)
 
 
 def _train_rows(config: DictConfig, machine: Machine) -> float:
@@ -158,25 +148,18 @@ def packages(config: DictConfig, machine: Machine) -> Faults:
     """verl imports a logger's package once everything is loaded, and others in its workers."""
     for setting, name, package in needed_packages(config):
         if package in machine.missing_packages:
-            yield Fault(
-                setting=setting,
-                problem=f"{name} needs the package {package}, which is not installed",
-                allowed="console and file, and others whose package is installed",
-                remedy=f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it.",
-            )
+            problem = f"{name} needs the package {package}, which is not installed"
+            allowed = "console and file, and others whose package is installed"
+            remedy = f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it."
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("column-missing", of_machine=True)
 def columns(config: DictConfig, machine: Machine) -> Faults:
-    """Columns that verl's data set and its reward managers read; a data set class of the user's own may make them."""
+    """The column that verl's data set reads prompts from; a data set class of the user's own may make it."""
     if machine.columns is None or OmegaConf.select(config, "data.custom_cls.path"):
         return
-    for setting, column, effect in (
-        ("data.prompt_key", config.data.prompt_key, "no prompt is read: where long prompts are filtered, all are"),
-        ("data.train_files", "data_source", "the reward managers fail at the first response"),
-        ("data.train_files", "reward_model", "the reward managers fail at the first response"),
-    ):
-        if column not in machine.columns:
-            problem, allowed = f"the training files have no column {column}: {effect}", ", ".join(machine.columns)
-            remedy = "Correct it, or write the file with: verl-precision data."
-            yield Fault(setting=setting, problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)
+    if (column := config.data.prompt_key) not in machine.columns:
+        problem, allowed = f"the training files have no column {column}: no prompt is read", ", ".join(machine.columns)
+        remedy = "Correct it, or write the file with: verl-precision data."
+        yield Fault(setting="data.prompt_key", problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)

@@ -78,11 +78,9 @@ def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
         return None
     layers, hidden, vocabulary, heads, intermediate = (described[key] for key in keys)
     experts = described.get("num_experts") or described.get("num_local_experts") or 1
+    sizes = (layers, hidden, vocabulary, heads)
     return ModelShape(
-        layers,
-        hidden,
-        vocabulary,
-        heads,
+        *sizes,
         described.get("num_key_value_heads") or heads,
         described.get("head_dim") or hidden // heads,
         (described.get("moe_intermediate_size") or intermediate) if experts > 1 else intermediate,

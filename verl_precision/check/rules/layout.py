@@ -6,11 +6,12 @@ of verl 0.9.1 and vLLM 0.28.0.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_is_merged, lora_rank
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, faults_where, rule
 
 ROLLOUT = "actor_rollout_ref.rollout"
 PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -33,13 +34,9 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
     replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     # ActorRolloutRefWorker.init_model, RolloutReplica.__init__
     if replica < 1 or gpus % replica or replica % min(per_node, replica):
-        yield Fault(
-            setting=PARALLEL,
-            problem=f"a replica takes {replica} GPUs, and {config.trainer.nnodes} x {per_node} GPUs are not divided by "
-            "that: verl asserts so once the trainer's model is loaded",
-            allowed=f"a divisor of {gpus}: {_divisors(gpus)}",
-            remedy=f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node.",
-        )
+        problem = f"a replica takes {replica} GPUs, which do not divide {config.trainer.nnodes} x {per_node} GPUs"
+        remedy = f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node."
+        yield Fault(setting=PARALLEL, problem=problem, allowed=f"a divisor of {gpus}: {_divisors(gpus)}", remedy=remedy)
     for engine in engines(config):
         if engine.strategy not in FSDP:
             continue
@@ -47,13 +44,9 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
             # FSDPEngine._init_device_mesh, create_device_mesh
             if 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
-                yield Fault(
-                    setting=setting,
-                    problem=f"{gpus} GPUs are not divided by it, and the ranks left over are in no group: they fail "
-                    "when they ask for theirs, and the others wait",
-                    allowed=f"a divisor of {gpus}: {_divisors(gpus)}",
-                    remedy=f"Set {setting}={math.gcd(over, gpus)}.",
-                )
+                problem = f"{gpus} GPUs are not divided by it: the ranks left over fail, and the others wait"
+                allowed, remedy = f"a divisor of {gpus}: {_divisors(gpus)}", f"Set {setting}={math.gcd(over, gpus)}."
+                yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("heads-do-not-divide")
@@ -71,13 +64,9 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         kv = kv_heads or heads
         if over >= 1 and (heads % over or kv % over and over % kv):
             fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-            yield Fault(
-                setting=setting,
-                problem=f"the model has {heads} attention heads and {kv} of keys and values, which {over} ranks cannot "
-                "share evenly: " + ("vLLM" if setting == PARALLEL else "the trainer") + " refuses to load it",
-                allowed=", ".join(map(str, fitting)),
-                remedy=f"Set {setting}={max(n for n in fitting if n <= over)}.",
-            )
+            problem = f"{heads} attention heads, {kv} of keys and values, cannot be shared evenly by {over} ranks"
+            remedy = f"Set {setting}={max(n for n in fitting if n <= over)}."
+            yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, fitting)), remedy=remedy)
 
 
 @rule("batch-does-not-divide")
@@ -90,22 +79,16 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
         micro_batch = owner.get("ppo_micro_batch_size_per_gpu")
         if sequences % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
-            yield Fault(
-                setting=setting,
-                problem=f"{sequences} sequences (x rollout.n={n}) are not divided by {ranks} ranks: verl asserts so in "
-                "the first update, after the first rollout",
-                allowed=f"a multiple of {step}",
-                remedy=f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}.",
-            )
+            problem = f"{sequences} sequences (x rollout.n={n}) are not divided by {ranks} ranks, as verl asserts"
+            remedy = f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}."
+            yield Fault(setting=setting, problem=problem, allowed=f"a multiple of {step}", remedy=remedy)
         elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:
             setting, when = f"{path}.ppo_micro_batch_size_per_gpu", "in the first update, after the first rollout"
             yield _not_divided(setting, micro_batch, sequences // ranks, "mini-batch", when)
     if model.actor.use_dynamic_bsz != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
-        yield Fault(
-            setting=f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-            problem=f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same",
-            allowed=str(model.actor.use_dynamic_bsz),
-        )
+        problem = f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same"
+        allowed = str(model.actor.use_dynamic_bsz)
+        yield Fault(setting=f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem=problem, allowed=allowed)
     bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
     micro_batch = model.rollout.get("log_prob_micro_batch_size_per_gpu")
     ranks = max(gpus // engines(config)[0].ulysses[1], 1)
@@ -119,12 +102,9 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
 
 def _not_divided(setting: str, micro_batch: int, sequences: int, batch: str, when: str) -> Fault:
     """Return the fault that verl's prepare_micro_batches asserts."""
-    return Fault(
-        setting=setting,
-        problem=f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}",
-        allowed=f"a divisor of {sequences}",
-        remedy=f"Set {setting}={math.gcd(sequences, micro_batch)}.",
-    )
+    problem = f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}"
+    remedy = f"Set {setting}={math.gcd(sequences, micro_batch)}."
+    return Fault(setting=setting, problem=problem, allowed=f"a divisor of {sequences}", remedy=remedy)
 
 
 def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
@@ -146,18 +126,16 @@ def _padded_batch(config: DictConfig) -> int:
 def batch_is_padded(config: DictConfig, environment: Environment) -> Faults:
     """verl fills a batch up with synthetic sequences, which train nothing and count in the mini-batch they are in."""
     n, size = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    if not config.trainer.get("use_v1", True) or min(n, size) < 1 or (missing := _padded_batch(config) - size * n) == 0:
-        return
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if not config.trainer.get("use_v1", True) or min(n, size, mini_batch) < 1:  # value-out-of-range
+        return
+    if (missing := _padded_batch(config) - size * n) == 0:
+        return
     up = -(-size // mini_batch) * mini_batch
-    yield Fault(
-        setting="data.train_batch_size",
-        problem=f"{size} x rollout.n={n} sequences do not fill mini-batches of {mini_batch} "
-        f"prompts: verl adds {missing} synthetic sequences to each batch, and one update has fewer prompts",
-        allowed=f"a multiple of {mini_batch}",
-        remedy=f"Set data.train_batch_size={up}, or actor_rollout_ref.actor.ppo_mini_batch_size="
-        f"{math.gcd(size, mini_batch)}.",
-    )
+    smaller = f"actor_rollout_ref.actor.ppo_mini_batch_size={math.gcd(size, mini_batch)}"
+    remedy = f"Set data.train_batch_size={up}, or {smaller}."
+    problem = f"{size} prompts do not fill mini-batches of {mini_batch}: verl adds {missing} synthetic sequences"
+    yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"a multiple of {mini_batch}", remedy=remedy)
 
 
 @rule("token-budget-too-small")
@@ -178,13 +156,9 @@ def token_budget(config: DictConfig, environment: Environment) -> Faults:
             continue
         _, parallel = found[role].ulysses
         if tokens * parallel < longest:
-            yield Fault(
-                setting=setting,
-                problem=f"the longest sequence, data.max_prompt_length + data.max_response_length, has {longest} tokens"
-                " and fits into no micro-batch: verl stops at the first one that is longer",
-                allowed=f"at least {-(-longest // parallel)}",
-                remedy="Raise it, or shorten the responses.",
-            )
+            problem = f"a sequence of {longest} tokens (prompt and response) fits into no micro-batch: verl stops at it"
+            allowed = f"at least {-(-longest // parallel)}"
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy="Raise it, or shorten the responses.")
 
 
 @rule("vllm-refuses-setting")
@@ -194,45 +168,28 @@ def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults
     if rollout.name != "vllm":
         return
 
-    def asked(key: str) -> tuple[str, object]:
+    def asked(key: str) -> tuple[str, Any]:
         path = f"{ROLLOUT}.engine_kwargs.vllm.{key}" if key in own else f"{ROLLOUT}.{key}"
         return path, own.get(key, rollout.get(key))
 
-    setting, dtype = asked("dtype")
-    if dtype not in VLLM_DTYPES:
-        yield Fault(
-            setting=setting,
-            problem="vLLM does not know this name of a dtype, though verl's trainer may",
-            allowed=", ".join(VLLM_DTYPES),
-            remedy=f"Choose a precision preset, or set {setting}=float16.",
-        )
-    setting, share = asked("gpu_memory_utilization")
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        allowed = "a number above 0, and at most 1"
-        yield Fault(setting=setting, problem="it is a share of the GPU", allowed=allowed, remedy=f"Set {setting}=0.6.")
-    setting, batched = asked("max_num_batched_tokens")
-    other, sequences = asked("max_num_seqs")
-    if isinstance(batched, int) and isinstance(sequences, int) and batched < sequences:
-        yield Fault(
-            setting=setting,
-            problem=f"vLLM wants room for a token of each of {other}={sequences} sequences",
-            allowed=f"at least {sequences}",
-            remedy=f"Set {setting}={max(sequences, 8192)}, or lower {other}.",
-        )
-    if lora_rank(config) > VLLM_LORA_RANK and not lora_is_merged(config):
-        setting = "actor_rollout_ref.model.lora_rank"
-        problem = "vLLM serves adapters of a lower rank only, and verl refuses to start"
-        yield Fault(setting=setting, value=lora_rank(config), problem=problem, allowed=f"at most {VLLM_LORA_RANK}")
-    positions, (setting, context) = environment.model.get("max_position_embeddings"), asked("max_model_len")
-    if isinstance(positions, int) and isinstance(context, int) and context > positions:
-        yield Fault(
-            setting=setting,
-            problem="the model has fewer positions (max_position_embeddings of its config.json): verl's server "
-            "refuses to start",
-            allowed=f"at most {positions}",
-            remedy="Lower it, and data.max_prompt_length + data.max_response_length with it, or take a model with a "
-            "longer context.",
-        )
+    (named, dtype), (shared, share), (sized, context) = map(asked, ("dtype", "gpu_memory_utilization", "max_model_len"))
+    (room, batched), (other, sequences) = map(asked, ("max_num_batched_tokens", "max_num_seqs"))
+    counts = isinstance(batched, int) and isinstance(sequences, int)
+    rank, positions = lora_rank(config), environment.model.get("max_position_embeddings")
+    bounded = isinstance(positions, int) and isinstance(context, int)
+    yield from faults_where(
+        (dtype not in VLLM_DTYPES, named, "vLLM does not know this name of a dtype, though verl's trainer may",
+         ", ".join(VLLM_DTYPES)),
+        (not isinstance(share, int | float) or not 0 < share <= 1, shared, "it is a share of the GPU",
+         "a number above 0, and at most 1"),
+        (counts and batched < sequences, room, f"vLLM wants room for a token of each of {other}={sequences} sequences",
+         f"at least {sequences}"),
+        (rank > VLLM_LORA_RANK and not lora_is_merged(config), "actor_rollout_ref.model.lora_rank", "vLLM serves "
+         f"no adapter of rank {rank}, and verl refuses to start", f"at most {VLLM_LORA_RANK}"),
+        (bounded and context > positions, sized, "the model has fewer positions (max_position_embeddings), and verl's "
+         "server refuses to start", f"at most {positions}"),
+        remedy="Correct {}, or leave it as the recipe and its presets have it.",
+    )  # fmt: skip
 
 
 # The largest of `MaxLoRARanks` of vllm/config/lora.py.

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, as_faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
 from verl_precision.losses.rollout_weights import THRESHOLDS, WEIGHTS
 from verl_precision.losses.settings import (
@@ -55,26 +55,18 @@ def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Fa
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            problem=f"verl's V1 trainer ignores {' and '.join(ignored)} here: loss_mode={_loss(config)} runs with the "
-            "rollout's log-probs as the old ones, so the clip acts on the mismatch",
-            allowed="False, or a loss that knows bypass mode",
-            remedy="Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis.",
-        )
+        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, and the clip acts on the mismatch"
+        setting, remedy = f"{CORRECTION}.bypass_mode", "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
+        yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
 
 
 @rule("bypass-clips-mismatch", "warning")
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
     """Bypass mode alone makes the clip act on the mismatch."""
     if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            problem=f"loss_mode={_loss(config)} clips the ratio to the rollout's log-probs, which contains the "
-            "mismatch: tokens are clipped for their rounding. verl logs no mismatch metric in this mode",
-            allowed="False, or a loss that knows bypass mode",
-            remedy="Set it to False, or choose estimator=pg_seq_is.",
-        )
+        problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
+        setting, remedy = f"{CORRECTION}.bypass_mode", "Set it to False, or choose estimator=pg_seq_is."
+        yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
 
 
 @rule("updates-below-grid", "warning")
@@ -89,17 +81,14 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
         return
     if _has_mismatch_in_clip(config):
         step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        yield Fault(
-            setting="actor_rollout_ref.rollout.dtype",
-            problem=f"the trainer computes with weights in {actor.compute}, the rollout with weights rounded to "
-            f"{rollout}. Where they start on {rollout}'s grid, as a released checkpoint's may, one of "
+        problem = (
+            f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
             f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
-            f"updates at lr={learning_rate}. Until then the trainer's policy leaves the rollout's, and the clip cuts "
-            "the tokens that were learnt (recipes/phantom_clipping/README.md)",
-            allowed="the actor's dtype",
-            remedy="Choose precision=fp16 or precision=bf16, where both round. Or keep FP32 and set "
-            f"{RATIO_SOURCE}=shadow. precision/bf16_crossings_fraction says what share of the weights a sync changes.",
+            f"updates at lr={learning_rate}. Until then the clip cuts what was learnt (recipes/phantom_clipping)"
         )
+        remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
+        setting = "actor_rollout_ref.rollout.dtype"
+        yield Fault(setting=setting, problem=problem, allowed="the actor's dtype", remedy=remedy)
 
 
 def _has_mismatch_in_clip(config: DictConfig) -> bool:
@@ -140,15 +129,11 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
             continue
         if value < 1 or value > MAX_USUAL_THRESHOLD:
             effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
-            yield Fault(
-                severity="error" if value < 1 else "warning",
-                setting=f"{path}.rollout_is_threshold",
-                problem=f"it {effect}. YAML reads a band such as 0.5_5 as the number 0.55, 1e-9_3 as 1e-93 and 2_10 "
-                "as 210",
-                allowed=f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band whose parts have a decimal point, as "
-                "0.5_5.0",
-                remedy=f"Set {path}.rollout_is_threshold=2.0, or write the band as 0.5_5.0.",
-            )
+            severity: Severity = "error" if value < 1 else "warning"
+            problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
+            allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band with decimal points, as 0.5_5.0"
+            setting = f"{path}.rollout_is_threshold"
+            yield Fault("", severity, setting, None, problem, allowed, f"Set {setting}=2.0, or the band as 0.5_5.0.")
 
 
 @rule("threshold-misread")
@@ -157,13 +142,10 @@ def rejection_threshold_misread(config: DictConfig, environment: Environment) ->
     for path, correction in _corrections(config):
         value = correction.get("rollout_rs_threshold")
         if "k1" in (correction.get("rollout_rs") or "") and isinstance(value, int | float) and not value > 1:
-            yield Fault(
-                setting=f"{path}.rollout_rs_threshold",
-                problem="one number is the upper bound of a k1 band whose lower bound is its reciprocal: below 1 the "
-                "band is empty and everything is rejected. YAML reads 0.5_5 as the number 0.55",
-                allowed="a number > 1, or a band whose parts have a decimal point, as 0.5_2.0",
-                remedy=f"Set {path}.rollout_rs_threshold=2.0.",
-            )
+            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
+            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
+            remedy = f"Set {path}.rollout_rs_threshold=2.0."
+            yield Fault(setting=f"{path}.rollout_rs_threshold", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("k1-bounds-inverted")
@@ -180,13 +162,10 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Faults:
                 continue
             low, high = bounds
             setting, kept_low, kept_high = f"{path}.rollout_rs_threshold", f"{1 / high:.4g}", f"{1 / low:.4g}"
-            yield Fault(
-                setting=setting,
-                problem=f"{name} compares -log r with the logarithms of the bounds, so that ratios in "
-                f"[{kept_low}, {kept_high}] are kept, not [{low:g}, {high:g}]",
-                allowed="a band that is the same both ways round, as 0.5_2.0, or the reciprocals of the bounds meant",
-                remedy=f"To keep [{low:g}, {high:g}] set {setting}={kept_low}_{float(kept_high)}.",
-            )
+            problem = f"{name} compares -log r: ratios in [{kept_low}, {kept_high}] are kept, not [{low:g}, {high:g}]"
+            allowed = "a band that is the same both ways round, as 0.5_2.0, or reciprocals"
+            remedy = f"To keep [{low:g}, {high:g}] set {setting}={kept_low}_{float(kept_high)}."
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 def _band(text: str) -> tuple[float, float] | None:
@@ -202,12 +181,10 @@ def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults
     """The losses of this package have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
     if find_loss(_loss(config)) is not None and value != VERLS_CLIP_RATIO_C:
-        yield Fault(
-            setting="actor_rollout_ref.actor.clip_ratio_c",
-            problem=f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does",
-            allowed=f"{VERLS_CLIP_RATIO_C} (verl's default, not read)",
-            remedy="Remove the setting, or choose estimator=dapo.",
-        )
+        problem = f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does"
+        allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
+        remedy = "Remove the setting, or choose estimator=dapo."
+        yield Fault(setting="actor_rollout_ref.actor.clip_ratio_c", problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("loss-settings")
@@ -230,15 +207,9 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
     if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
         yield from as_faults(require_bypass, _loss_correction(config).get("bypass_mode"), loss)
     else:
-        yield Fault(
-            setting=f"{CORRECTION}.bypass_mode",
-            value=bypass,
-            problem=f"loss_mode={loss} weighs by the rollout's log-probs; verl would recompute the old ones with the "
-            "trainer",
-            allowed="True",
-            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy in "
-            "actor.policy_loss.",
-        )
+        problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
+        remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
+        yield Fault("", "", f"{CORRECTION}.bypass_mode", bypass, problem, "True", remedy)
     if not config.trainer.get("use_v1", True):
         problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"
         yield Fault(setting="trainer.use_v1", problem=problem, allowed="True")
@@ -252,25 +223,17 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
         return
     if "rollout_is_weights" not in _needs(config):
         loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
-        yield Fault(
-            setting=loss_mode,
-            value=_loss(config),
-            problem=f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says",
-            allowed=", ".join(
-                name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters
-            ),
-            remedy=f"Set {loss_mode}=vp_grpo.",
-        )
+        applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]
+        problem = f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says"
+        remedy = f"Set {loss_mode}=vp_grpo."
+        yield Fault("", "", loss_mode, _loss(config), problem, ", ".join(applying), remedy)
     if correction.get("bypass_mode"):
         problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
         remedy = "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward."
         yield Fault(setting=f"{CORRECTION}.bypass_mode", problem=problem, allowed="False", remedy=remedy)
     if correction.get("rollout_rs") is not None:
-        yield Fault(
-            setting=f"{CORRECTION}.rollout_rs",
-            problem=f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator",
-            allowed="null",
-        )
+        problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
+        yield Fault(setting=f"{CORRECTION}.rollout_rs", problem=problem, allowed="null")
     yield from as_faults(require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 

@@ -7,6 +7,7 @@ of other engines than FSDP.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,7 +30,7 @@ from verl_precision.check.rules.gpu_memory import (
     shape_of,
     state_bytes,
 )
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 
 # Shares of a GPU: the arithmetic is good to some GiB either way.
 FILLED, FAR_OVER = 0.9, 1.1
@@ -144,7 +145,7 @@ def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
     return gpu_memory(str(scale).replace("_", " "))
 
 
-def _judged(peak: int, memory: int) -> str:
+def _judged(peak: int, memory: int) -> Severity | Literal[""]:
     """Return how serious a peak is; empty if it is not."""
     if peak > FAR_OVER * memory:
         return "error"
@@ -164,7 +165,7 @@ def memory_training(config: DictConfig, environment: Environment) -> Faults:
         return
     needs = f"a micro-batch of {layout.tokens} tokens needs {_sum(layout.training, layout.memory)}"
     if layout.unreduced and not _judged(peak - layout.unreduced, layout.memory):
-        yield Fault(severity=severity, setting=NO_SYNC, problem=needs, allowed="False")  # type: ignore[arg-type]
+        yield Fault(severity=severity, setting=NO_SYNC, problem=needs, allowed="False")
         return
     dynamic, largest = config.actor_rollout_ref.actor.use_dynamic_bsz, layout.largest_budget()
     _, parallel = engines(config)[0].ulysses
@@ -176,13 +177,8 @@ def memory_training(config: DictConfig, environment: Environment) -> Faults:
     else:
         allowed = f"what one sequence of {layout.longest} tokens needs does not fit"
         remedy = f"Take more GPUs, {', '.join([*layout.savings(), 'or'])} a shorter data.max_response_length."
-    yield Fault(
-        severity=severity,  # type: ignore[arg-type]
-        setting=setting if fits or dynamic else MICRO_BATCH,
-        problem=needs,
-        allowed=allowed,
-        remedy=remedy,
-    )
+    setting = setting if fits or dynamic else MICRO_BATCH
+    yield Fault("", severity, setting, None, needs, allowed, remedy)
 
 
 @rule("memory-rollout")
@@ -199,24 +195,16 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
     most = int(100 * (FILLED - beside / memory)) / 100
     if severity := _judged(beside + int(share * memory), memory):
         parts = {"vLLM's share": int(share * memory), "the trainer's state": beside - REST, "CUDA and NCCL": REST}
-        yield Fault(
-            severity=severity,  # type: ignore[arg-type]
-            setting=SHARE,
-            problem=f"while vLLM works it takes {_sum(parts, memory)}",
-            allowed=f"at most {most:.2f}" if most > 0 else "no share: the trainer's state leaves no room",
-            remedy=(f"Set {SHARE}={most:.2f}, or offload" if most > 0 else "Offload")
-            + " the state: actor_rollout_ref.actor.fsdp_config.offload_policy=True.",
-        )
+        problem = f"while vLLM works it takes {_sum(parts, memory)}"
+        allowed = f"at most {most:.2f}" if most > 0 else "no share: the trainer's state leaves no room"
+        way = f"Set {SHARE}={most:.2f}" if most > 0 else "Take more GPUs"
+        remedy = f"{way}, or offload the state: actor_rollout_ref.actor.fsdp_config.offload_policy=True."
+        yield Fault("", severity, SHARE, None, problem, allowed, remedy)
     elif kv_tokens(model, parallel, share, memory, width) < longest:
         weights = width * model.parameters / parallel / GIB
-        yield Fault(
-            setting=SHARE,
-            problem=f"of vLLM's {share * memory / GIB:.0f} GiB the weights take {weights:.0f} (over "
-            f"{parallel} GPUs), and a tenth is for its own work: the rest holds no sequence of {longest} tokens, "
-            "and vLLM would refuse to start",
-            allowed=f"up to {most:.2f}, or more GPUs a replica",
-            remedy=f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel}).",
-        )
+        problem = f"{weights:.0f} GiB of weights and a tenth for vLLM leave no room for a sequence of {longest} tokens"
+        remedy = f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel})."
+        yield Fault(setting=SHARE, problem=problem, allowed=f"up to {most:.2f}, or more GPUs a replica", remedy=remedy)
 
 
 @rule("router-replay-memory", "warning")

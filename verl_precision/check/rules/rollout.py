@@ -22,7 +22,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_where, rule
 from verl_precision.losses.registry import find_loss
 
 # What leaves the distribution as it is.
@@ -43,14 +43,10 @@ def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
         return
     changed = [f"{key}={OmegaConf.select(rollout, key)}" for key in NEUTRAL if _is_set(rollout, key)]
     effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
-    yield Fault(
-        severity="warning" if mode == "raw_logprobs" and not changed else "error",
-        setting=f"{ROLLOUT}.logprobs_mode",
-        value=mode,
-        problem="the rollout's log-probs are compared with the trainer's as those of the policy it sampled from, "
-        + effect,
-        allowed="processed_logprobs",
-    )
+    severity: Severity = "warning" if mode == "raw_logprobs" and not changed else "error"
+    setting = f"{ROLLOUT}.logprobs_mode"
+    problem = f"they are compared with the trainer's as those of the policy it sampled from, {effect}"
+    yield Fault(severity=severity, setting=setting, value=mode, problem=problem, allowed="processed_logprobs")
 
 
 @rule("truncated-sampling")
@@ -65,13 +61,10 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
         setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
-        yield Fault(
-            severity="error" if ratios else "warning",
-            setting=setting,
-            problem=f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}",
-            allowed=f"{allowed}, or sampling masks",
-            remedy=f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}.",
-        )
+        severity: Severity = "error" if ratios else "warning"
+        problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
+        remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}."
+        yield Fault("", severity, setting, None, problem, f"{allowed}, or sampling masks", remedy)
 
 
 @rule("temperature-in-half", "warning")
@@ -84,13 +77,9 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
     if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
-        yield Fault(
-            setting=f"{ROLLOUT}.temperature",
-            problem=f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM divides in FP32: one more "
-            "rounding",
-            allowed="1.0",
-            remedy="Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else "",
-        )
+        problem = f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM in FP32: one more rounding"
+        remedy = "Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else ""
+        yield Fault(setting=f"{ROLLOUT}.temperature", problem=problem, allowed="1.0", remedy=remedy)
 
 
 @rule("logprobs-missing")
@@ -110,32 +99,28 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
 @rule("agent-loop")
 def agent_loop(config: DictConfig, environment: Environment) -> Faults:
     """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
-    rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
-    if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
-        if rollout.agent.default_agent_loop != AGENT_LOOP or not OmegaConf.select(config, f"{custom}.mark_truncated"):
-            problem = f"only {AGENT_LOOP} tells the reward's require_finished whether a response was cut off"
-            yield Fault(setting=f"{custom}.mark_truncated", problem=problem, allowed=f"True, with {AGENT_LOOP}")
-        if (manager := config.reward.reward_manager.name) in ("dapo", "gdpo"):
-            problem = f"verl's {manager} tells a reward nothing of the agent loop, and require_finished needs it"
-            yield Fault(setting="reward.reward_manager.name", problem=problem, allowed="naive")
-    given = [key for key in OF_LOOP if OmegaConf.select(config, f"{custom}.{key}") is not None]
-    if rollout.agent.default_agent_loop != AGENT_LOOP:
-        if given:
-            setting, problem = f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {custom}.{given[0]}"
-            yield Fault(setting=setting, problem=problem, allowed=AGENT_LOOP)
-        return
-    stop, min_p = (OmegaConf.select(config, f"{custom}.{key}") for key in ("stop", "min_p"))
-    if not given:
-        problem = f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there"
-        yield Fault(setting=custom, problem=problem, allowed='such as {stop: ["</answer>"]}')
-    if stop is not None and not (OmegaConf.is_list(stop) and stop and all(isinstance(t, str) and t for t in stop)):
-        problem = f"the agent loop {AGENT_LOOP} ends a response at a string"
-        yield Fault(setting=f"{custom}.stop", problem=problem, allowed='a list of strings such as ["</answer>"]')
-    if min_p is not None and not (isinstance(min_p, int | float) and 0 <= min_p <= 1):
-        problem = "min-p is a share of the most probable token's probability"
-        yield Fault(setting=f"{custom}.min_p", problem=problem, allowed="0 to 1")
-    if rollout.name != "vllm":
-        yield Fault(setting=f"{ROLLOUT}.name", problem=f"{AGENT_LOOP} knows vLLM's sampling only", allowed="vllm")
+    rollout, custom, manager = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom", config.reward.reward_manager.name
+    of_loop = {key: OmegaConf.select(config, f"{custom}.{key}") for key in OF_LOOP}
+    given, stop, min_p = [key for key in OF_LOOP if of_loop[key] is not None], of_loop["stop"], of_loop["min_p"]
+    finished = OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished")
+    ours = rollout.agent.default_agent_loop == AGENT_LOOP
+    strings = OmegaConf.is_list(stop) and stop and all(isinstance(text, str) and text for text in stop)
+    share = isinstance(min_p, int | float) and 0 <= min_p <= 1
+    yield from faults_where(
+        (finished and not (ours and of_loop["mark_truncated"]), f"{custom}.mark_truncated", f"only {AGENT_LOOP} tells "
+         "the reward's require_finished whether a response was cut off", f"True, with {AGENT_LOOP}"),
+        (finished and manager in ("dapo", "gdpo"), "reward.reward_manager.name", f"verl's {manager} tells a reward "
+         "nothing of the agent loop, and require_finished needs it", "naive"),
+        (given and not ours, f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {', '.join(given)} of {custom}",
+         AGENT_LOOP),
+        (ours and not given, custom, f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there",
+         'such as {stop: ["</answer>"]}'),
+        (ours and stop is not None and not strings, f"{custom}.stop", f"the agent loop {AGENT_LOOP} ends a response at "
+         "a string", 'a list of strings such as ["</answer>"]'),
+        (ours and min_p is not None and not share, f"{custom}.min_p", "min-p is a share of the most probable token's "
+         "probability", "0 to 1"),
+        (ours and rollout.name != "vllm", f"{ROLLOUT}.name", f"{AGENT_LOOP} knows vLLM's sampling only", "vllm"),
+    )  # fmt: skip
 
 
 @rule("sampling-masks")
@@ -160,16 +145,14 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
     kept, own = "a penalty changes the log-probs of the tokens that are kept", "verl's own log-probs know no masks"
     interrupted = "verl joins the parts of a response that was interrupted, and drops their masks"
     fused = "actor_rollout_ref.model.use_fused_kernels"
-    for wrong, setting, allowed, problem in (
-        (penalty != 1, f"{ROLLOUT}.repetition_penalty", "1.0", kept),
-        (not log_probs, f"{ROLLOUT}.calculate_log_probs", "True", "the masks come with the log-probs"),
-        (mode not in ("sync", "vp_sync"), "trainer.v1.trainer_mode", "sync or vp_sync", interrupted),
-        (actor.ours and not fp32_log_probs, f"{actor.setting}.fp32_log_probs", "True", own),
-        (model.get("use_fused_kernels"), fused, "False", "fused kernels never show their logits"),
-        (actor.ulysses[1] > 1, actor.ulysses[0], "1", "a rank then sees a part of each sequence"),
-    ):
-        if wrong:
-            yield Fault(setting=setting, problem=problem, allowed=allowed)
+    yield from faults_where(
+        (penalty != 1, f"{ROLLOUT}.repetition_penalty", kept, "1.0"),
+        (not log_probs, f"{ROLLOUT}.calculate_log_probs", "the masks come with the log-probs", "True"),
+        (mode not in ("sync", "vp_sync"), "trainer.v1.trainer_mode", interrupted, "sync or vp_sync"),
+        (actor.ours and not fp32_log_probs, f"{actor.setting}.fp32_log_probs", own, "True"),
+        (model.get("use_fused_kernels"), fused, "fused kernels never show their logits", "False"),
+        (actor.ulysses[1] > 1, actor.ulysses[0], "a rank then sees a part of each sequence", "1"),
+    )
 
 
 @rule("cascade-attention", "warning")
@@ -181,14 +164,8 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
         return
     if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
         setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
-        yield Fault(
-            setting=setting,
-            value=False,
-            problem=f"vLLM {vllm} uses cascade attention when requests share a prefix, as those of one prompt do; on "
-            f"{gpu} it has been reported to raise the mismatch by orders of magnitude",
-            allowed="True",
-            remedy=f"Set +{setting}=True.",
-        )
+        problem = f"vLLM {vllm} uses cascade attention, reported on {gpu} to raise the mismatch by orders of magnitude"
+        yield Fault(setting=setting, value=False, problem=problem, allowed="True", remedy=f"Set +{setting}=True.")
 
 
 @rule("experts-kernel-bf16", "warning")
@@ -198,7 +175,9 @@ def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
     gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
     if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
         return
-    quantised = f"{ROLLOUT}.quantization" in quantisations(config)  # such experts have kernels of their own
+    quantised = any(
+        place.endswith(".quantization") for place in quantisations(config)
+    )  # such experts have kernels of their own
     setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
     if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
         problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, without a look at the dtype, {dtype} (read)"
@@ -222,17 +201,10 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults
     if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
         return
     if uses_adapter(config):
-        yield Fault(
-            setting="actor_rollout_ref.model.lora.merge",
-            value=False,
-            problem=f"verl 0.9.1 cannot load a LoRA adapter into vLLM {vllm}: it calls "
-            "WeightsMapper.get_unstacked_mapper, which vLLM has not had since 0.29, and the first weight sync raises "
-            "AttributeError",
-            allowed="vLLM < 0.29, or True",
-            remedy="Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True: the rollout then gets "
-            "merged weights, in FP32 with a precision preset, and in BF16 with verl's own FSDP engine, which merges in "
-            "BF16.",
-        )
+        setting = "actor_rollout_ref.model.lora.merge"
+        problem = f"vLLM {vllm} lacks get_unstacked_mapper, which verl 0.9.1 calls for an adapter: AttributeError"
+        remedy = "Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True."
+        yield Fault(setting=setting, value=False, problem=problem, allowed="vLLM < 0.29, or True", remedy=remedy)
 
 
 def importance_ratios(config: DictConfig) -> str | None:

@@ -3,7 +3,7 @@
 A new rule is one function, in the module of its subject. The decorator says its name and how serious it is; the
 function yields a `Fault` for each setting that is wrong. `half-weights` in `dtypes.py` is a short one.
 
-Then plant the fault: one row of `FAULTS` in tests/check/rules/test_rules.py. Describe it: a row in docs/precision.md.
+Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe it: a row in docs/precision.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -142,3 +142,10 @@ def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[Ve
         require(*arguments)
     except VerlPrecisionError as error:
         yield error
+
+
+def faults_where(*rows: tuple[object, str, str, str], remedy: str = "") -> Iterator[Fault]:
+    """Yield a fault for each row (what is wrong if true, setting, problem, what is allowed), all with one remedy."""
+    for wrong, setting, problem, allowed in rows:
+        if wrong:
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy.format(setting))

@@ -1,4 +1,4 @@
-"""Rules that are rows of tables.yaml: numbers, names, settings that nothing reads; and lengths that follow others."""
+"""Rules that are rows of tables.yaml: numbers, names, settings that nothing reads, lengths, what has to repeat."""
 
 import functools
 from pathlib import Path
@@ -6,18 +6,12 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT
+from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 from verl_precision.losses.rollout_weights import WEIGHTS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
-# The rollout's own lengths, those of `data` that they follow from, and what happens where they differ.
-LENGTHS = (
-    ("response_length", "max_response_length", "responses end at the rollout's, while normaliser, overlong buffer, "
-     "context and token budgets are made for the other"),
-    ("prompt_length", "max_prompt_length", "prompts between the two lose their beginning"),
-)  # fmt: skip
 
 
 @functools.cache
@@ -30,10 +24,11 @@ def refused_numbers(config: DictConfig, environment: Environment) -> Faults:
     """Numbers that fail in a request, an assertion or a constructor, after everything is loaded."""
     for setting, interval, effect, *condition in _table("refused"):
         value = OmegaConf.select(config, setting)
-        if value is None or not _is_read(config, condition) or _is_within(value, interval):
+        _, whole, bounds = interval.rpartition("whole ")
+        if (value is None and not whole) or not _is_read(config, condition) or _is_within(value, bounds, bool(whole)):
             continue
         remedy = f"Correct {setting}, or leave it as the recipe has it."
-        yield Fault(setting=setting, problem=effect, allowed=f"a number in {interval}", remedy=remedy)
+        yield Fault(setting=setting, problem=effect, allowed=f"a {whole}number in {bounds}", remedy=remedy)
 
 
 @rule("value-unusual", "warning")
@@ -79,7 +74,7 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
 @rule("lengths-differ")
 def lengths_differ(config: DictConfig, environment: Environment) -> Faults:
     """The rollout's own lengths stand beside those of `data`, from which verl and the presets derive the rest."""
-    for key, source, effect in LENGTHS:
+    for key, source, effect in _table("lengths"):
         own, meant = config.actor_rollout_ref.rollout.get(key), config.data[source]
         numbers = isinstance(own, int | float) and isinstance(meant, int | float)
         if numbers and (own < meant or own > meant and key == "response_length"):
@@ -88,14 +83,29 @@ def lengths_differ(config: DictConfig, environment: Environment) -> Faults:
             yield Fault(setting=f"{ROLLOUT}.{key}", problem=problem, allowed=str(meant), remedy=remedy)
 
 
+@rule("not-repeatable")
+def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
+    """A run that seeds each request is meant to repeat: everything else that chance decides must be fixed too."""
+    if not is_repeatable(config):
+        return
+    asked = f"{SEEDED}=True asks for a run that repeats bit for bit, but"
+    for setting, needed, differs in _table("fixed"):
+        if OmegaConf.select(config, setting) not in needed:
+            allowed, remedy = " or ".join(map(str, needed)), f"Set {setting}={needed[-1]}, as +repeatable=bitwise does."
+            yield Fault(setting=setting, problem=f"{asked} {differs}", allowed=allowed, remedy=remedy)
+    if config.data.shuffle and config.data.seed is None:
+        problem, remedy = f"{asked} prompts are shuffled at random", "Set data.seed=0."
+        yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy=remedy)
+
+
 def _is_read(config: DictConfig, condition: list) -> bool:
     """Return whether the setting that a row names, if any, has the value with which verl reads the row's."""
     return not condition or OmegaConf.select(config, condition[0]) == condition[1]
 
 
-def _is_within(value: object, interval: str) -> bool:
-    """Return whether a value is a number in an interval, such as `(0, 1]`."""
+def _is_within(value: object, interval: str, whole: bool) -> bool:
+    """Return whether a value is a number, or a whole one, in an interval, such as `(0, 1]`."""
     low, high = map(float, interval[1:-1].split(","))
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
     return (low < value < high) or (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
