@@ -1,11 +1,8 @@
 """Equations (9) and (10), and three masks, in verl's rollout-correction step:
 `algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask|vp_icepop|vp_kpop`.
 
-verl's own `token` and `sequence` weights are not those equations: log-ratios are held at ±20, so that no weight is ever
-below 2e-9; one-sided rejection has to be spelled as a band `1e-9_3.0`, of which YAML reads neighbours such as `1e-9_3`
-as a number; a band that leaves no token ends the run with a division by zero, of a metric; rejection by `rollout_rs`
-takes a response out of the mask, and its k1 bounds are inverted. So levels of our own are offered beside verl's, in the
-same step and under the same settings, and what arrives at the loss is `rollout_is_weights` as ever.
+They are levels of our own beside verl's (docs/math.md says why), in the same step and under the same settings, and they
+arrive at the loss as `rollout_is_weights`, as verl's do.
 """
 
 import math
