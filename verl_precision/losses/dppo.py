@@ -4,12 +4,8 @@ PPO clips the ratio. A rare token's ratio is large whenever two engines round di
 has moved; a likely token can lose half of its probability within the clip range. DPPO masks a token by how much
 probability has moved, seen from the policy that drew it: the rollout's.
 
-verl's own `dppo_tv` and `dppo_kl` differ in three ways (tests/losses/test_dppo.py). The ratio is truncated at 3 unless
-told otherwise, since `clip_ratio_c` has that default and not the 20 that their code falls back to. Outside bypass mode
-the region is around the recomputed policy. And 1e-8 is added to 1 - π, which is far more than 1 - π of a token that is
-certain.
-
-C = 20 is our choice, and docs/math.md says why.
+docs/math.md says how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Outside bypass mode their region is
+around the recomputed policy.
 
 Source: https://arxiv.org/abs/2602.04879.
 """
