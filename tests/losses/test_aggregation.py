@@ -31,14 +31,6 @@ def test_is_verls_where_verl_is_given_all_constants(mode):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-7)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_micro_batches_add_up_and_ranks_average(mode, ranks):
-    whole = Aggregation(mode, normalizer=6, num_responses=2, num_tokens=5, dp_size=ranks)
-    pieces = [aggregate(VALUES[[row]], MASK[[row]], whole) for row in range(2)]
-    assert sum(pieces).item() / ranks == pytest.approx(BY_HAND[mode], rel=1e-15)
-
-
 def test_rejected_response_stays_in_the_denominator():
     """verl without global information divides by the responses that have tokens left: 1 instead of 2."""
     rejected = MASK * torch.tensor([[1], [0]])

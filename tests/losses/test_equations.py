@@ -22,7 +22,7 @@ from verl.workers.utils.losses import ppo_loss
 PROMPT = 3  # tokens
 
 
-@pytest.mark.parametrize("module", ["aggregation", "policy_gradient", "grpo", "registry"])
+@pytest.mark.parametrize("module", ["aggregation", "grpo"])
 def test_examples_of_the_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"verl_precision.losses.{module}"))
     assert result.attempted > 0 and result.failed == 0

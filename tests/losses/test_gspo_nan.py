@@ -6,8 +6,7 @@ weights its gradient stays finite in float32, bfloat16 and float16. It turns NaN
 * a rollout weight or an advantage that is not finite on a token that does not even count. verl's own step makes such
   weights: a masked token (a tool's or template's) that both engines hold impossible has log-ratio -inf - -inf = NaN;
 * a log-prob that is not finite. Then the loss is NaN, and the gradient of the whole response silently 0: the derivative
-  of torch's clamp at NaN is 0, and nothing counts it;
-* a micro-batch in which nothing counts, without global batch information: the loss is 0/0.
+  of torch's clamp at NaN is 0, and nothing counts it.
 """
 
 import pytest
@@ -32,10 +31,10 @@ def masked(case) -> tuple[int, int]:
     return tuple((~case.mask & case.mask.any(dim=-1, keepdim=True)).nonzero()[0].tolist())
 
 
-def both(case, loss="gspo", trainer=None, advantages=None, weights=None, info=True):
+def both(case, loss="gspo", trainer=None, advantages=None, weights=None):
     """Return loss, gradient and metrics of verl's gspo (or cispo) and of ours."""
     known = {"dp_size": 1, "batch_num_tokens": int(case.mask.sum()), "global_batch_size": len(case.mask)}
-    config = actor_config(composed(loss), **(known if info else {}))
+    config = actor_config(composed(loss), **known)
     advantages, found = case.advantages_BT if advantages is None else advantages, []
     for name in (loss, f"vp_{loss}"):
         leaf = (case.trainer if trainer is None else trainer).clone().requires_grad_()
@@ -43,11 +42,6 @@ def both(case, loss="gspo", trainer=None, advantages=None, weights=None, info=Tr
         value.backward()
         found.append((value.detach(), leaf.grad, metrics))
     return found
-
-
-def test_both_agree_on_a_clean_batch(case):
-    theirs, ours = both(case)
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("loss", ["gspo", "cispo"])
@@ -85,10 +79,3 @@ def test_valid_token_of_probability_zero(case):
     assert theirs[0].isnan()
     assert ours[0].isfinite() and ours[1].isfinite().all() and not ours[1][2].any()
     assert ours[2]["actor/nonfinite_responses"].aggregate() == 1
-
-
-def test_micro_batch_in_which_nothing_counts(case):
-    case.mask[:] = False
-    theirs, ours = both(case, info=False)
-    assert theirs[0].isnan()
-    assert ours[0] == 0 and not ours[1].any()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import composed, corrected, loss_through_verl
+from conftest import corrected, loss_through_verl
 from plain_equations import random_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as wrapped
 
@@ -34,29 +34,12 @@ def batch():
     return log_ratio, case.mask
 
 
-@pytest.mark.parametrize("estimator", ["grpo_token_tis", "grpo_seq_mis"])
-def test_what_arrives_is_the_equation(estimator, batch):
-    correction = composed(estimator).algorithm.rollout_correction
-    log_ratio, mask = batch
-    found, new_mask, metrics = through_verl(*batch, correction.rollout_is, correction.rollout_is_threshold)
-    if estimator == "grpo_token_tis":
-        expected = torch.where(mask, log_ratio.exp().clamp(max=2.0), 0)
-    else:
-        rho = torch.where(mask, log_ratio, 0).sum(dim=-1, keepdim=True).exp()
-        expected = torch.where(mask & (rho <= 3.0), rho, 0)
-        rejected = (rho > 3.0).squeeze(1)
-        assert rejected.any() and mask[rejected].any(dim=-1).all(), "rejected responses are there, and keep their mask"
-    assert torch.equal(new_mask, mask)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    assert metrics["rollout_corr/rollout_is_nonfinite_responses"] == 0
-    assert 0 < metrics["rollout_corr/rollout_is_beyond_fraction"] < 1
-
-
 @pytest.mark.parametrize(("level", "threshold"), [("token", 2.0), ("sequence", "1e-9_3.0")])
 def test_verls_own_levels_have_a_floor(level, threshold):
     """Why ours exist: asked for e^-30, verl's weight is e^-20."""
-    weight, _, _ = through_verl(torch.full((1, 1), SMALL, dtype=torch.float64), ONE, level, threshold)
-    assert weight.item() == pytest.approx(math.exp(-20))
+    small, ours = torch.full((1, 1), SMALL, dtype=torch.float64), {"token": "vp_token_tis", "sequence": "vp_seq_mis"}
+    assert through_verl(small, ONE, level, threshold)[0].item() == pytest.approx(math.exp(-20))
+    assert through_verl(small, ONE, ours[level], 3.0)[0].item() == pytest.approx(math.exp(SMALL), rel=1e-12)
 
 
 def test_verls_own_rejection_is_inverted_and_leaves_the_denominator():

@@ -16,7 +16,7 @@ from verl_precision import __version__
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
-from verl_precision.losses.rollout_weights import WEIGHTS
+from verl_precision.losses.rollout_weights import LEVELS
 
 __all__ = ["REGISTRATIONS", "Registration", "registered"]
 
@@ -46,7 +46,7 @@ _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 _AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
 _LOSSES = f"losses {', '.join(sorted(POLICY_LOSSES))}"
 _TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
-_WEIGHTS = f"rollout weights {', '.join(WEIGHTS)}"
+_WEIGHTS = f"rollout weights {', '.join(LEVELS)}"
 
 REGISTRATIONS: tuple[Registration, ...] = (
     Registration("platform cpu", "verl.plugin.platform.platform_manager", "cpu.platform:register_platform"),

@@ -37,25 +37,10 @@ def cispo(
     gradient of a token to zero, whether the policy has moved or two engines have rounded differently. CISPO holds the
     token's weight at the bound instead, so phantom clipping cannot occur.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
-        advantages: [B, T], [B, 1] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; "token-mean" for the paper's.
-        clip_low: ε_low in (0, 1].
-        clip_high: ε_high > 0.
-        rollout_is_weights: [B, T] floating, wₜ, constants in the gradient.
-
-    Returns:
-        The loss in float32 (float64 if the log-probs are), minus the aggregated sum of wₜ clip(rₜ) A. Its gradient is
-        minus the equation's, aggregated; only `trainer_log_probs` receives one, and the bounded ratio is a constant in
-        it. `actor/ratio_*` are of the bounded ratio, `actor/truncated_fraction` is the share of tokens at a bound.
-        Masked tokens never matter, whatever they hold (in verl's `cispo` a weight of NaN on a masked token makes the
-        gradient NaN). Empty rows and rows with NaN or inf are treated as in `grpo`.
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`, with wₜ clip(rₜ) A as the
+    objective and "token-mean" as the paper's aggregation. The bounded ratio is a constant in the gradient.
+    `actor/ratio_*` are of the bounded ratio, `actor/truncated_fraction` is the share of tokens at a bound. (In verl's
+    `cispo` a weight of NaN on a masked token makes the gradient NaN.)
     """
     low, high = require_clip_range(clip_low, clip_high)
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)

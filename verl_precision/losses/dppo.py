@@ -4,14 +4,8 @@ PPO clips the ratio. A rare token's ratio is large whenever two engines round di
 has moved; a likely token can lose half of its probability within the clip range. DPPO masks a token by how much
 probability has moved, seen from the policy that drew it: the rollout's.
 
-verl's own `dppo_tv` and `dppo_kl` differ in three ways (tests/losses/test_dppo.py). The ratio is truncated at 3 unless
-told otherwise, since `clip_ratio_c` has that default and not the 20 that their code falls back to. Outside bypass mode
-the region is around the recomputed policy. And 1e-8 is added to 1 - π, which is far more than 1 - π of a token that is
-certain.
-
-C is a choice. verl's example for the loss sets 10000, so that nothing is truncated, and a comment in verl's code warns
-of the bias of a small C. 20 here is the fall-back of the authors' code: the mask never drops a token with A < 0 and
-π > μ, so that one token without a C can outweigh a batch. `actor/truncated_fraction` says how many tokens C biases.
+docs/math.md says how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Outside bypass mode their region is
+around the recomputed policy.
 
 Source: https://arxiv.org/abs/2602.04879.
 """
@@ -57,25 +51,11 @@ def dppo_tv(
     π trainer's policy, μ rollout's policy, A advantage, π and μ of the token. The binary TV variant of
     https://arxiv.org/abs/2602.04879. A token is masked only where the update would move it further away.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T], [B, 1] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; `Aggregation(normalizer=...)` for Dr.GRPO's.
-        threshold: C >= 1.
-        clip_low: δ_low in (0, 1], a difference of probabilities.
-        clip_high: δ_high > 0.
-
-    Returns:
-        The loss in float32 (float64 if the log-probs are), minus the aggregated sum of Mₜ min(rₜ, C) A. Its gradient is
-        minus the equation's, aggregated; only `trainer_log_probs` receives one, and weight and mask are constants in
-        it. `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with
-        rₜ > C, `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C). Masked tokens, empty rows and
-        rows with NaN or inf are treated as in `grpo`.
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or a bound is out of its range.
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`, with `rollout_log_probs`, [B, T]
+    floating, log μ(yₜ; θ') in nats, with `threshold`, C >= 1, and with `clip_low` in (0, 1] and `clip_high` > 0 for
+    δ_low and δ_high, differences of probabilities. Weight and mask are constants in the gradient.
+    `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with rₜ > C,
+    `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C).
     """
     arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
     return _trust_region(*arguments, binary_total_variation, require_clip_range(clip_low, clip_high))

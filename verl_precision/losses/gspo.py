@@ -36,26 +36,9 @@ def gspo(
     https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
     paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        proximal_log_probs: [B, T] floating, log π(yₜ; θ') in nats, from the trainer.
-        advantages: [B, T], [B, 1] or [B] floating.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; "seq-mean-token-mean" for the equation above.
-        clip_low: ε_low in (0, 1].
-        clip_high: ε_high > 0.
-        rollout_is_weights: [B, T] floating, constants in the gradient, or None.
-
-    Returns:
-        The loss in float32 (float64 if the log-probs are), minus the aggregated objective. Its gradient is minus the
-        equation's; only `trainer_log_probs` receives one. Masked tokens never matter, whatever they hold (verl's `gspo`
-        multiplies weights and advantages by a mask of 0, and NaN x 0 is NaN); an empty row has no gradient and counts
-        as a response. A row with NaN or inf on a valid token has no gradient, stays in the denominator, and is counted
-        in `actor/nonfinite_responses`. s is held at 3e28 in float32, beyond a mean log-ratio of 65.7
-        (`ratios.HEADROOM`).
-
-    Raises:
-        ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 3e28 in float32,
+    beyond a mean log-ratio of 65.7. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, and
+    NaN x 0 is NaN.)
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     mean_log_ratio_B = batch.sequence_log_ratio_B / batch.lengths_B.clamp(min=1)

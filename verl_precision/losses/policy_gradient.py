@@ -64,21 +64,6 @@ def pg_seq_is(
 
     Raises:
         ConfigurationError: If shapes differ or a tensor is not floating point.
-
-    Example:
-        >>> import torch
-        >>> from verl_precision.losses.aggregation import Aggregation
-        >>> from verl_precision.losses import pg_seq_is
-        >>> trainer = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]], requires_grad=True)
-        >>> rollout = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]])  # no mismatch: ρ = 1
-        >>> advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[1, 1], [1, 0]])
-        >>> output = pg_seq_is(trainer, rollout, advantages, mask, aggregation=Aggregation(normalizer=2))
-        >>> output.loss.backward()
-        >>> trainer.grad  # -A / (2 responses x 2)
-        tensor([[-0.2500, -0.2500],
-                [ 0.2500,  0.0000]])
-        >>> output.values()["actor/is_weight_mean"]
-        1.0
     """
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
     weight_B = bounded_exp(batch.sequence_log_ratio_B, batch.advantages_BT.dtype)

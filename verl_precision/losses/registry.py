@@ -63,7 +63,8 @@ def find_loss(name: str) -> PolicyLoss | None:
 def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = None) -> Callable[[Loss], Loss]:
     """Add a loss to `POLICY_LOSSES`, so that `actor.policy_loss.loss_mode=<name>` chooses it.
 
-    verl must import your module in every process: set `VERL_USE_EXTERNAL_MODULES=your_module`.
+    verl must import your module in every process: set `VERL_USE_EXTERNAL_MODULES=your_module`. CONTRIBUTING.md has
+    an example.
 
     Args:
         name: Value of `loss_mode` in a config; those of this package begin with vp_.
@@ -76,13 +77,6 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
 
     Raises:
         RegistrationError: If the name is taken, or a parameter is none of the known ones and has no default.
-
-    Example:
-        >>> from verl_precision.losses import LossOutput, policy_loss
-        >>> from verl_precision.losses.aggregation import aggregate
-        >>> @policy_loss("my_reinforce", "plain REINFORCE", "Williams 1992")
-        ... def my_reinforce(trainer_log_probs, advantages, response_mask, *, aggregation):
-        ...     return LossOutput(-aggregate(trainer_log_probs * advantages, response_mask, aggregation), {})
     """
 
     def add(function: Loss) -> Loss:

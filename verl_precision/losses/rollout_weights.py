@@ -6,7 +6,7 @@ numbers, made once for a batch before any update. Source: https://arxiv.org/abs/
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,26 +103,23 @@ def kpop_weights(
     return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
 
 
-WEIGHTS: Mapping[str, Callable[..., Tensor]] = {
-    "vp_token_tis": token_tis_weights,
-    "vp_seq_mis": seq_mis_weights,
-    "vp_geo_mask": geo_mask_weights,
-    "vp_icepop": icepop_weights,
-    "vp_kpop": kpop_weights,
+class Level(NamedTuple):
+    """A way to weigh, chosen by verl's `algorithm.rollout_correction.rollout_is`."""
+
+    weights: Callable[..., Tensor]
+    bounds: Callable[[object, str], Any]  # of its threshold; called with a value and the name of the setting
+    of_responses: bool = False  # one weight for each response, or for each token?
+    of_log_probs: bool = False  # are both policies' log-probs needed, and not only their difference?
+
+
+LEVELS: Mapping[str, Level] = {
+    "vp_token_tis": Level(token_tis_weights, require_threshold),
+    "vp_seq_mis": Level(seq_mis_weights, require_threshold, of_responses=True),
+    "vp_geo_mask": Level(geo_mask_weights, require_band, of_responses=True),
+    "vp_icepop": Level(icepop_weights, require_band),
+    "vp_kpop": Level(kpop_weights, require_divergence, of_log_probs=True),
 }
-"""Level (verl's `algorithm.rollout_correction.rollout_is`) -> weights, beside verl's own levels."""
-THRESHOLDS: Mapping[str, Callable[[object, str], Any]] = {
-    "vp_token_tis": require_threshold,
-    "vp_seq_mis": require_threshold,
-    "vp_geo_mask": require_band,
-    "vp_icepop": require_band,
-    "vp_kpop": require_divergence,
-}
-"""Level -> the bounds of its threshold; called with a value and the name of the setting."""
-OF_LOG_PROBS = frozenset({"vp_kpop"})
-"""Levels whose weights need both policies' log-probs, and not only their difference."""
-OF_RESPONSES = frozenset({"vp_seq_mis", "vp_geo_mask"})
-"""Levels with one weight for each response; the others weigh tokens."""
+"""Levels of this package, beside verl's own."""
 
 
 def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,7 +113,7 @@ def require_bypass(value: object, loss: str) -> None:
 
 
 def require_plain_weights(normalised: object, level: str) -> None:
-    """Require that verl does not normalise weights of this package, of a level of `rollout_weights.WEIGHTS`."""
+    """Require that verl does not normalise weights of this package, of a level of `rollout_weights.LEVELS`."""
     if normalised:
         raise ConfigurationError(
             f"with rollout_is={level}: normalised weights are not those of the equation",

@@ -77,11 +77,7 @@ def _limits(s: AlarmSettings) -> list[Limit]:
         # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
         *(
             Limit("low_effective_sample_size", persist, metric, lambda x: x < s.effective_fraction, few + unit)
-            for unit, metrics in {
-                "responses": (names.WEIGHT_ESS, names.KEPT_RESPONSES),
-                "tokens": (names.TOKEN_WEIGHT_ESS, names.KEPT_TOKENS),
-            }.items()
-            for metric in metrics
+            for metric, unit in names.SAMPLE_SIZES.items()
         ),
         Limit("repeated_overflow", skipped, names.SKIPPED_STEPS, lambda x: x > 0, overflow),
         Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),

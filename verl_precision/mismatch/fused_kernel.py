@@ -171,24 +171,14 @@ def _part(array, begin, size):  # type: ignore[no-untyped-def]
 def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ignore[no-untyped-def]
     """Sum over the tokens of some responses.
 
-    Args:
-        pi: Flat array that holds log π of all responses, float32 or float64.
-        mu: Likewise log μ.
-        mask: Likewise, a token counts where it is not 0; empty: all count.
-        signs: Likewise the advantages; empty: `sign_B` holds for all tokens of a response.
-        sign_B: [B] int64, the advantage's sign.
-        begins: [4, B] int64, where each response begins in each of the four arrays.
-        lengths: [B] int64, how long it is there.
+    Log π, log μ (float32 or float64), mask (empty: all tokens count) and advantages (`signs`; empty: `sign_B`, [B]
+    int64, holds for all tokens of a response) are flat arrays. `begins` [4, B] int64 says where each response begins in
+    them, `lengths` [B] int64 how long it is.
 
-    Returns:
-        added: [12], sums in the order of `TokenSums`.
-        tokens: [2 CLASSES] int64, tokens of each class, those with a negative gap apart.
-        gaps: [2 CLASSES], their gaps.
-        bits: [2 HALF] int64, for the histogram.
-        left_out: [2] int64, tokens that are not finite, others that are above 0.
-        lows: [2], the smallest gap and difference; infinite without tokens.
-        highs: [2], likewise the largest.
-        per_response: [3, B], the sum of its gaps; its tokens, -1 if the response is not whole; the gap of the last one.
+    Returned are the 12 sums in the order of `TokenSums`; int64 [2 CLASSES] tokens of each class, those with a negative
+    gap apart, and their gaps; the int64 [2 HALF] counts of the histogram; [2], tokens that are not finite, and others
+    above 0; [2] each, the smallest and the largest gap and difference, infinite without tokens; and [3, B], the sum of
+    each response's gaps, its tokens (-1 if it is not whole), and the gap of the last one.
     """
     added, lows, highs = np.zeros(ADDED), np.full(2, np.inf), np.full(2, -np.inf)
     tokens, gaps = np.zeros(2 * CLASSES, np.int64), np.zeros(2 * CLASSES)

@@ -27,6 +27,8 @@ TOKEN_WEIGHT_ESS = "is_weight_token_ess_fraction"
 REJECTED_RESPONSES = "rollout_corr/rejected_responses"
 KEPT_RESPONSES = "rollout_corr/kept_response_fraction"
 KEPT_TOKENS = "rollout_corr/kept_token_fraction"
+# Effective sample sizes as fractions -> of what.
+SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIGHT_ESS: "tokens", KEPT_TOKENS: "tokens"}
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"
 ACTIVE_ALARMS = "alarm/active_count"

@@ -43,27 +43,12 @@ class PhantomStatistics(StatisticSet):
         chunk_tokens: int | None = None,
         ended: Tensor | None = None,
     ) -> Self:
-        """Measure a batch, or a part of one.
+        """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
 
-        Args:
-            trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats, or nested (torch.jagged), of the training forward.
-            shadow_log_probs: Likewise, of the same weights in the rollout's precision.
-            rollout_log_probs: Likewise, log μ(yₜ).
-            response_mask: [B, T], nonzero where a token counts; with nested log-probs nested, or None for all.
-            advantages: [B, T], nested, or [B]. A token without a sign (0, NaN) is never clipped.
-            clip: Where the loss clips its ratio, which is taken against the rollout's log-probs. None where it does
-                not clip, or takes the ratio against others: then nothing is said about clipping.
-            beta_in_ratio: Whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
-            chunk_tokens: Tokens at a time; None fits the device.
-            ended: [B] bool, the responses that came to an end by themselves; the others are left out of the metrics of
-                final tokens. None for all.
-
-        Returns:
-            The statistics, on the CPU. Masked tokens never matter. Valid tokens with a NaN, an infinite or a positive
-            log-prob (any of those given) are counted and left out.
-
-        Raises:
-            ConfigurationError: If shapes, layouts or types do not fit.
+        The log-probs of the shadow are those of the same weights in the rollout's precision. A token whose advantage
+        has no sign (0, NaN) is never clipped. `clip` is where the loss clips its ratio, which is taken against the
+        rollout's log-probs; None where it does not clip, or takes the ratio against others: then nothing is said about
+        clipping. `beta_in_ratio` says whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
         """
         log_probs = {
             "trainer_log_probs": trainer_log_probs,

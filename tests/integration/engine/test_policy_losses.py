@@ -34,13 +34,12 @@ def errors(config) -> list[str]:
     return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
 
 
-def test_every_loss_is_there(root):
+def test_every_loss_is_there():
     said = registration.registered()  # the plugin's line in the log (T6)
     for name in NAMES:
         assert any(f"vp_{name}" in what for what in said if what.startswith("losses "))
         entry = POLICY_LOSSES[f"vp_{name}"]
         assert callable(entry.function) and entry.summary and entry.equation.startswith("arXiv ")
-        assert f"`{name}`" in (root / "docs/math.md").read_text()
     with pytest.raises(TypeError):
         POLICY_LOSSES["mine"] = None
 

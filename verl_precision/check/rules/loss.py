@@ -9,7 +9,7 @@ from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule
 from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
-from verl_precision.losses.rollout_weights import THRESHOLDS, WEIGHTS
+from verl_precision.losses.rollout_weights import LEVELS
 from verl_precision.losses.settings import (
     NORM_MODE,
     REJECTION_THRESHOLD,
@@ -116,16 +116,16 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
     # this package's losses and weights say it in their own words
     own = {
         LOSS_CORRECTION: (THRESHOLD, "threshold" in _needs(config)),
-        CORRECTION: (WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in WEIGHTS),
+        CORRECTION: (WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
     }
     for path, correction in _corrections(config):
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
-        bounds = THRESHOLDS.get(correction.get("rollout_is"), require_threshold)
+        level = LEVELS.get(correction.get("rollout_is"))
+        bounds = level.bounds if level else require_threshold
         said = list(as_faults(bounds, value, setting)) if ours else []
         yield from said
-        if said or not correction.get("rollout_is") or not isinstance(value, int | float):
-            continue
-        if bounds is not require_threshold:  # it bounds no ratio
+        bounds_ratio = bounds is require_threshold and correction.get("rollout_is")
+        if said or not bounds_ratio or not isinstance(value, int | float):
             continue
         if value < 1 or value > MAX_USUAL_THRESHOLD:
             effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
@@ -219,7 +219,7 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
 def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
     """Weights of this package need a loss that applies them, and a verl that leaves them as they are."""
     correction, weights = _correction(config), _correction(config).get("rollout_is")
-    if weights not in WEIGHTS:
+    if weights not in LEVELS:
         return
     if "rollout_is_weights" not in _needs(config):
         loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"

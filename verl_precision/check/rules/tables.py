@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
-from verl_precision.losses.rollout_weights import WEIGHTS
+from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
 
@@ -50,7 +50,7 @@ def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
 def unknown_names(config: DictConfig, environment: Environment) -> Faults:
     """Names that are looked up in a worker only."""
     for setting, known, effect, *condition in _table("names"):
-        allowed = [*known, *(WEIGHTS if setting.endswith(".rollout_is") else ())]
+        allowed = [*known, *(LEVELS if setting.endswith(".rollout_is") else ())]
         given = ",".join(str(name) for name in names_in(config, setting) if name)
         # a name with a slash is a kernel of the Hugging Face hub
         wrong = [name for name in given.replace(" ", "").split(",") if name not in ("", *allowed) and "/" not in name]

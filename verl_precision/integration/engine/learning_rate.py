@@ -33,8 +33,7 @@ class ScaledLearningRate:
     """
 
     def __init__(self, base: float) -> None:
-        """Take e₀ in (0, 1]."""
-        self.base = base
+        self.base = base  # e₀
         self._found: list[OfWeights] = []  # of the micro-batches of the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
 

@@ -1,11 +1,8 @@
 """Equations (9) and (10), and three masks, in verl's rollout-correction step:
 `algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask|vp_icepop|vp_kpop`.
 
-verl's own `token` and `sequence` weights are not those equations: log-ratios are held at ±20, so that no weight is ever
-below 2e-9; one-sided rejection has to be spelled as a band `1e-9_3.0`, of which YAML reads neighbours such as `1e-9_3`
-as a number; a band that leaves no token ends the run with a division by zero, of a metric; rejection by `rollout_rs`
-takes a response out of the mask, and its k1 bounds are inverted. So levels of our own are offered beside verl's, in the
-same step and under the same settings, and what arrives at the loss is `rollout_is_weights` as ever.
+They are levels of our own beside verl's (docs/math.md says why), in the same step and under the same settings, and they
+arrive at the loss as `rollout_is_weights`, as verl's do.
 """
 
 import math
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.losses.metrics import weight_statistics
-from verl_precision.losses.rollout_weights import OF_LOG_PROBS, OF_RESPONSES, THRESHOLDS, WEIGHTS
+from verl_precision.losses.rollout_weights import LEVELS
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
 from verl_precision.mismatch.metric_names import with_former_names
 
@@ -26,7 +23,7 @@ _log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
-    """Offer `WEIGHTS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
+    """Offer `LEVELS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_and_rejection_mask", _with_log_probs)
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
 
@@ -39,7 +36,7 @@ def _with_log_probs(wrapped, instance, args, kwargs):
 
 def _with_own_levels(wrapped, instance, args, kwargs):
     level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
-    return (_own_weights if level in WEIGHTS else wrapped)(*args, **kwargs)
+    return (_own_weights if level in LEVELS else wrapped)(*args, **kwargs)
 
 
 def _own_weights(
@@ -50,18 +47,19 @@ def _own_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
-    THRESHOLDS[rollout_is](rollout_is_threshold, WEIGHT_THRESHOLD)
-    policies = _log_probs.get() if rollout_is in OF_LOG_PROBS else (log_ratio,)
-    weights_BT = WEIGHTS[rollout_is](*policies, response_mask, rollout_is_threshold)
+    level = LEVELS[rollout_is]
+    level.bounds(rollout_is_threshold, WEIGHT_THRESHOLD)
+    policies = _log_probs.get() if level.of_log_probs else (log_ratio,)
+    weights_BT = level.weights(*policies, response_mask, rollout_is_threshold)
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
     weights, counted = weights_BT, valid_BT
-    if rollout_is in OF_RESPONSES:  # one weight per response: at every token that counts, and 0 at the others
+    if level.of_responses:  # one weight per response: at every token that counts, and 0 at the others
         weights, counted = weights_BT.amax(dim=-1), rows_B
     beyond = weights == 0
-    if THRESHOLDS[rollout_is] is require_threshold:  # what has a tiny ratio has a weight of 0 too
+    if level.bounds is require_threshold:  # what has a tiny ratio has a weight of 0 too
         log_of = torch.where(valid_BT, log_ratio, 0)
-        log_of = log_of.sum(dim=-1, dtype=torch.float64) if rollout_is in OF_RESPONSES else log_of
+        log_of = log_of.sum(dim=-1, dtype=torch.float64) if level.of_responses else log_of
         beyond = log_of > math.log(require_threshold(rollout_is_threshold))
     statistics = with_former_names(weight_statistics(weights, counted & weights.isfinite()))
     numbers = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}

@@ -7,9 +7,7 @@ In a recipe, with 0 for a wrong answer or with DAPO's -1:
         path: pkg://verl_precision.integration.rewards.boxed_answer
         reward_kwargs: {wrong: -1.0}
 
-The authors' script gives 0 as well for a thought that is not closed once and for a response that was cut off. That is
-`reward_kwargs: {require_closed_thinking: True, require_finished: True}`. verl tells a reward nothing of the cut, so the
-second one needs the agent loop `vp_single_turn` with `rollout.custom.mark_truncated: True`.
+The authors' whole rule is `reward_kwargs: {require_closed_thinking: True, require_finished: True}` (docs/data.md).
 """
 
 from verl_precision.base.errors import ConfigurationError
