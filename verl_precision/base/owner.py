@@ -1,4 +1,4 @@
-"""A folder has one owner at a time: the process that holds the lock on the file `owner.jsonl` in it.
+"""A folder has one owner at a time: the process that holds the lock on the file `owner.txt` in it.
 
 The file has one line for each process that has owned the folder: host, process, job, since when. The lock is POSIX's
 (`fcntl.lockf`), which the kernel removes when the process ends, `kill -9` included: no lock is left behind, and a
@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-OWNER_FILE = "owner.jsonl"
+OWNER_FILE = "owner.txt"
 LEASE_SECONDS = 180.0  # twice the usual lease of NFSv4
 _POLL_SECONDS = 5.0
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")

@@ -65,7 +65,7 @@ class PreflightCallback(Callback):
             if not problems:
                 claim_folder(config)
                 mend_tracker(config)
-        except VerlPrecisionError as error:
+        except (VerlPrecisionError, OSError) as error:
             problems = [str(error)]
         if problems:
             _end(problems)

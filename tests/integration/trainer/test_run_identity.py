@@ -123,8 +123,24 @@ def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
         claim("trainer.experiment_name=own")
 
 
-def test_a_run_that_saves_nothing_leaves_nothing(claim):
-    assert not claim("trainer.save_freq=-1", "checkpoint.every_minutes=0").exists()
+NOTHING = "trainer.save_freq=-1", "checkpoint.every_minutes=0"
+
+
+def test_a_run_that_saves_nothing_leaves_nothing(claim, tmp_path):
+    assert not claim(*NOTHING, "trainer.logger=[console]").parent.exists()
+    (tmp_path / "mine" / "global_step_3").mkdir(parents=True)
+    assert claim(*NOTHING).exists(), "verl would go on from it"
+
+
+def test_a_run_that_saves_nothing_is_alone_with_its_metrics(claim, other_run, monkeypatch, tmp_path):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "mine.jsonl"))
+    with pytest.raises(ConfigurationError) as refused:
+        claim(*NOTHING, "trainer.logger=[console,file]", name="elsewhere")
+    assert "trainer.experiment_name=" in str(refused.value) and f"process {other_run.pid} on " in str(refused.value)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_run_that_saves_by_time_alone_is_written_down(claim):
     assert claim("trainer.save_freq=-1", "checkpoint.every_minutes=60").exists()
 
 

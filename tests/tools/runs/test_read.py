@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.owner import release, take
 from verl_precision.tools.runs.read import read_runs
 
 ROWS = [
@@ -31,6 +32,15 @@ def console_line(row, prefix=""):
 def test_file_logger(tmp_path):
     (run,) = read_runs([jsonl(tmp_path / "mine.jsonl")])
     assert run.rows == ROWS and run.name == "mine.jsonl" and run.notes == ()
+
+
+def test_the_lock_of_a_folder_is_no_metrics_file(tmp_path):
+    jsonl(tmp_path / "fp16" / "metrics.jsonl")
+    for folder in (tmp_path, tmp_path / "fp16"):
+        assert take(folder) is None
+        release(folder)
+    (run,) = read_runs([tmp_path])
+    assert run.rows == ROWS
 
 
 def test_null_is_nan_words_are_left_out_and_a_step_logged_again_wins(tmp_path):

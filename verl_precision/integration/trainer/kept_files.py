@@ -64,7 +64,7 @@ def _open(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     if step is None:
         wrapped(*args, **kwargs)
         return
-    path = _path(*args, **kwargs)
+    path = metrics_path(*args, **kwargs)
     pending = _beside(path, "pending")
     rows = _rows(path)
     logged = {number for number, _ in rows}
@@ -81,7 +81,7 @@ def _open(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     pending.unlink(missing_ok=True)
 
 
-def _path(project_name: str, experiment_name: str) -> Path:
+def metrics_path(project_name: str, experiment_name: str) -> Path:
     """Return the file that verl's logger will open."""
     if path := os.environ.get("VERL_FILE_LOGGER_PATH"):
         return Path(path)

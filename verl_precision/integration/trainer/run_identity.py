@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base import owner
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
+from verl_precision.integration.trainer.kept_files import metrics_path
 from verl_precision.integration.trainer.run_settings import (
     RunSettings,
     as_record,
@@ -61,6 +62,9 @@ def name_the_run(config: DictConfig) -> None:
 def claim_folder(config: DictConfig) -> None:
     """Own the run's folder until this process ends, and write down whose it is; leave all as it was where that fails.
 
+    A run that saves nothing has no such folder. It owns its metrics file, which a second start would empty: the lock is
+    in the folder beside that file, of the same name (of `recipes/launch/run.sh`, the folder of the checkpoints).
+
     This process is the driver, which waits for verl's task runner. If the driver is killed, Ray ends the actors of its
     job soon after; in those seconds nothing but Ray itself keeps them from the folder.
 
@@ -70,11 +74,14 @@ def claim_folder(config: DictConfig) -> None:
     """
     folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
     known, on_alarm = _require_same(config, folder, run), OmegaConf.select(config, "mismatch.alarm.on_alarm")
-    if known is None and not (folder.exists() or saves(config) or on_alarm == "stop"):
+    if known is None and not (saves(config) or on_alarm == "stop" or any(folder.glob("global_step_*"))):
+        if "file" in (config.trainer.logger or ()):
+            names = config.trainer.project_name, config.trainer.experiment_name
+            _own(metrics_path(*names).with_suffix(""), "trainer.experiment_name", names[1])
         return
     beside = {} if known is not None else _runs_beside(folder)
     _require_first_start(folder, run, beside)
-    _own(folder)
+    _own(folder, _FOLDER, str(folder))
     known = _require_same(config, folder, run)  # a start of the same moment may have been first
     if known is None:
         if beside:
@@ -152,7 +159,7 @@ def _require_first_start(folder: Path, run: RunSettings, beside: dict[Path, RunS
         )
 
 
-def _own(folder: Path) -> None:
+def _own(folder: Path, setting: str, value: str) -> None:
     """Own a folder; the earlier start of this job may still be written down where its host was lost (base/owner.py)."""
     holder = owner.take(folder)
     if holder is None or owner.owned_here(folder):
@@ -162,9 +169,9 @@ def _own(folder: Path) -> None:
         holder = owner.take(folder, owner.LEASE_SECONDS)
     if holder is not None:
         raise ConfigurationError(
-            f"another run is at work in it: {holder}",
-            setting=_FOLDER,
-            value=str(folder),
+            f"another run is at work in {folder}: {holder}",
+            setting=setting,
+            value=value,
             allowed="one run at a time in a folder",
             remedy="Nothing of it was touched. Wait for its end, or end it, then give the same command again. For a "
             "second run beside it, give another trainer.experiment_name.",
