@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from verl_precision.base.dtypes import short
 from verl_precision.check.composition import read_command
+from verl_precision.check.preflight import PreflightCallback
 from verl_precision.check.recipe_config import RecipeReport, check_recipe, table
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
@@ -158,6 +159,18 @@ def test_at_80_columns_the_deciding_setting_is_whole(compose_recipe):
     start = lines[0].index("decided by")
     shown = "".join(line[start:].replace(" ", "") for line in lines)
     assert all(row.source.replace(" ", "") in shown for row in rows) and max(map(len, lines)) <= 80
+
+
+def test_the_folder_of_checkpoints_is_named_as_the_run_names_it(compose_recipe):
+    sanity = "recipes/sanity/sanity.yaml"
+    config = compose_recipe(sanity, return_hydra_config=True)
+    PreflightCallback().on_run_start(config)
+    assert config.trainer.experiment_name.startswith("fp16_pg_seq_is-")
+    _, text = check(sanity)
+    assert f"checkpoints in {config.trainer.default_local_dir} " in text
+    full = check_recipe(Path(sanity), ["trainer.max_actor_ckpt_to_keep=1", "trainer.default_local_dir=README.md/x"])
+    assert "README.md/x" in [fault.value for fault in full.faults] and full.folder == "README.md/x"
+    assert check_recipe(Path(RECIPE), []).folder is None, "it saves nothing"
 
 
 def test_this_machine_is_a_warning_and_the_config_an_error(root):

@@ -23,7 +23,8 @@ from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Fault
 from verl_precision.check.verl_refusals import mistyped
-from verl_precision.integration.trainer.run_identity import run_in
+from verl_precision.integration.trainer.run_identity import name_the_run, run_in
+from verl_precision.integration.trainer.saving import saves
 from verl_precision.presets import preset_groups
 
 
@@ -42,6 +43,7 @@ class RecipeReport:
 
     rows: list[Row]  # what runs in which dtype
     faults: list[Fault]  # every fault, errors first
+    folder: str | None = None  # where checkpoints will be, with the run's digest; None: a run without
 
     @property
     def ok(self) -> bool:
@@ -51,7 +53,8 @@ class RecipeReport:
     def as_json(self) -> str:
         """Return it for machines."""
         rows, faults = [vars(row) for row in self.rows], [vars(fault) for fault in self.faults]
-        return json.dumps({"ok": self.ok, "dtypes": rows, "findings": faults}, indent=2, default=str)
+        content = {"ok": self.ok, "dtypes": rows, "findings": faults, "checkpoints": self.folder}
+        return json.dumps(content, indent=2, default=str)
 
 
 def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = ()) -> RecipeReport:
@@ -62,8 +65,9 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
     """
     config = compose_recipe(path, overrides)
     try:
+        name_the_run(config)
         faults = find_faults(config, probe_environment(config, gpus), this_machine=False)
-        return RecipeReport(list(table(config)), faults)
+        return RecipeReport(list(table(config)), faults, config.trainer.default_local_dir if saves(config) else None)
     except OmegaConfBaseException as error:
         raise in_our_words(error, path) from error
 

@@ -24,10 +24,12 @@ WORST = 12
 
 
 def show_recipe(report: RecipeReport, console: Console) -> None:
-    """Print the table of dtypes, then every fault with its remedy, then the verdict."""
+    """Print the table of dtypes, every fault with its remedy, the folder of checkpoints, and the verdict."""
     rows = [(row.what, row.dtype, row.source) for row in report.rows]
     console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
     show_faults(report.faults, console)
+    if report.folder is not None:
+        console.print(Text(f"checkpoints in {report.folder}"), soft_wrap=True)
     errors = sum(fault.severity == "error" for fault in report.faults)
     console.print(f"{errors} error(s), {len(report.faults) - errors} warning(s)", highlight=False)
 

@@ -134,6 +134,20 @@ def test_what_takes_too_long_counts_as_wrong_and_costs_the_process():
         judge._end()
 
 
+def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(tmp_path):
+    assert 3 * math_judge.SECONDS < math_answers.SECONDS <= 10, "two answers are read, and compared"
+    judge = _Judge()
+    try:
+        for hostile in ("9^{9^{9^{9}}}", "7" * 200_000, f"__import__('os').mkdir('{tmp_path}/made')"):
+            judge._seconds = 1.0
+            assert not judge.says_equal(hostile, "2")
+            judge._seconds = math_answers.SECONDS
+            assert judge.says_equal("2/4", "1/2")
+        assert not (tmp_path / "made").exists()
+    finally:
+        judge._end()
+
+
 def test_math_verify_must_be_there(monkeypatch):
     monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
     with pytest.raises(math_answers.EnvironmentMismatchError, match="math-verify.*pip install"):

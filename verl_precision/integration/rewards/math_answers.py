@@ -22,7 +22,7 @@ from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.integration.rewards.answer_text import same_text
 
 INSTALL = 'pip install "math-verify[antlr4_9_3]"'
-SECONDS = 20.0  # for one pair; math-verify's own limits in the process come first where they can
+SECONDS = 10.0  # for one pair; math-verify's own limits in the process come first where they can
 _START_SECONDS = 120.0  # for the process to load SymPy, on a machine that is busy
 
 logger = logging.getLogger("verl_precision")
