@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import names_in
+from verl_precision.check.rules.tables import null_number
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
@@ -79,6 +80,8 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
 def mistyped(config: DictConfig) -> list[ConfigurationError]:
     """Return an error for each text where verl has a number or a switch, by its typed configs or its own values.
 
+    Without one, return an error for a null where it computes with a number.
+
     verl builds its typed configs without a look at the types, and fails where it computes with them.
     """
     from verl.trainer import config as of_verl
@@ -91,7 +94,11 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     problem = "verl takes this text for a number or a switch, and fails where it computes with it"
     said = {"allowed": "a number, True, False or null", "remedy": "Correct it, or leave it out."}
     found = (pair for part in parts for pair in _texts(part, plain.get(part) or {}, known.get(part) or {}))
-    return [ConfigurationError(problem, setting=setting, value=value, **said) for setting, value in found]
+    texts = [ConfigurationError(problem, setting=setting, value=value, **said) for setting, value in found]
+    if texts or (setting := null_number(config)) is None:
+        return texts
+    said = {"allowed": "a number", "remedy": "Correct it, or leave it as the recipe has it."}
+    return [ConfigurationError("verl computes with this number, and null is none", setting=setting, **said)]
 
 
 def _texts(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str]]:

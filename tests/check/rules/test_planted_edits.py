@@ -38,7 +38,8 @@ from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.layout import VLLM_DTYPES, VLLM_LORA_RANK
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment
-from verl_precision.check.verl_refusals import refusals
+from verl_precision.check.rules.tables import null_number
+from verl_precision.check.verl_refusals import _leaves, refusals
 
 # Rule, how serious, recipe, scale, edit, and who shows that it is right:
 #   verl: MESSAGE     `verl_says.objection` raises it
@@ -290,6 +291,22 @@ def test_vllm_would_have_refused_it():
     config = composed("sanity", "cpu", "rollout.dtype=half")
     assert asked(config.actor_rollout_ref.rollout, {})
     assert set(get_args(ModelDType)) == set(VLLM_DTYPES) and max(get_args(MaxLoRARanks)) == VLLM_LORA_RANK
+
+
+def test_a_number_that_is_null_is_named_or_ends_no_rule():
+    config = composed("moe", "2x8_h100", "actor.use_kl_loss=True")
+    known, named = Environment(model=model_config(config), seconds_left=3600.0), set()
+    parts = ("actor_rollout_ref", "algorithm", "data", "trainer")
+    leaves = [pair for part in parts for pair in _leaves(part, config[part])]
+    for setting, value in leaves:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            OmegaConf.update(config, setting, None)
+            if null_number(config) is None:
+                find_faults(config, known)
+            else:
+                named.add(null_number(config))
+            OmegaConf.update(config, setting, value)
+    assert named >= {"data.train_batch_size", "trainer.save_freq", "actor_rollout_ref.actor.fsdp_config.fsdp_size"}
 
 
 def test_whole_gradients_are_named_where_they_do_not_fit_and_only_there():

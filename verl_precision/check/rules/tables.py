@@ -19,6 +19,17 @@ def _table(name: str) -> list[list]:
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())[name]
 
 
+def null_number(config: DictConfig) -> str | None:
+    """Return the first setting that is null where verl computes with a number, as do rules and the presets' resolvers.
+
+    So it is asked before them.
+    """
+    for setting, *condition in _table("numbers"):
+        if OmegaConf.select(config, setting, default=0) is None and _is_read(config, condition):
+            return setting
+    return None
+
+
 @rule("value-out-of-range")
 def refused_numbers(config: DictConfig, environment: Environment) -> Faults:
     """Numbers that fail in a request, an assertion or a constructor, after everything is loaded."""
