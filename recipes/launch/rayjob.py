@@ -2,10 +2,12 @@
 
 import argparse
 import shlex
+import uuid
 from pathlib import Path
 
 import yaml
 
+from verl_precision.base.owner import JOB_ID
 from verl_precision.check.recipe_config import compose_recipe
 
 MANIFEST = Path(__file__).parent / "rayjob.yaml"
@@ -22,8 +24,9 @@ def fill_in(image: str, recipe: Path, overrides: list[str], rdma: str | None = N
     """
     trainer = compose_recipe(recipe, overrides).trainer
     job = yaml.safe_load(MANIFEST.read_text())
+    named = f"{JOB_ID}={uuid.uuid4().hex}"  # the same in every retry: a run knows the folder of its earlier starts
     job["spec"]["entrypoint"] = shlex.join(
-        ["env", "CLUSTER=auto", "bash", "recipes/launch/run.sh", str(recipe), *overrides]
+        ["env", "CLUSTER=auto", named, "bash", "recipes/launch/run.sh", str(recipe), *overrides]
     )
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]

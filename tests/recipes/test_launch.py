@@ -262,8 +262,9 @@ def rayjob(load_script):
 def test_rayjob_has_hosts_gpus_image_and_command_keeps_what_a_run_writes_and_tries_again(rayjob):
     job, pods = rayjob()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    command = ["env", "CLUSTER=auto", "bash", "recipes/launch/run.sh", RECIPE, *OVERRIDES]
-    assert shlex.split(job["spec"]["entrypoint"]) == command
+    env, cluster, named, *command = shlex.split(job["spec"]["entrypoint"])
+    assert (env, cluster, named.partition("=")[0]) == ("env", "CLUSTER=auto", "VERL_PRECISION_JOB")
+    assert command == ["bash", "recipes/launch/run.sh", RECIPE, *OVERRIDES] and rayjob()[0] != job, "another job"
     (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 2
     assert job["spec"]["backoffLimit"] > 0

@@ -27,7 +27,8 @@ from typing import IO
 OWNER_FILE = "owner.txt"
 LEASE_SECONDS = 180.0  # twice the usual lease of NFSv4
 _POLL_SECONDS = 5.0
-_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+JOB_ID = "VERL_PRECISION_JOB"  # of a job that makes one run, and is tried again: recipes/launch/rayjob.py sets it
+_JOB_IDS = (JOB_ID, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _TAKEN, _NO_LOCKS = (errno.EACCES, errno.EAGAIN), (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("verl_precision")
@@ -40,7 +41,7 @@ class Owner:
 
     host: str
     process: int
-    job: str | None  # the id that Slurm, PBS or LSF gave
+    job: str | None  # the id that Slurm, PBS, LSF or the launcher gave
     since: str
 
     def __str__(self) -> str:
@@ -50,7 +51,7 @@ class Owner:
 
 
 def this_job() -> str | None:
-    """Return the id of the job that this process belongs to; None outside of Slurm, PBS and LSF."""
+    """Return the id of the job that this process belongs to; None where nobody gave one."""
     return next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
 
 

@@ -80,7 +80,7 @@ def test_a_name_of_the_users_own_is_left_alone():
 
 @pytest.fixture
 def claim(tmp_path, monkeypatch):
-    for variable in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+    for variable in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", owner.JOB_ID):
         monkeypatch.delenv(variable, raising=False)
 
     def start(*overrides, name="mine"):
@@ -197,7 +197,7 @@ def test_a_job_that_is_queued_again_begins_nothing_new(claim, monkeypatch, tmp_p
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     with pytest.raises(ConfigurationError) as refused:
         claim("actor_rollout_ref.actor.optim.lr=2e-6", name="second")
-    for words in ("start 2 of the job 7", "step 0", f"{tmp_path}/first", "lr was 1e-06, is 2e-06", "submit"):
+    for words in ("a later start of the job 7", "step 0", f"{tmp_path}/first", "lr was 1e-06, is 2e-06", "submit"):
         assert words in str(refused.value)
     assert not (tmp_path / "second").exists()
     claim(name="first")
@@ -208,6 +208,16 @@ def test_a_job_that_is_queued_again_begins_nothing_new(claim, monkeypatch, tmp_p
     (tmp_path / "first" / owner.OWNER_FILE).unlink()
     with pytest.raises(ConfigurationError, match="begin a new run"):  # nobody knows whose that was
         claim("data.seed=2", name="fourth")
+
+
+def test_a_job_of_a_single_run_begins_nothing_new_when_it_is_tried_again(claim, monkeypatch, tmp_path):
+    claim(name="nobodys")
+    monkeypatch.setenv(owner.JOB_ID, "kuberay")
+    assert claim("data.seed=1", name="first").exists()
+    claim("data.seed=1", name="first")
+    with pytest.raises(ConfigurationError, match=r"a later start of the job kuberay .*/first \(data\.seed was 1, is 2"):
+        claim("data.seed=2", name="second")
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.fixture

@@ -134,22 +134,23 @@ def _nearest(beside: dict[Path, RunSettings], run: RunSettings) -> tuple[Path, s
     return nearest, differences(beside[nearest], run) or "the same settings under another name"
 
 
-def _starts_before() -> int:
-    """Return how often Slurm has queued this job again."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+def _may_be_a_later_start() -> bool:
+    """Return whether Slurm has queued this job again, or the job is one that makes a single run."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0 or owner.JOB_ID in os.environ
 
 
 def _require_first_start(folder: Path, run: RunSettings, beside: dict[Path, RunSettings]) -> None:
     """Refuse a new folder to a job that was queued again and has, or may have, one beside it with other settings.
 
     A start that ended before it had a folder left none: where each folder beside is another job's, the next one begins.
+    A job that makes a single run has had a start where one of the folders is its own.
     """
-    starts, job = _starts_before(), owner.this_job()
-    jobs = {place: {each.job for each in owner.owners(place)} for place in (beside if starts else ())}
-    if own := {place: beside[place] for place in jobs if not jobs[place] or jobs[place] & {job, None}}:
+    job, unknown = owner.this_job(), owner.JOB_ID not in os.environ
+    jobs = {place: {each.job for each in owner.owners(place)} for place in (beside if _may_be_a_later_start() else ())}
+    if own := {p: beside[p] for p in jobs if job in jobs[p] or unknown and (not jobs[p] or None in jobs[p])}:
         nearest, changed = _nearest(own, run)
         raise ConfigurationError(
-            f"start {starts + 1} of the job {job} would begin a new run at step 0: it is not the run in {nearest} "
+            f"a later start of the job {job} would begin a new run at step 0: it is not the run in {nearest} "
             f"({changed})",
             setting=_FOLDER,
             value=str(folder),
@@ -164,7 +165,7 @@ def _own(folder: Path, setting: str, value: str) -> None:
     holder = owner.take(folder)
     if holder is None or owner.owned_here(folder):
         return
-    if _starts_before() and holder.job == owner.this_job():
+    if _may_be_a_later_start() and holder.job == owner.this_job():
         logger.warning("%s is still locked by an earlier start of this job: %s", folder, holder)
         holder = owner.take(folder, owner.LEASE_SECONDS)
     if holder is not None:
