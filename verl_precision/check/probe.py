@@ -161,8 +161,11 @@ def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
     return total, columns
 
 
-def _reward_names(config: DictConfig) -> frozenset[str] | None:
-    """Return the names that the reward function's file defines at its top level; None where that does not say all."""
+def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None:
+    """Return the names that the reward function's file defines at its top level; None where that does not say all.
+
+    With a name goes what a function takes by keyword, or None where that is anything, or not known.
+    """
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if str(path).startswith("pkg://"):
         name = str(path).removeprefix("pkg://").replace("/", ".")
@@ -172,25 +175,27 @@ def _reward_names(config: DictConfig) -> frozenset[str] | None:
             spec = None
         if spec is None:  # `python -m` finds modules below the working directory, a console script does not
             here = Path(name.replace(".", "/"))
-            return None if here.is_dir() or here.with_suffix(".py").is_file() else frozenset()
+            return None if here.is_dir() or here.with_suffix(".py").is_file() else {}
         path = spec.origin
     if not path or not Path(str(path)).expanduser().is_file():
         return None
     try:
         tree = ast.parse(Path(str(path)).expanduser().read_text())
     except (SyntaxError, ValueError):
-        return frozenset()  # verl cannot import it either
-    names: set[str] = set()
+        return {}  # verl cannot import it either
+    names: dict[str, frozenset[str] | None] = {}
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
+            names[node.name] = None
+            if not isinstance(node, ast.ClassDef) and not node.args.kwarg and not node.decorator_list:
+                names[node.name] = frozenset(each.arg for each in (*node.args.args, *node.args.kwonlyargs))
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name: None for alias in node.names}
         elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
         elif not isinstance(node, ast.Expr):
             return None  # a condition, a loop: only running it tells
-    return None if "*" in names else frozenset(names)
+    return None if "*" in names else names
 
 
 def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:

@@ -247,6 +247,11 @@ def witness_package(config) -> None:
         get_rollout_class(rollout.name, rollout.mode)
 
 
+def witness_reward_keyword(config) -> None:
+    with pytest.raises(TypeError, match="wrongg"):
+        get_custom_reward_fn(config)(data_source="", solution_str="", ground_truth="", extra_info={})
+
+
 def witness_critic(config) -> None:
     OmegaConf.resolve(config.critic)
     with pytest.raises(Exception, match="no/such/folder/here"):

@@ -110,9 +110,10 @@ def _train_rows(config: DictConfig, machine: Machine) -> float:
 
 @rule("reward-function-missing", of_machine=True)
 def reward_function(config: DictConfig, machine: Machine) -> Faults:
-    """The reward function is in its file."""
+    """The reward function is in its file, and takes the keywords that it is given."""
     path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
-    if path and machine.reward_names == frozenset():
+    given, taken = OmegaConf.select(config, f"{REWARD}.reward_kwargs") or {}, (machine.reward_names or {}).get(name)
+    if path and machine.reward_names == {}:
         allowed, remedy = "a file, or pkg:// and a module of an installed package", "Correct the path."
         problem = "there is no such module, or Python cannot read it: verl stops in the reward workers"
         yield Fault(setting=f"{REWARD}.path", problem=problem, allowed=allowed, remedy=remedy)
@@ -121,6 +122,11 @@ def reward_function(config: DictConfig, machine: Machine) -> Faults:
         problem = f"{path} defines no such function: verl stops in the reward workers"
         allowed = functions or "a function of that file"
         yield Fault(setting=f"{REWARD}.name", problem=problem, allowed=allowed, remedy="Correct the name, or the path.")
+    for key in given if path and taken is not None else ():
+        if key not in taken:
+            problem = f"{name} takes no such keyword: the first response ends in a TypeError"
+            setting, allowed = f"{REWARD}.reward_kwargs.{key}", ", ".join(sorted(taken))
+            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy="Correct it, or leave it out.")
 
 
 @rule("math-verify-missing", of_machine=True)

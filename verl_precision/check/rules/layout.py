@@ -100,6 +100,20 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
         yield _not_divided(setting, micro_batch, sequences, "batch", "after the first rollout")
 
 
+@rule("batch-does-not-divide")
+def separate_async_batch(config: DictConfig, environment: Environment) -> Faults:
+    """verl's trainer with a rollout on GPUs of its own syncs after a fixed number of mini-batches: those of a batch."""
+    if str(OmegaConf.select(config, "trainer.v1.trainer_mode")).removeprefix("vp_") != "separate_async":
+        return
+    setting = "trainer.v1.separate_async.parameter_sync_step"
+    steps, mini_batch = OmegaConf.select(config, setting), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if (size := config.data.train_batch_size) != steps * mini_batch:  # PPOTrainerSeparateAsync.__init__
+        problem = f"{steps} mini-batches of {mini_batch} prompts are not a batch of {size}, as verl asserts"
+        fits = size // mini_batch if mini_batch and size % mini_batch == 0 else 0
+        allowed = str(fits) if fits else "data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size"
+        yield Fault(setting=setting, problem=problem, allowed=allowed)
+
+
 def _not_divided(setting: str, micro_batch: int, sequences: int, batch: str, when: str) -> Fault:
     """Return the fault that verl's prepare_micro_batches asserts."""
     problem = f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}"

@@ -63,7 +63,7 @@ class Machine:
     columns: tuple[str, ...] | None = None  # of the first training file; None where that cannot be read
     train_rows: int | None = None  # rows of the training files; None where that is not known
     # names that the reward function's file defines; None where it cannot be told without running it
-    reward_names: frozenset[str] | None = None
+    reward_names: Mapping[str, frozenset[str] | None] | None = None
     kernel_problem: VerlPrecisionError | None = None  # why vLLM has no kernels for this CPU, or None
     # elements of one of the model's attention heads, where vLLM has no CPU kernel for that; else None
     head_size: int | None = None
