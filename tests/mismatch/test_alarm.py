@@ -25,6 +25,7 @@ HEALTHY = {
     names.K3_KL: 1e-5, names.LOG_PROB_GAP: 3e-3, names.PROBS_PEARSON: 0.999, names.PROB_GAP_MIN: -0.3,
     names.PROB_GAP_MAX: 0.4, names.BETA_BEYOND_CLIP: 1e-4, names.PHANTOM_CLIPPED: 1e-4,
     "actor/" + names.WEIGHT_ESS: 0.8, names.KEPT_RESPONSES: 0.9, names.KEPT_TOKENS: 0.9,
+    "actor/" + names.REJECTED_TOKENS: 0.1,
     "actor/" + names.TOKEN_WEIGHT_ESS: 0.7, "actor/" + names.LOSS_SCALE: 65536.0, "actor/" + names.SKIPPED_STEPS: 0.0,
 }  # fmt: skip
 # name, the metric that raises it, its value, steps until it is raised
@@ -41,6 +42,7 @@ KINDS = [
     ("low_effective_sample_size", "actor/" + names.TOKEN_WEIGHT_ESS, 0.0, 5),
     ("low_effective_sample_size", names.KEPT_RESPONSES, 0.03, 5),
     ("low_effective_sample_size", names.KEPT_TOKENS, 0.1, 5),
+    ("low_effective_sample_size", "actor/" + names.REJECTED_TOKENS, 0.9, 5),
     ("repeated_overflow", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
     ("loss_scale_at_minimum", "actor/" + names.LOSS_SCALE, 1.0, 1),
     ("policies_differ", names.PROBS_PEARSON, 0.01, 2),
@@ -60,7 +62,8 @@ def test_each_kind_is_raised_once_recovers_and_is_raised_again(name, metric, val
     assert raised.metric == metric.removeprefix("actor/")
     assert raised.seen == pytest.approx(value)
     if name == "low_effective_sample_size":  # T1, T2: of what it is
-        assert raised.normal == f"allowed down to 0.2 of the {'tokens' if 'token' in metric else 'responses'}"
+        few = f"allowed down to 0.2 of the {'tokens' if 'token' in metric else 'responses'}"
+        assert raised.normal == ("allowed up to 0.8 of the tokens" if "masked" in metric else few)
     assert alarm.active == [name]
     assert feed(alarm, HEALTHY, 71, 30) == [] and alarm.active == []
     assert [again.name for again in feed(alarm, sick, 101, 30)] == [name]

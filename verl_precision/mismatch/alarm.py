@@ -65,7 +65,8 @@ def _limits(s: AlarmSettings) -> list[Limit]:
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
     overflow, scale = f"skipped updates in {s.skipped_steps} steps in a row", f"minimum {s.loss_scale_minimum:g}"
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
-    few = f"allowed down to {s.effective_fraction:g} of the "
+    few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
+    rejected = f"allowed up to {most:g} of the tokens"
     persist, skipped = s.persist_steps, s.skipped_steps
     return [
         Limit("trainer_not_finite", NOT_FINITE_STEPS, names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0"),
@@ -79,6 +80,7 @@ def _limits(s: AlarmSettings) -> list[Limit]:
             Limit("low_effective_sample_size", persist, metric, lambda x: x < s.effective_fraction, few + unit)
             for metric, unit in names.SAMPLE_SIZES.items()
         ),
+        Limit("low_effective_sample_size", persist, names.REJECTED_TOKENS, lambda x: x > most, rejected),
         Limit("repeated_overflow", skipped, names.SKIPPED_STEPS, lambda x: x > 0, overflow),
         Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.

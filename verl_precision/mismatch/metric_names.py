@@ -27,6 +27,7 @@ TOKEN_WEIGHT_ESS = "is_weight_token_ess_fraction"
 REJECTED_RESPONSES = "rollout_corr/rejected_responses"
 KEPT_RESPONSES = "rollout_corr/kept_response_fraction"
 KEPT_TOKENS = "rollout_corr/kept_token_fraction"
+REJECTED_TOKENS = "rollout_corr/rollout_rs_masked_fraction"  # verl's own: in its bypass_mode loss nobody else sees them
 # Effective sample sizes as fractions -> of what.
 SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIGHT_ESS: "tokens", KEPT_TOKENS: "tokens"}
 LOSS_SCALE = "precision/loss_scale"

@@ -46,9 +46,10 @@ def checkpoint_settings(config: DictConfig) -> CheckpointSettings:
 
 
 def every_minutes(config: DictConfig) -> float:
-    """Return `checkpoint.every_minutes` for rules: 0 for a value that another rule refuses."""
-    minutes = OmegaConf.select(config, "checkpoint.every_minutes")
-    return minutes if isinstance(minutes, int | float) and 0 < minutes < math.inf else 0
+    """Return `checkpoint.every_minutes` for rules: 0 for a value that another rule refuses, and for verl's trainers."""
+    minutes, measured = (OmegaConf.select(config, name) for name in ("checkpoint.every_minutes", "mismatch.enabled"))
+    read = measured is not False or str(OmegaConf.select(config, "trainer.v1.trainer_mode")).startswith("vp_")
+    return minutes if read and isinstance(minutes, int | float) and 0 < minutes < math.inf else 0
 
 
 def saves(config: DictConfig) -> bool:
