@@ -5,6 +5,7 @@ forward. In bypass mode there are none before the update: the worker measures in
 does wherever a shadow splits the gap. Chosen by `mismatch.enabled`, which every preset of this package sets.
 """
 
+import shutil
 import time
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs
 from verl_precision.integration.trainer import kept_files
-from verl_precision.integration.trainer.found_checkpoints import LAST_FILE
+from verl_precision.integration.trainer.found_checkpoints import LAST_FILE, QUEUE
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.saving import SavePlan, checkpoint_settings
@@ -154,6 +155,8 @@ def _measuring(base: type, mode: str) -> type:
             kept_files.remember_row(self.logger, self.global_steps, {**self._known, **self._monitor.measured()})
             # An earlier start may have saved this step: until verl has written all of it anew, it is not complete.
             Path(_checkpoint_folder(self), LAST_FILE).unlink(missing_ok=True)
+            if (queue := Path(_checkpoint_folder(self), QUEUE)).is_dir():
+                shutil.rmtree(queue)
             super()._save_checkpoint()
             self._monitor.save(_checkpoint_folder(self))
             self._plan.saved()
