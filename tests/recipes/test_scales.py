@@ -87,11 +87,14 @@ def test_a_recipe_says_truly_whether_its_state_fits_8_gpus(recipe):
 
 def test_the_estimated_time_of_a_step_is_roughly_that_of_the_expected_hours():
     """Which know the lengths of responses; `check` takes half of the allowed one. A fifth is for all else."""
-    table = r"^\| (\w+) \| `(\w+)` \| .*\| ([\d,]+) s \| ([\d,]+) s \|"
+    table = r"^\| (\w+)(?:, (\w+))? \| `(\w+)` \| .*\| ([\d,]+) s \| ([\d,]+) s \| ([\d,]+) \| ([\d,]+) \|"
     rows = re.findall(table, (ROOT / "recipes" / "README.md").read_text(), re.M)
     assert {recipe for recipe, *_ in rows} == set(TRAINED)
-    for recipe, scale, *parts in rows:
-        config, seconds = composed(recipe, scale), 1.2 * sum(float(part.replace(",", "")) for part in parts)
+    assert {precision for _, precision, *_ in rows} == {"", "BF16", "FP16"}, "experts in FP16 have hours of their own"
+    for recipe, _, scale, *numbers in rows:
+        generation, training, iterations, hours = (float(number.replace(",", "")) for number in numbers)
+        config, seconds = composed(recipe, scale), 1.2 * (generation + training)
+        assert hours == pytest.approx(seconds * iterations / 3600, rel=0.05, abs=0.5)
         estimate = step_seconds(config, SHAPES[config.actor_rollout_ref.model.path])
         assert 1 / 3 < estimate / seconds < 2, (recipe, scale)
 
