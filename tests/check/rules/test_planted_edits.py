@@ -39,7 +39,7 @@ from verl_precision.check.rules.layout import VLLM_DTYPES, VLLM_LORA_RANK
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment
 from verl_precision.check.rules.tables import null_number
-from verl_precision.check.verl_refusals import _leaves, refusals
+from verl_precision.check.verl_refusals import refusals
 
 # Rule, how serious, recipe, scale, edit, and who shows that it is right:
 #   verl: MESSAGE     `verl_says.objection` raises it
@@ -298,12 +298,19 @@ def test_vllm_would_have_refused_it():
     assert set(get_args(ModelDType)) == set(VLLM_DTYPES) and max(get_args(MaxLoRARanks)) == VLLM_LORA_RANK
 
 
+def leaves_of(node, path: str) -> list[str]:
+    if not isinstance(node, dict):
+        return [path]
+    return [leaf for key, value in node.items() for leaf in leaves_of(value, f"{path}.{key}")]
+
+
 def test_a_number_that_is_null_is_named_or_ends_no_rule():
     config = composed("moe", "2x8_h100", "actor.use_kl_loss=True")
     known, named = Environment(model=model_config(config), seconds_left=3600.0), set()
     parts = ("actor_rollout_ref", "algorithm", "data", "trainer")
-    leaves = [pair for part in parts for pair in _leaves(part, config[part])]
-    for setting, value in leaves:
+    written = OmegaConf.to_container(config, resolve=False)  # a block that is an interpolation cannot be updated
+    for setting in (name for part in parts for name in leaves_of(written[part], part)):
+        value = OmegaConf.select(config, setting)
         if isinstance(value, int | float) and not isinstance(value, bool):
             OmegaConf.update(config, setting, None)
             if null_number(config) is None:
