@@ -17,7 +17,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import COLOURS, GREY, new_figure, style
+from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS, new_figure, style
 
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
 MARKED = 60  # points of the longest series in which each has a mark
@@ -164,12 +164,14 @@ def draw(
 
 
 def colours_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the colour of each curve; more curves than colours are refused."""
+    """Return the colour of each curve, for a precision that of every figure; more curves than colours are refused."""
     curves = list(dict.fromkeys(run.curve for run in runs))
     if len(curves) > len(COLOURS):
         allowed = f"allowed are up to {len(COLOURS)} in one figure. Make several reports."
         raise ConfigurationError(f"{len(curves)} runs: {allowed}")
-    return dict(zip(curves, COLOURS, strict=False))
+    known = {name: PRECISIONS[name] for name in curves if name in PRECISIONS}
+    others = (colour for colour in COLOURS if colour not in known.values())
+    return {name: known.get(name) or next(others) for name in curves}
 
 
 def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alarms) -> int:
@@ -233,7 +235,8 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> tuple[di
     flat = {f"{name} {label}" if several else name: [*chain(*seeds.values())] for name, label, _, seeds in series}
     hidden = [name for name, all_ in flat.items() if all(value == 0 or (log and value < 0) for value in all_)]
     zero = "0" if not any(chain(*(flat[name] for name in hidden))) else "0 or less"
-    zeros = fill(f"{zero} at every {panel.axis}: {', '.join(hidden)}", int(_WIDTH / _LETTER)) if hidden else ""
+    who = "all" if len(hidden) == len(flat) > 1 else ", ".join(hidden)
+    zeros = fill(f"{zero} at every {panel.axis}: {who}", int(_WIDTH / _LETTER)) if hidden else ""
     return of_runs | of_curves if several else of_runs, zeros
 
 
