@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.figures import COLOURS, new_figure, style
+from verl_precision.tools.show.figures import PRECISIONS, new_figure, style
 from verl_precision.tools.show.tables import markdown_table
 
 WINDOW = 10  # steps
@@ -78,7 +78,7 @@ def draw(outcomes: list[Outcome]) -> Figure:
     figure = new_figure(10, 4)
     over_steps, curve = figure.subplots(1, 2, sharey=True)
     largest = max(each.dose for each in outcomes) or 1
-    for precision, colour in zip(("bf16", "fp16"), COLOURS, strict=False):
+    for precision, colour in PRECISIONS.items():
         own = [each for each in outcomes if each.precision == precision]
         for each in own:  # the larger the dose, the stronger the line
             steps = range(WINDOW, WINDOW + len(each.rewards))

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD as SCORE
-from verl_precision.tools.runs.figures import COMPARED, PANELS, REWARD, draw, draw_comparison, parts_of
+from verl_precision.tools.runs.figures import COMPARED, PANELS, REWARD, colours_of, draw, draw_comparison, parts_of
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, expected_of, read_expected
-from verl_precision.tools.show.figures import COLOURS, GREY
+from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS
 
 K3 = next(panel for panel in PANELS if panel.name == "k3")
 
@@ -68,6 +69,42 @@ def test_on_a_logarithmic_axis_zero_is_in_the_mean_and_not_in_the_shade():
     (axes,) = draw([K3], runs).axes
     assert axes.get_yscale() == "log" and lines_of(axes)[0][1] == pytest.approx([1e-4, 2e-4])
     assert bands_of(axes) == [{1: (2e-4, 2e-4), 2: (1e-4, 3e-4)}]
+
+
+@pytest.mark.parametrize(("panel", "runs", "named"), [
+    (K3, [run_of("bf16"), run_of("fp32", k3=(0.0, 0.0))], "\n0 at every step: fp32"),  # not on the logarithmic axis
+    (REWARD, [run_of("a"), run_of("b", (0.0, 0.0))], "\n0 at every step: b"),
+    (REWARD, [run_of("a", (0.0, 0.0)), run_of("b", (0.0, 0.0))], "\n0 at every step: all"),
+    (REWARD, [run_of("a"), run_of("b", (0.0, math.nan))], ""),
+])  # fmt: skip
+def test_curves_of_zeros_are_named_and_drawn_over_the_frame(panel, runs, named):
+    (axes,) = draw([panel], runs).axes
+    assert axes.get_xlabel() == "step" + named
+    over = [not line.get_clip_on() and line.get_zorder() > axes.spines["bottom"].get_zorder() for line in axes.lines]
+    assert over == [panel is REWARD] * 2
+
+
+@pytest.mark.parametrize("names", [
+    [f"fp32_train_bf16_rollout/seed_{seed}" for seed in range(4)], ["a run with a long name, " * 5, "b"], [*"abcd"],
+])  # fmt: skip
+def test_legends_fit_their_figure_and_take_nothing_from_the_plot(names):
+    figures = [draw([REWARD], [run_of(name) for name in some]) for some in (["a"], names)]
+    heights = []
+    for figure in figures:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        box = figure.legends[0].get_window_extent(canvas.get_renderer())
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0
+        heights.append(figure.axes[0].get_window_extent().height)
+    assert heights[1] > 0.9 * heights[0]
+
+
+@pytest.mark.parametrize("names", [["bf16", "fp16"], ["fp16", "bf16"], ["fp32", "fp16"], [*"abcdef", "bf16", "x"]])
+def test_a_precision_has_its_colour_in_every_figure(names):
+    """That of the README's figure, which `recipes/collapse/read_doses.py` draws with `PRECISIONS`."""
+    found = colours_of([run_of(name) for name in names])
+    assert len(set(found.values())) == len(names) and set(found.values()) <= set(COLOURS)
+    assert {name: found[name] for name in names if name in PRECISIONS}.items() <= PRECISIONS.items()
 
 
 def grid_of(estimators: list[str]) -> list[Run]:

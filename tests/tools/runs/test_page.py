@@ -11,14 +11,14 @@ import pytest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
-from verl_precision.mismatch.metric_names import PHANTOM_CLIPPED
+from verl_precision.mismatch.metric_names import ALPHA, BETA, PHANTOM_CLIPPED
 from verl_precision.mismatch.remedies import ADVICE
 from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.figures import PANELS, draw
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.figures import COLOURS
-from verl_precision.tools.show.tables import number_text
+from verl_precision.tools.show.tables import number_text, percent_text
 
 PANEL = {panel.name: panel for panel in PANELS}
 
@@ -69,16 +69,33 @@ def test_two_real_runs_overlaid(root):
 
 def test_numbers_of_the_table():
     html = page([run_of(steps=3, k3=lambda step: (4e-5, math.nan, 2e-5)[step - 1])])
-    rows = rows_of([*parsed(html).iter("table")][-1])
-    assert rows[0] == ["metric", "run", "first", "last", "min", "max", "steps"]
-    assert rows[2] == ["Mismatch: k3 KL(μ‖π)nats per token", "made", "4·10⁻⁵", "2·10⁻⁵", "2·10⁻⁵", "4·10⁻⁵", "3"]
+    rows = rows_of(next(parsed(html).iter("table")))
+    assert rows[0] == ["metric", "run", "first", "last", "min", "max", "mean", "ratio", "steps"]
+    k3 = ["Mismatch: k3 KL(μ‖π)nats per token", "made", "4·10⁻⁵", "2·10⁻⁵", "2·10⁻⁵", "4·10⁻⁵", "NaN", "", "3"]
+    assert rows[2] == k3, "a step without a number is not hidden in the mean"
     assert rows_of(figure_of(html, "k3"))[1:] == [["1", "4·10⁻⁵"], ["2", "NaN"], ["3", "2·10⁻⁵"]]
+
+
+def test_the_summary_comes_first_with_means_and_ratios_to_the_first_run():
+    k3 = {"bf16": lambda step: 4e-5, "fp16": lambda step: 1e-6 * step, "fp32": lambda step: 0.0}
+    norms = iter((-1.0, 1.0, 1.0))  # means of two signs have no ratio
+    html = page([run_of(name, of_step, 2, **{"actor/grad_norm": next(norms)}) for name, of_step in k3.items()])
+    assert [head.text for head in parsed(html).iter("h2")] == ["Summary", "Alarms", "Curves", "Not measured"]
+    found = [row[-3:-1] for row in rows_of(next(parsed(html).iter("table")))[4:]]
+    assert found == [["4·10⁻⁵", ""], ["1.5·10⁻⁶", "26.67"], ["0", ""], ["-1", ""], ["1", ""], ["1", ""]]
+
+
+def test_alpha_and_beta_are_explained():
+    html = page([run_of(steps=2, **{ALPHA: 0.1, BETA: 0.01})])
+    said = "".join(figure_of(html, "alpha_beta").find("figcaption").itertext())
+    assert "how far the updates have moved the policy" in said and "what the precision adds" in said
 
 
 def test_alarms_are_found_offline_and_said():
     html = page([run_of("calm"), run_of("sick", growing)])
     assert re.search(r'sick</b> <b class="bad">k3_growth</b> at step (\d+)', html)
     assert "precision=fp16" in html and html.count("no alarm") == 1
+    assert html.count('href="#alarms">alarms: 1<') == 1, "beside the run's name, above the summary"
     assert "verl-precision explain --run" in html
 
 
@@ -155,3 +172,11 @@ def test_panels_have_names_and_metrics_of_their_own():
 ])  # fmt: skip
 def test_numbers_as_people_read_them(value, text):
     assert number_text(value) == text
+
+
+@pytest.mark.parametrize(("share", "digits", "text"), [
+    (-0.004, 0, "0%"), (-0.0004, 1, "0.0%"), (-0.006, 0, "-1%"), (0.463, 1, "46.3%"), (1.0, 0, "100%"),
+    (math.nan, 0, "nan%"),
+])  # fmt: skip
+def test_a_share_that_rounds_to_zero_has_no_sign(share, digits, text):
+    assert percent_text(share, digits) == text

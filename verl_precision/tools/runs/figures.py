@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import filterfalse, product
+from itertools import chain, filterfalse, product
 from statistics import fmean
-from typing import NamedTuple
+from textwrap import fill
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
@@ -16,7 +17,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import COLOURS, GREY, new_figure, style
+from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS, new_figure, style
 
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
 MARKED = 60  # points of the longest series in which each has a mark
@@ -25,6 +26,8 @@ COMPARED, COMPARED_IN_COLUMNS = ("reward", "gap", "k3"), ("reward", "k3")
 COLUMNS = 4  # beside each other
 Alarms = Mapping[str, Sequence[Alarm]]  # of each run, by its name
 _WIDTH, _HEIGHT = 4.6, 3.4  # of a panel, in inches
+# Of a legend, in inches: a line, an entry without its name, and a letter of the widest font that a browser may take.
+_LINE, _ENTRY, _LETTER = 0.2, 0.67, 0.09
 
 
 class Panel(NamedTuple):
@@ -51,6 +54,10 @@ _CLIP |= {"all (verl's losses)": "actor/pg_clipfrac", "dual clip (verl's losses)
 _ROUTING, _BY_LAYER = keys.ROUTING_AGREEMENT, f"{keys.ROUTING_AGREEMENT}/layer_*"
 _LAYERS = "Experts chosen as by the rollout, by layer"
 _DEEPER = "falls with depth: each difference makes others"
+_ALPHA_BETA, _BEYOND = {"α": keys.ALPHA, "β": keys.BETA}, {"beyond": keys.BETA_BEYOND_CLIP}
+_SHADOW = "α = log shadow - log μ is how far the updates have moved the policy; β = log π - log shadow is what the "
+_SHADOW += "precision adds, 0 is best; the shadow has the trainer's weights in the rollout's dtype"
+_PAST = "the precision alone would carry them past PPO's clip; 0 is best"
 REWARD = Panel("reward", "Reward", "mean score", {"reward": "critic/score/mean or critic/rewards/mean"})
 PANELS = (
     REWARD,
@@ -59,8 +66,8 @@ PANELS = (
     Panel("gap", "Mismatch: mean |log π - log μ|", "nats per token", {"gap": keys.LOG_PROB_GAP}, 10, "0 is best"),
     Panel("pearson", "1 - correlation of π and μ", "1 - Pearson's r", {"1 - r": _PEARSON}, 10, "0 is best"),
     Panel("extremes", "Extremes of π - μ", "probability", _EXTREMES, hint="towards ±1 before a collapse"),
-    Panel("alpha_beta", "α (policy) and β (precision)", "nats, mean |·|", {"α": keys.ALPHA, "β": keys.BETA}, 10),
-    Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", {"beyond": keys.BETA_BEYOND_CLIP}),
+    Panel("alpha_beta", "α (policy) and β (precision)", "nats, mean |·|", _ALPHA_BETA, 10, _SHADOW),
+    Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", _BEYOND, hint=_PAST),
     Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM_CLIPPED}, hint="0 is best"),
     Panel("clip", "Clipped tokens", "fraction", _CLIP),
     Panel("routing", "Experts chosen as by the rollout", "share of choices", {"equal": _ROUTING}, hint="1 is best"),
@@ -117,8 +124,8 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
         parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
     figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
     places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
-    for place, part in zip(places, parts, strict=True):
-        _draw_plots(place, part, {})
+    lines = [_draw_plots(place, part, {}) for place, part in zip(places, parts, strict=True)]
+    figure.set_figheight(figure.get_figheight() + _LINE * (sum(lines) - len(lines)))
     # All plots with the same unit, on the same kind of axis, have the smallest and the largest of their limits.
     for kind in {(each.get_ylabel(), each.get_yscale()) for each in figure.axes} if len(columns) > 1 else ():
         alike = [each for each in figure.axes if (each.get_ylabel(), each.get_yscale()) == kind]
@@ -146,42 +153,53 @@ def draw(
 
     Several runs of one arm (seeds) are one curve: at each step the mean over those that have measured it, with a shade
     from the smallest to the largest value. Where one of them is not finite, the mean has a gap. On a logarithmic axis
-    the shade is of the positive values. Of the alarms of each run, by its name, a full line is one about the panel's
-    metric, a dotted line one about another. Expected curves of the reward are grey, each with a line style of its own.
+    the shade is of the positive values. Curves of zeros, which hide each other or are not on the axis, are named below
+    it. Of the alarms of each run, by its name, a full line is one about the panel's metric, a dotted line one about
+    another. Expected curves of the reward are grey, each with a line style of its own.
     """
     figure = new_figure(_WIDTH * len(panels), _HEIGHT)
-    _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
+    lines = _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
+    figure.set_figheight(_HEIGHT + _LINE * (lines - 1))  # longer legends take nothing from the plots
     return figure
 
 
 def colours_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the colour of each curve; more curves than colours are refused."""
+    """Return the colour of each curve, for a precision that of every figure; more curves than colours are refused."""
     curves = list(dict.fromkeys(run.curve for run in runs))
     if len(curves) > len(COLOURS):
         allowed = f"allowed are up to {len(COLOURS)} in one figure. Make several reports."
         raise ConfigurationError(f"{len(curves)} runs: {allowed}")
-    return dict(zip(curves, COLOURS, strict=False))
+    known = {name: PRECISIONS[name] for name in curves if name in PRECISIONS}
+    others = (colour for colour in COLOURS if colour not in known.values())
+    return {name: known.get(name) or next(others) for name in curves}
 
 
-def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alarms) -> None:
-    """Draw rows of plots with one legend; a curve's name has one colour in all of them."""
+def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alarms) -> int:
+    """Draw rows of plots with one legend, whose lines are counted; a curve's name has one colour in all of them."""
     colours = colours_of([run for row in rows for plot in row for run in plot.runs])
     legend: dict[str, Line2D] = {}
     grid = figure.add_gridspec(len(rows), max(map(len, rows)))
     for plot, place in ((plot, grid[i, j]) for i, row in enumerate(rows) for j, plot in enumerate(row)):
         axes, panel = figure.add_subplot(place), plot.panel
         _draw_alarms(axes, plot, colours, alarms)
-        legend |= _draw_curves(axes, plot, colours)
+        names, zeros = _draw_curves(axes, plot, colours)
+        legend |= names
         for run, dashes in zip(plot.expected if panel is REWARD else (), STYLES[1:], strict=False):
             steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
             legend[run.name] = axes.plot(steps, rewards, color=GREY, linestyle=dashes, linewidth=1.4, zorder=1)[0]
-        style(axes, panel.axis, panel.unit, plot.title)
+        style(axes, "\n".join(filter(None, (panel.axis, zeros))), panel.unit, plot.title)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, frameon=False)
+    width = _WIDTH * max(map(len, rows))
+    texts = [fill(name, int((width - _ENTRY) / _LETTER)) for name in legend]
+    parts = [text.split("\n") for text in texts]
+    longest = max(len(part) for lines in parts for part in lines)
+    columns = max(1, min(3, int(width / (_ENTRY + _LETTER * longest))))
+    figure.legend(legend.values(), texts, loc="outside lower center", ncols=columns, frameon=False)
+    return math.ceil(len(texts) / columns) * max(map(len, parts))
 
 
-def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str, Line2D]:
-    """Draw every curve; return what the legend says of runs and, where there are several, of curves."""
+def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> tuple[dict[str, Line2D], str]:
+    """Draw every curve; return what the legend says of runs and, where there are several, of curves; and of zeros."""
     panel = plot.panel
     series: list[tuple[str, str, LineStyleType, dict[int, list[float]]]] = []  # the last: values of all seeds, by step
     for name in dict.fromkeys(run.curve for run in plot.runs):
@@ -195,10 +213,12 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
     def shown(value: float) -> float:
         return value if math.isfinite(value) and (value > 0 or not log) else math.nan
 
+    lines: list[Line2D] = []
     for name, _, dashes, values in series:
         steps, marker = list(values), "o" if len(values) <= MARKED else ""
         means = [shown(fmean(seeds)) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
-        axes.plot(steps, means, color=colours[name], linestyle=dashes, linewidth=1.6, marker=marker, markersize=2.8)
+        look: dict[str, Any] = {"color": colours[name], "linestyle": dashes, "marker": marker}
+        lines += axes.plot(steps, means, linewidth=1.6, markersize=2.8, **look)
         if max(map(len, values.values())) > 1:
             finite = [[*filterfalse(math.isnan, map(shown, seeds))] or [math.nan] for seeds in values.values()]
             lows, highs = list(map(min, finite)), list(map(max, finite))
@@ -207,9 +227,17 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> dict[str
         axes.set_yscale("log", base=panel.log)
     elif axes.dataLim.y0 == 0:  # counts and fractions stand on the axis
         axes.set_ylim(0, None if axes.dataLim.y1 > 0 else 1)
+        for line in lines:  # zeros are not below the frame
+            line.set(clip_on=False, zorder=3)
     of_runs = {name: Line2D([], [], color=colours[name], linewidth=3) for name, *_ in series}
     of_curves = {label: Line2D([], [], color="black", linestyle=dashes) for _, label, dashes, _ in series}
-    return of_runs | of_curves if len(panel.metrics) > 1 else of_runs
+    several = len(panel.metrics) > 1
+    flat = {f"{name} {label}" if several else name: [*chain(*seeds.values())] for name, label, _, seeds in series}
+    hidden = [name for name, all_ in flat.items() if all(value == 0 or (log and value < 0) for value in all_)]
+    zero = "0" if not any(chain(*(flat[name] for name in hidden))) else "0 or less"
+    who = "all" if len(hidden) == len(flat) > 1 else ", ".join(hidden)
+    zeros = fill(f"{zero} at every {panel.axis}: {who}", int(_WIDTH / _LETTER)) if hidden else ""
+    return of_runs | of_curves if several else of_runs, zeros
 
 
 def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Alarms) -> None:

@@ -32,7 +32,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
         curves = []
         for label, metric in panel.metrics.items():
             found = [(run, points_of(run, metric)) for run in runs]
-            curves += [_curve(label, run, points) for run, points in found if points]
+            curves += _curves(label, [pair for pair in found if pair[1]])
             without = [run.name for run, points in found if not points]
             who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
             missing += [f"{panel.title_of(label)} ({metric}): {who}"] if without else []
@@ -75,9 +75,20 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
     raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
 
 
-def _curve(label: str, run: Run, points: dict[int, float]) -> dict[str, Any]:
-    """Return what the page shows of a curve; NaN counts for neither the smallest nor the largest value."""
-    values = list(points.values())
-    numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-    summary = values[0], values[-1], min(numbers), max(numbers)
-    return {"label": label, "run": run, "points": points, "summary": summary}
+def _curves(label: str, found: Sequence[tuple[Run, dict[int, float]]]) -> list[dict[str, Any]]:
+    """Return what the page shows of a metric of each run that has measured it.
+
+    The smallest and the largest value leave NaN out, the mean does not. The ratio is the first run's mean over the
+    own; it is None for the first run, and where a mean is zero or not finite, or the two have different signs.
+    """
+    curves: list[dict[str, Any]] = []
+    for run, points in found:
+        values = list(points.values())
+        numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+        mean = sum(values) / len(values)
+        first = curves[0]["summary"][-1] if curves else math.nan
+        related = math.isfinite(first) and math.isfinite(mean) and first and mean and (first > 0) == (mean > 0)
+        summary = values[0], values[-1], min(numbers), max(numbers), mean
+        ratio = first / mean if related else None
+        curves.append({"label": label, "run": run, "points": points, "summary": summary, "ratio": ratio})
+    return curves

@@ -9,7 +9,7 @@ from typing import Any
 from verl_precision.base.files import write_file
 from verl_precision.base.terminal import terminal_table
 
-__all__ = ["finite", "markdown_page", "markdown_table", "number_text", "terminal_table", "write_json"]
+__all__ = ["finite", "markdown_page", "markdown_table", "number_text", "percent_text", "terminal_table", "write_json"]
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -33,6 +33,11 @@ def write_json(path: Path, content: Mapping[str, Any], replace: bool = True) -> 
 def finite(value: float) -> float | None:
     """Return a number that every reader of JSON knows: None for NaN and the infinities."""
     return value if math.isfinite(value) else None
+
+
+def percent_text(share: float, digits: int = 0) -> str:
+    """Return a share in percent; one that rounds to zero has no sign."""
+    return f"{round(share, digits + 2) + 0.0:.{digits}%}"
 
 
 def number_text(value: float) -> str:

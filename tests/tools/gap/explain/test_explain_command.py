@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from base64 import b64decode
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -39,7 +41,8 @@ def test_healthy_pair(explain, made_up, tmp_path):
     assert Counter(name for name, _, _ in made_up.seen) == counts
     left = [left for name, left, _ in made_up.seen if name == "rollout"]
     assert left == [2, 1, 0, 2, 1, 0, 0, 0, 0, 0], "the last four alone"
-    sentence = "Operations at prefill_alone: the first that differs is rotary (model.layers.1.self_attn.rotary_emb). "
+    sentence = "Operations of vLLM in bf16, each sequence alone: the first that differs is rotary "
+    sentence += "(model.layers.1.self_attn.rotary_emb). "
     assert sentence + "They add most: rotary 90%, head 10%." in shown
     files = {file.name for file in (tmp_path / "job").iterdir()}
     assert files == {*FILES, "journal.jsonl", "operations-prefill_alone.json", "operations-rollout_fp32.json"}
@@ -47,10 +50,17 @@ def test_healthy_pair(explain, made_up, tmp_path):
     assert content["verdict"].startswith("Mean |gap|") and len(content["steps"]) == len(content["path"]) - 1
     assert sum(step["k3"] for step in content["steps"]) == pytest.approx(content["k3"])
     page = (tmp_path / "job" / "explanation.html").read_text()
-    assert content["verdict"] in page and "data:image/svg+xml;base64," in page and "http" not in page.split("base64")[0]
+    assert content["verdict"] in page and "http" not in page.split("base64")[0]
+    places = re.findall("<h2>Operations of vLLM in (.*)</h2>", page)
+    assert places == ["bf16, each sequence alone", "fp32, weights rounded to bf16"]
+    assert "prefill_alone" not in page and "white-space: normal" in page
+    images = [b64decode(found).decode() for found in re.findall('src="data:image/svg[+]xml;base64,([^"]*)"', page)]
+    widths = [float(re.search('<svg[^>]* width="([0-9.]+)pt"', image)[1]) for image in images]
+    assert len(images) == 3 and max(widths) < 400, "where a page is 400 pixels wide, letters keep three quarters"
+    assert all(f">{text}</text>" in images[1] for text in ("rotary", "head", "–", "0", "1"))
 
 
-def test_fault_between_the_engines(explain, made_up):
+def test_fault_between_the_engines(explain, made_up, tmp_path):
     def wrong(name):
         return (-1.2, -2.0) if name.startswith("rollout") else bf16_rounds(name)
 
@@ -58,6 +68,8 @@ def test_fault_between_the_engines(explain, made_up):
     result, shown = explain()
     assert result.findings[0].variant.cause == "engine" and result.findings[0].fault
     assert "Something is wrong. engine: the two engines do not compute the same function" in shown
+    page = (tmp_path / "job" / "explanation.html").read_text()
+    assert page.index("no precision mends this") < page.index("<img"), "what to do stands before all that was measured"
 
 
 def test_tokens_that_a_second_drawing_changes_are_left_out(explain, made_up):

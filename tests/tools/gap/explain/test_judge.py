@@ -1,6 +1,6 @@
 """One change a variant; parts add up to the gap, token by token; more than rounding is a fault, and comes first."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -79,6 +79,12 @@ def test_rounding_is_no_fault():
     assert not any(each.fault for each in result.findings)
     assert "Nothing is wrong: this is what bf16 training with a bf16 rollout costs" in verdict(JOB, result)
     assert [each.variant.cause for each in advice(result)] == ["rollout_precision"]
+
+
+def test_a_part_that_rounds_to_nothing_has_no_sign():
+    result = judged(rollout_precision=COST)
+    undone = replace(result.findings[0], part=Part(nats=0.0, k3=-1e-9, size=0.0, without=0.0))
+    assert rows(replace(result, findings=[undone]))[0][5] == "0.0%"
 
 
 @pytest.mark.parametrize(("job", "cause", "size"), [

@@ -36,6 +36,20 @@ def test_summary_hand_computed():
     assert s.seconds_per_step == 7, "the median: the first step carries warm-up"
 
 
+@pytest.mark.parametrize(("steps", "window", "first", "last"), [
+    (24, 10, 5.5, 19.5), (20, 10, 5.5, 15.5), (15, 7, 4, 12), (1, 1, 1, 1),
+])  # fmt: skip
+def test_rewards_are_means_of_ten_steps_or_of_half_of_a_short_run(steps, window, first, last):
+    """The reward of step n is n; the table says so of how many steps its means are."""
+    s = summarise("bf16", [{**measured(1)[0], "step": n, REWARD: float(n)} for n in range(1, steps + 1)], 1)
+    assert (s.reward_steps, s.reward_first, s.reward_last) == (window, first, last)
+    text = io.StringIO()
+    Console(file=text, width=100).print(table([s, summarise("fp16", measured(1), 1)]))
+    said = " ".join(text.getvalue().split())
+    assert f"{first:.3g} -> {last:.3g}" in said
+    assert f"mean of the first -> last {'1' if window == 1 else f'1 to {window}'} steps" in said
+
+
 def test_a_run_that_measured_no_mismatch_is_named():
     rows = [{key: value for key, value in row.items() if "mismatch" not in key} for row in measured(1)]
     with pytest.raises(ConfigurationError, match="mismatch/k3_kl.*mismatch.enabled=True"):

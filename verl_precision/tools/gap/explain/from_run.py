@@ -22,7 +22,7 @@ from verl_precision.tools.gap.explain.judge import CAUSES
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import variants
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.tables import terminal_table
+from verl_precision.tools.show.tables import percent_text, terminal_table
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 
 Rows = Sequence[Mapping[str, float]]
@@ -187,13 +187,14 @@ def _of_metrics(rows: Rows) -> Iterator[tuple[str, str, bool | None]]:
         seen = f"{fmean(stale.values()):.1%} of the responses are behind"
         both = sorted(step for step in k3.keys() & fresh.keys() if stale.get(step))
         if both and (whole := sum(k3[step] for step in both)):
-            seen += f"; without them k3 is {1 - sum(fresh[step] for step in both) / whole:.0%} smaller"
+            less = percent_text(1 - sum(fresh[step] for step in both) / whole)
+            seen += f"; without them k3 is {less} smaller"
         yield "staleness", seen, False if not any(stale.values()) else None
     if beta := _values(rows, keys.BETA):
         precision, policy = fmean(beta.values()), fmean(_values(rows, keys.ALPHA).values())
         yield "trainer_precision", f"the shadow: precision {precision:.1e} nats, policy {policy:.1e}", None
     if agreement := _values(rows, keys.ROUTING_AGREEMENT):
-        yield "routing", f"{1 - fmean(agreement.values()):.2%} of the choices differ", None
+        yield "routing", f"{percent_text(1 - fmean(agreement.values()), 2)} of the choices differ", None
 
 
 def _values(rows: Rows, key: str) -> dict[float, float]:

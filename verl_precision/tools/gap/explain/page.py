@@ -1,5 +1,6 @@
 """The result of an explanation: a table on the terminal, JSON, and one HTML page with a waterfall of the parts."""
 
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -7,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
@@ -16,8 +19,9 @@ from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.show.figures import COLOURS, RED, image, new_figure, style
 from verl_precision.tools.show.pages import render
-from verl_precision.tools.show.tables import terminal_table, write_json
+from verl_precision.tools.show.tables import percent_text, terminal_table, write_json
 
+_WIDTH = 5.2  # of a figure, in inches: letters of 10 points are still read where a page is 400 pixels wide
 FILES = ("explanation.json", "explanation.html")
 _COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
 
@@ -40,7 +44,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
         (
             each.variant.cause, each.variant.words,
             f"{each.part.size:.1e}", f"{each.expected:.1e}", f"{each.part.nats:.1e}",
-            f"{share(each.part):.1%}", f"{each.part.without:.1e}", "FAULT" if each.fault else "",
+            percent_text(share(each.part), 1), f"{each.part.without:.1e}", "FAULT" if each.fault else "",
         )
         for each in result.findings
     ]  # fmt: skip
@@ -52,16 +56,22 @@ def advice(result: Result) -> list[Finding]:
     return faults or [each for each in result.findings if each.part.k3 > 0][:1]
 
 
-def operations_text(variant: str, found: Operations) -> str:
-    """Return what the operations of a variant do, in a sentence."""
+def place_of(result: Result, name: str) -> str:
+    """Return in words where the operations of a variant of vLLM were recorded."""
+    variant = next(one for one in result.chain if one.name == name)
+    return variant.words if variant.words.startswith("vLLM") else f"vLLM in {variant.dtype}, {variant.words}"
+
+
+def operations_text(place: str, found: Operations) -> str:
+    """Return what the operations of a place do, in a sentence."""
     if not found.operations:
         types = ", ".join(FAMILIES)
-        return f"Operations at {variant}: not compared. It takes a model of type {types}, and a vLLM not compiled."
+        return f"Operations of {place}: not compared. It takes a model of type {types}, and a vLLM not compiled."
     first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
-    most = ", ".join(f"{one.kind} {one.share:.0%}" for one in found.operations[:4] if one.share > 0)
+    most = ", ".join(f"{one.kind} {percent_text(one.share)}" for one in found.operations[:4] if one.share > 0)
     if found.first is None and found.nats < FLOOR:  # shares of nothing
-        return f"Operations at {variant}: {first}."
-    return f"Operations at {variant}: {first}. They add most: {most or 'nothing'}."
+        return f"Operations of {place}: {first}."
+    return f"Operations of {place}: {first}. They add most: {most or 'nothing'}."
 
 
 def show(job: Explanation, result: Result, console: Console) -> None:
@@ -71,7 +81,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), words=2, red=faults))
     for variant, found in result.operations.items():
-        say(operations_text(variant, found))
+        say(operations_text(place_of(result, variant), found))
     for each in advice(result):
         seen = f" Seen: {each.evidence}." if each.evidence else ""
         say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
@@ -102,8 +112,8 @@ def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str,
         "command": shlex.join(envelope["command"]),
     }  # fmt: skip
     write_json(folder / "explanation.json", content)
-    compared = {name: found for name, found in result.operations.items() if found.operations}
-    operations = [(name, found, operations_text(name, found), _by_layer(found)) for name, found in compared.items()]
+    compared = [(place_of(result, name), found) for name, found in result.operations.items() if found.operations]
+    operations = [(place, found, operations_text(place, found), _by_layer(found)) for place, found in compared]
     page = render(
         "gap/explain/page.html", "explain", content=content, model=job.model, columns=_COLUMNS, rows=rows(result),
         advice=advice(result), operations=operations, waterfall=_waterfall(result),
@@ -115,35 +125,43 @@ def _waterfall(result: Result) -> str:
     """Draw the parts of the k3 from the rollout to the trainer: each bar begins where the one before ends."""
     faults = {each.variant.name for each in result.findings if each.fault}
     parts, start = result.attribution.parts, 0.0
-    figure = new_figure(9, 0.42 * len(parts) + 1.6)
+    figure = new_figure(_WIDTH, 0.36 * len(parts) + 1.4)
     axis = figure.subplots()
     for row, (variant, part) in enumerate(zip(result.chain[1:], parts, strict=True)):
         axis.barh(row, part.k3, left=start, color=COLOURS[variant.name in faults])
-        axis.text(max(start, start + part.k3), row, f" {result.attribution.share(part):.0%}", va="center")
+        share = percent_text(result.attribution.share(part))
+        axis.text(max(start, start + part.k3), row, f" {share}", va="center")
         start += part.k3
     axis.barh(len(parts), result.attribution.k3, color=COLOURS[-1])
     axis.set_yticks(range(len(parts) + 1), [variant.cause for variant in result.chain[1:]] + ["the whole gap"])
     axis.invert_yaxis()
-    axis.margins(x=0.12)
+    axis.margins(x=0.18)
+    axis.xaxis.set_major_locator(MaxNLocator(4))
     style(axis, "k3 (nats a token)", grid=False)
     return image(figure, "waterfall")
 
 
 def _by_layer(found: Operations) -> str:
-    """Draw the relative error of each kind of operation over the layers; what has no layer is a dashed line."""
-    figure = new_figure(9, 4.2)
+    """Draw the relative error of each kind of operation in each layer: the larger the darker, and red beyond rounding.
+
+    The first column, –, is of what has no layer. A zero is as white as a kind that a layer does not have.
+    """
+    rows = []
+    for one in found.operations:  # the layers of a kind are one after the other
+        start = 0 if one.layer is None else 1 + one.layer - one.errors.index(one.error)
+        rows.append([math.nan] * start + list(one.errors))
+    errors = np.array([row + [math.nan] * (max(map(len, rows)) - len(row)) for row in rows])
+    figure = new_figure(_WIDTH, 0.26 * len(rows) + 1.6)
     axis = figure.subplots()
-    for number, one in enumerate(found.operations):
-        look: dict[str, Any] = {"label": one.kind, "color": f"C{number % 10}"}
-        if one.layer is None:
-            axis.axhline(one.errors[0], linestyle="--", linewidth=0.8, **look)
-        else:
-            first = max(0, one.layer - one.errors.index(one.error))
-            axis.plot(range(first, first + len(one.errors)), one.errors, marker=("o", "s")[number // 10], **look)
-    axis.axhline(found.bound, color=RED, linewidth=1, linestyle=":", label="largest by rounding")
-    style(axis, "layer", "relative error of the operation")
-    axis.set_yscale("symlog", linthresh=found.bound / 1e3)
-    axis.set_ylim(bottom=0)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    shades = LinearSegmentedColormap.from_list("errors", ["white", COLOURS[0]])
+    shades = shades.with_extremes(bad="white", under="white", over=RED)
+    norm = LogNorm(found.bound / 1e3, found.bound)
+    mesh = axis.pcolormesh(errors, cmap=shades, norm=norm, edgecolors="#e4e5e7", linewidth=0.5)
+    columns = [0, *range(1, errors.shape[1], math.ceil(errors.shape[1] / 8))]
+    axis.set_xticks([column + 0.5 for column in columns], [str(column - 1) if column else "–" for column in columns])
+    axis.set_yticks(np.arange(len(rows)) + 0.5, [one.kind for one in found.operations])
+    axis.invert_yaxis()
+    style(axis, "layer (–: outside of the layers)", grid=False)
+    label = "relative error; red: more than rounding makes"
+    figure.colorbar(mesh, ax=axis, location="bottom", extend="max", aspect=40, label=label)
     return image(figure, "operations")

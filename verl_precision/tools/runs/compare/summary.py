@@ -15,6 +15,7 @@ from verl_precision.tools.show.tables import number_text, terminal_table, write_
 
 LENGTH = "response_length/mean"
 STEP_SECONDS = "timing_s/step"
+REWARD_STEPS = 10  # of the mean reward at either end of a run
 # The k3 of a gap of 1.4e-7 nats, which is FP32's rounding of a log-prob between 1 and 2: nothing to compare below it.
 _ROUNDING_K3 = 1e-14
 Verdict = dict[str, float | bool | None]
@@ -26,8 +27,9 @@ class Summary:
 
     precision: str | None  # name of the precision preset, or None where an arm leaves it to the recipe
     steps: int
-    reward_first: float  # mean reward of the first step's batch
-    reward_last: float
+    reward_first: float  # mean reward of the first `reward_steps` steps
+    reward_last: float  # and of the last
+    reward_steps: int  # REWARD_STEPS, or half of the steps of a run that has less than twice as many
     length_first: float  # mean response length of the first step's batch, in tokens
     length_last: float
     log_prob_gap: float  # mean |log π - log μ|
@@ -60,11 +62,13 @@ def summarise(
         problem += "which every preset sets"
         remedy = "Leave it so, and look into the log for a measurement that failed."
         raise ConfigurationError(problem, setting="precision", value=arm or precision, remedy=remedy)
+    window = max(1, min(REWARD_STEPS, len(of[REWARD]) // 2))
     return Summary(
         precision=precision,
         steps=len(rows),
-        reward_first=of[REWARD][0],
-        reward_last=of[REWARD][-1],
+        reward_first=fmean(of[REWARD][:window]),
+        reward_last=fmean(of[REWARD][-window:]),
+        reward_steps=window,
         length_first=of[LENGTH][0],
         length_last=of[LENGTH][-1],
         log_prob_gap=fmean(of[LOG_PROB_GAP]),
@@ -153,8 +157,9 @@ _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
 def table(summaries: list[Summary]) -> Table:
     """Return the comparison as a table: one row for each arm and one for each ratio.
 
-    With several seeds, an arm has three lines: the mean over them, the smallest and the largest value. Of values that
-    are not all numbers, the mean is NaN, and the others are of those that are.
+    The reward is the mean of the first steps -> that of the last; the title says how many steps. With several seeds
+    it is the last mean alone, and an arm has three lines: the mean over seeds, the smallest and the largest value. Of
+    values that are not all numbers, the mean is NaN, and the others are of those that are.
     """
     seeds = any(summary.seed is not None for summary in summaries)
     head = "precision" if all(summary.arm == summary.precision for summary in summaries) else "arm"
@@ -169,7 +174,10 @@ def table(summaries: list[Summary]) -> Table:
     for name, ratio in ratios(summaries).items():
         rows.append([f"ratio {name}", *before, _times(ratio["log_prob_gap"]), _times(ratio["k3_kl"]), "", ""])
     columns = [head, *(["seeds"] if seeds else []), *_CELLS]
-    return terminal_table(columns, rows, framed=True, title="Training-inference mismatch (mean over steps)")
+    windows = sorted({summary.reward_steps for summary in summaries})
+    steps = " to ".join(map(str, dict.fromkeys((windows[0], windows[-1]))))
+    title = f"Training-inference mismatch, mean over steps; reward, mean of the first -> last {steps} steps"
+    return terminal_table(columns, rows, framed=True, title=title)
 
 
 def _times(ratio: float) -> str:
