@@ -115,7 +115,10 @@ def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path
 def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch, tmp_path):
     """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
     half, metrics = MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))]), {}
-    update = lambda self, batch, metrics: metrics.update(reduce_metrics({"actor/half": half}))  # noqa: E731
+
+    def update(self, batch, metrics):
+        metrics.update(reduce_metrics({"actor/half": half}))
+
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_update_actor", update)
     trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
     assert metrics == {}
