@@ -25,8 +25,8 @@ RIM = (
 )
 # Most lines of Python in each part of the house.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 10_000,
-    ("check",): 3_600,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_000,
+    ("check",): 4_200,
     ("tools", "cli"): 8_500,
 }
 # Modules that need torch and NumPy at most: hosts and their companions may be missing.

@@ -117,7 +117,8 @@ def test_overflow_of_an_offloaded_gradient_is_found_while_the_device_is_busy(our
     scaler = scaler_with(initial=4.0) if ours else ShardedGradScaler("cpu", init_scale=4.0)
     factor, flag = BusyDevice(torch.tensor(0.25)), BusyDevice(torch.tensor([0.0]))
     flags = scaler._unscale_grads_(torch.optim.SGD(parameters), factor, flag)
-    for on_the_host, value in BusyDevice.under_way:
+    while BusyDevice.under_way:
+        on_the_host, value = BusyDevice.under_way.pop()
         on_the_host.copy_(value)
     assert {device.type: float(flag) for device, flag in flags.items()} == {"cpu": found}
     assert parameters[0].grad.tolist() == pytest.approx([unscaled] * 2, nan_ok=True)

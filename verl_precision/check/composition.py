@@ -142,6 +142,8 @@ def in_our_words(
         return ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)
     if found := re.search(r"Multiple values for ([\w/@.]+)\. |([\w/@.]+) appears more than|already at '(.+?)'", said):
         key = next(filter(None, found.groups())).partition("@")[0]
+        added = (each[1:].partition("=")[0] for each in overrides if each.startswith("+"))
+        key = next((each for each in added if key.startswith(f"{each}/")), key)  # Hydra names a part of the group
         value = _value_of(key, overrides)
         problem, remedy = f"{path} has it already, and + adds", f"Write {key}={value}, without the +."
         return ConfigurationError(problem, setting=key, value=value, allowed="a change, without +", remedy=remedy)

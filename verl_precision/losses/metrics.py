@@ -114,19 +114,19 @@ def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
         weights, valid = weights.unsqueeze(-1), valid.unsqueeze(-1)
     kept_BT, lengths_B = torch.where(valid, weights, 0).double().clamp(max=LARGEST_SQUARED), valid.sum(dim=-1)
     of_responses = kept_BT.sum(dim=-1) / lengths_B.clamp(min=1)
-    parts = [
+    responses, tokens = (
         torch.stack([values.sum(), values.square().sum(), counted.sum().double()])
         for values, counted in ((of_responses, lengths_B > 0), (kept_BT, valid))
-    ]
+    )
     apart_BT = valid & (kept_BT != kept_BT.amax(dim=-1, keepdim=True)) if kept_BT.numel() else valid
-    parts.append((~apart_BT.any()).double())
+    one_each = (~apart_BT.any()).double()
     found: dict[str, Statistic] = {
-        "actor/is_weight_mean": OfWeights(*parts, number="mean"),
+        "actor/is_weight_mean": OfWeights(responses, tokens, one_each, "mean"),
         "actor/is_weight_max": largest_weight,
-        ESS: OfWeights(*parts, number="responses"),
+        ESS: OfWeights(responses, tokens, one_each, "responses"),
     }
     if of_tokens:
-        found["actor/is_weight_token_ess_fraction"] = OfWeights(*parts, number="tokens")
+        found["actor/is_weight_token_ess_fraction"] = OfWeights(responses, tokens, one_each, "tokens")
     return found
 
 

@@ -230,7 +230,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "trainer.total_training_steps=99 trainer.save_freq=99 +checkpoint.every_minutes=60 trainer.v1.trainer_mode=vp_sync",
     "trainer.total_training_steps=10 trainer.default_local_dir=/tmp/trial trainer.save_freq=5",
     "actor.optim.lr=1e-2 actor.optim.weight_decay=0 actor.optim.betas=[0.9,0.95] actor.optim.clip_grad=100",
-    "actor.clip_ratio_low=1 actor.clip_ratio_high=5 actor.entropy_coeff=1e-3 rollout.temperature=1.2",
+    "actor.clip_ratio_low=1 actor.clip_ratio_high=5 actor.entropy_coeff=1e-3 +precision=fp32 rollout.temperature=1.2",
     "actor.clip_ratio_low=null actor.clip_ratio_high=null actor.clip_ratio=0.1 trainer.logger=console",
     "actor.optim.lr_scheduler_type=cosine actor.optim.min_lr_ratio=0.1 actor.optim.lr_warmup_steps_ratio=0.05",
     "actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=k3+ critic.enable=True trainer.critic_warmup=5",

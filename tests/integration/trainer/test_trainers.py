@@ -161,7 +161,10 @@ def test_asked_to_end_while_verl_loads_it_does_not_begin(trainer, monkeypatch, t
 def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch, tmp_path):
     """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
     half, metrics = MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))]), {}
-    update = lambda self, batch, metrics: metrics.update(reduce_metrics({"actor/half": half}))  # noqa: E731
+
+    def update(self, batch, metrics):
+        metrics.update(reduce_metrics({"actor/half": half}))
+
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_update_actor", update)
     trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
     assert metrics == {}

@@ -88,6 +88,7 @@ def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c, request):
 
     mark = uuid.uuid4().hex
     ours, theirs = start(driver, mark), start(wait, uuid.uuid4().hex)
+    request.addfinalizer(theirs.wait)  # the last one is called first
     request.addfinalizer(theirs.kill)
     assert ours.stdout.readline() == theirs.stdout.readline() == "ready\n"
     assert len(launch.marked_processes(mark)) == 2

@@ -38,7 +38,8 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
         yield machine.kernel_problem
     if machine.head_size is not None:
         setting = "actor_rollout_ref.model.path"
-        problem = f"vLLM has no attention kernel on a CPU for its heads of {machine.head_size} elements (head_dim)"
+        heads = f"its heads have {machine.head_size} elements (head_dim)"
+        problem = f"{heads}, and vLLM has no attention kernel for that on a CPU: it ends at the first prompt"
         remedy = "Choose a model with such heads, or build yours with another head_dim."
         yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, machine.head_sizes)), remedy=remedy)
 
@@ -47,7 +48,8 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
 def host_memory(config: DictConfig, machine: Machine) -> Faults:
     """The processes of a CPU run fit into memory."""
     if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
-        problem = f"{machine.memory / GIB:.1f} GiB are available; a CPU run needs {MIN_CPU_MEMORY // GIB} GiB at least"
+        available, needed = f"{machine.memory / GIB:.1f} GiB", f"{MIN_CPU_MEMORY // GIB} GiB"
+        problem = f"{available} of memory are available; a CPU run needs {needed} at least"
         yield Fault(setting="trainer.device", problem=problem, remedy="Close other programs or use a larger machine.")
 
 

@@ -117,7 +117,7 @@ def reward_function(config: DictConfig, machine: Machine) -> Faults:
         allowed, remedy = "a file, or pkg:// and a module of an installed package", "Correct the path."
         problem = "there is no such module, or Python cannot read it: verl stops in the reward workers"
         yield Fault(setting=f"{REWARD}.path", problem=problem, allowed=allowed, remedy=remedy)
-    elif path and (names := machine.reward_names) is not None and name not in names:
+    elif path and machine.reward_names is not None and name not in (names := machine.reward_names):
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
         problem = f"{path} defines no such function: verl stops in the reward workers"
         allowed = functions or "a function of that file"

@@ -202,7 +202,7 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults
         return
     if uses_adapter(config):
         setting = "actor_rollout_ref.model.lora.merge"
-        problem = f"vLLM {vllm} lacks get_unstacked_mapper, which verl 0.9.1 calls for an adapter: AttributeError"
+        problem = f"verl 0.9.1 cannot load an adapter into vLLM {vllm}, which has no get_unstacked_mapper any more"
         remedy = "Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True."
         yield Fault(setting=setting, value=False, problem=problem, allowed="vLLM < 0.29, or True", remedy=remedy)
 

@@ -40,6 +40,11 @@ def measuring(config: DictConfig, environment: Environment) -> Faults:
     yield from as_faults(checkpoint_settings, config)
 
 
+def made_by_a_script(config: DictConfig) -> bool:
+    """Whether the model is one that a recipe's script makes before its run."""
+    return str(config.actor_rollout_ref.model.path).startswith("outputs/")
+
+
 @rule("model-missing", of_machine=True)
 def model_path(config: DictConfig, machine: Machine) -> Faults:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
@@ -51,6 +56,8 @@ def model_path(config: DictConfig, machine: Machine) -> Faults:
         yield Fault(setting="critic.model.path", problem=problem, allowed=allowed, remedy=remedy)
     if machine.model == "folder without config.json":
         problem, remedy = "the folder has no readable config.json", "Check the path and its permissions."
+    elif machine.model == "nothing" and made_by_a_script(config):
+        problem, remedy = "it is not made yet", "Start the recipe's own script: it makes the model first."
     elif machine.model == "file" or (machine.model == "nothing" and not HUB_NAME.match(str(path))):
         problem, remedy = "no such folder, and not a hub name", "Check the spelling."
     else:

@@ -154,7 +154,7 @@ def _by_layer(found: Operations) -> str:
     figure = new_figure(_WIDTH, 0.26 * len(rows) + 1.6)
     axis = figure.subplots()
     shades = LinearSegmentedColormap.from_list("errors", ["white", COLOURS[0]])
-    shades = shades.with_extremes(bad="white", under="white", over=RED)
+    shades.set_extremes(bad="white", under="white", over=RED)
     norm = LogNorm(found.bound / 1e3, found.bound)
     mesh = axis.pcolormesh(errors, cmap=shades, norm=norm, edgecolors="#e4e5e7", linewidth=0.5)
     columns = [0, *range(1, errors.shape[1], math.ceil(errors.shape[1] / 8))]
