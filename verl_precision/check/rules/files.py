@@ -122,8 +122,8 @@ def reward_function(config: DictConfig, machine: Machine) -> Faults:
         problem = f"{path} defines no such function: verl stops in the reward workers"
         allowed = functions or "a function of that file"
         yield Fault(setting=f"{REWARD}.name", problem=problem, allowed=allowed, remedy="Correct the name, or the path.")
-    for key in given if path and taken is not None else ():
-        if key not in taken:
+    if path and taken is not None:
+        for key in (each for each in given if each not in taken):
             problem = f"{name} takes no such keyword: the first response ends in a TypeError"
             setting, allowed = f"{REWARD}.reward_kwargs.{key}", ", ".join(sorted(taken))
             yield Fault(setting=setting, problem=problem, allowed=allowed, remedy="Correct it, or leave it out.")
