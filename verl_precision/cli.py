@@ -29,6 +29,7 @@ from verl_precision.base.errors import (
 )
 from verl_precision.base.options import parameters_of
 from verl_precision.base.settings import command_option
+from verl_precision.base.terminal import paragraph
 from verl_precision.base.versions import require_packages
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
 from verl_precision.tools.evaluate.settings import Evaluation
@@ -39,8 +40,8 @@ from verl_precision.tools.sanity_set.settings import SanitySet
 
 _LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
 app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
-console = Console(width=None if sys.stdout.isatty() else 120)
-errors = Console(stderr=True)
+console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
+errors = Console(stderr=True, emoji=False)  # host:1234: is none
 _FIGURES, _ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")
 _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported
 
@@ -79,7 +80,7 @@ def verb(
     def register(function: Callable[..., None]) -> Callable[..., None]:
         # Typer would keep the line breaks inside a paragraph.
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        text = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        first, *others = (" ".join(each.split()) for each in paragraphs)
         options = parameters_of(job) if job else []
         own = [each for each in inspect.signature(function).parameters.values() if each.name != "given"]
         context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
@@ -95,7 +96,8 @@ def verb(
                 require_packages(name, *needs)
                 function(**values)
             except VerlPrecisionError as error:
-                errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+                text = paragraph(f"error: {error}", errors)
+                errors.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
                 raise Exit(1) from None
             except KeyboardInterrupt as interrupt:
                 errors.print(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", soft_wrap=True)
@@ -104,7 +106,7 @@ def verb(
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *options)]
         run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
         run.__annotations__ = {}  # Typer reads the signature
-        app.command(name, help=text, **settings)(run)
+        app.command(name, help="\n\n".join((first, *others)), short_help=first, **settings)(run)  # not cut
         return function
 
     return register
@@ -129,7 +131,7 @@ def main(
 def check(
     config: Annotated[
         str | None,
-        Argument(help="A recipe's YAML, or `--` and the command that starts verl. Left out: verl's own config."),
+        Argument(help="A recipe's YAML, or `--` and the command that starts verl. Overrides alone are of verl's own."),
     ] = None,
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. precision=fp16.")] = None,
     gpu: Annotated[str | None, Option(help="GPU of the run, e.g. A100. Default: the GPU of this machine.")] = None,
@@ -233,7 +235,10 @@ def _check_installation(as_json: bool, verbose: bool) -> bool:
         ok = all(finding.ok for finding in found)
         print(json.dumps({"ok": ok, "versions": versions, "findings": [vars(each) for each in found]}, indent=2))
         return ok
-    console.print("  ".join(f"{name} {version}" for name, version in versions.items()), highlight=False)
+    named = "  ".join(
+        f"{name}\u00a0{version}" for name, version in versions.items()
+    )  # one is not parted from the other
+    console.print(paragraph(named, console).replace("\u00a0", " "), highlight=False, soft_wrap=True)
     return all(finding.ok for finding in show_installation(findings(), console, verbose))
 
 

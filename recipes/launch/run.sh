@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Check a recipe, then run it: recipes/launch/run.sh recipes/NAME/NAME.yaml [OVERRIDE ...]
+# Check a recipe, then run it: recipes/launch/run.sh recipes/NAME/NAME.yaml [PRESET ... --] [OVERRIDE ...]
+# Presets before -- are a script's own: one that is given again after it is left out.
 # Every other launcher ends here. It runs on one host, the head of a cluster if there is one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." # recipes name their files from the repository's root
@@ -14,6 +15,19 @@ export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints}
 
 RECIPE=${1:?give a recipe, e.g. recipes/moe/moe.yaml}
 shift
+OWN=()
+KEPT=()
+if [[ " $* " == *" -- "* ]]; then
+    for PRESET in "$@"; do
+        shift
+        [[ $PRESET != -- ]] || break
+        OWN+=("$PRESET")
+    done
+fi
+for PRESET in "${OWN[@]}"; do
+    [[ " $*" == *" ${PRESET%%=*}="* ]] || KEPT+=("$PRESET")
+done
+set -- "${KEPT[@]}" "$@"
 RUN=("$PYTHON" -m verl.trainer.main_ppo
     --config-dir "$(dirname "$RECIPE")" --config-name "$(basename "$RECIPE" .yaml)" "$@")
 CHECK=("$PYTHON" -m verl_precision.cli check "$RECIPE" "$@")

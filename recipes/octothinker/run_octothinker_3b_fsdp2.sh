@@ -11,4 +11,4 @@ SCALE=${SCALE:-1x8_h100}  # cpu: the same code with a tiny model, in minutes
 #########################################################################
 
 bash recipes/launch/run.sh recipes/octothinker/octothinker.yaml \
-    "precision=$PRECISION" "estimator=$ESTIMATOR" "scale=$SCALE" "$@"
+    "precision=$PRECISION" "estimator=$ESTIMATOR" "scale=$SCALE" -- "$@"

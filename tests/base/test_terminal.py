@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from verl_precision.base.terminal import terminal_table
+from verl_precision.base.terminal import paragraph, terminal_table
 
 COLUMNS = ("step", "what is changed", "size (nats)", "part of |gap|", "share of k3")
 ROW = ("weights", "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls", "1.2e-05", "3.4e-06", "97.3%")
@@ -19,3 +19,11 @@ def test_at_80_columns_words_fold_and_numbers_stand_in_one_piece():
     start = next(line.index("what is") for line in shown.splitlines() if "what is" in line)
     cells = [line[start:].split("  ")[0].strip() for line in shown.splitlines()]
     assert ROW[1] in "".join(cells)
+    assert all(cell.endswith((".", "_")) for cell in cells if cell in ROW[1] and not ROW[1].endswith(cell))
+
+
+def test_lines_end_between_words_on_a_terminal_alone():
+    text = f"set {ROW[1]} to its default"
+    on = Console(file=io.StringIO(), width=30, force_terminal=True)
+    assert paragraph(text, on, "  ").splitlines() == ["  set", f"  {ROW[1]}", "  to its default"]
+    assert paragraph(text, Console(file=io.StringIO(), width=30), "  ") == f"  {text}"

@@ -65,7 +65,7 @@ def test_without_verl_there_is_one_problem_and_not_one_for_each_symbol(monkeypat
 def test_a_line_a_group_and_the_verdict_last():
     *groups, verdict = shown()
     assert [line.partition(":")[0] for line in groups] == ["ok   verl", "ok   plugin", "ok   vLLM", "ok   host symbols"]
-    assert verdict == "installation: ready" and "more, all as tested: -v" in groups[-1]
+    assert verdict == "installation: ready" and "more; -v shows all" in groups[-1]
     *every, last = shown(every=True)
     assert len(every) == len(list(installation.findings())) > 50 and last == verdict
 

@@ -87,6 +87,7 @@ def test_terminal_shows_table_finding_and_remedy():
 
 
 @pytest.mark.parametrize(("typed", "words"), [
+    ("--cluster nowhere.invalid:1234", "--cluster nowhere.invalid:1234: no Ray to talk to"),  # no emoji
     ("nowhere.yaml", "nowhere.yaml: there is no such recipe"),
     ("recipes/quickstart", f"is a folder, not a recipe. Allowed: {RECIPE}. Give {RECIPE}."),
     (f"{RECIPE} +precision=fp16", "Write precision=fp16, without the +."),
@@ -108,6 +109,14 @@ def test_terminal_shows_table_finding_and_remedy():
     (f"{RECIPE} data.train_files={{a", "Hydra cannot read `data.train_files={a`"),
     (f"{RECIPE} --gpu B2000", "--gpu B2000: no GPU of this name is known"),
     (f"{RECIPE} actor_rollout_ref.model.path=/no/model", "ERROR model-missing: actor_rollout_ref.model.path='/no"),
+    (f"{RECIPE} precision=float16", "Did you mean fp16?"),
+    (f"{RECIPE} estimater=grpo", "Did you mean estimator? To add a new one: +estimater=grpo."),
+    (f"{RECIPE} router_replay=on", "Allowed: measure, old, rollout. Write +router_replay=on."),
+    (f"{RECIPE} ~trainer.save_frq", "Did you mean trainer.save_freq?"),
+    (f"{RECIPE} actor_rollout_ref.actor.clip_ratio=0,2", "A decimal has a point: 0.2. A list has brackets"),
+    (f"{RECIPE} algorithm.adv_estimator=grop", "Allowed: gae, grpo, "),
+    (f"{RECIPE} precision=fp16 precision=bf16", "write PRECISION=bf16 before its name"),
+    (f"{RECIPE} +actor_rollout_ref.actor.optim.lrr=1", "Did you mean actor_rollout_ref.actor.optim.lr?"),
     ("precision=fp16", "Write +precision=fp16."),
     ("trainer.save_freq=1 +precision=fp16", "Set actor_rollout_ref.rollout.name=vllm."),
     ("-- bash run.sh precision=fp16", "write `verl-precision check --` before the command that starts verl"),
@@ -123,6 +132,8 @@ def test_a_mistake_is_answered_with_the_word_to_write(typed, words):
     ("a:\n  - [1\nb: 2\n", ", line 3: this is not YAML: "),
     ("a: 1\n", "it has no actor_rollout_ref, algorithm, critic, data, trainer. Begin it with `defaults: [ppo_trainer"),
     ("[1, 2]\n", "is not a recipe: its YAML has no keys"),
+    ("defaults: [ppo_trainer, _self_]\ntrainer: {a: '${b'}\n", "no viable alternative at input '${b'"),
+    ("defaults: [ppo_trainer, _self_]\ntrainer:\nlr: 1\n", "Correct the indent of the lines below trainer."),
     ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl leaves it open"),
     ("defaults: [ppo_trainer, nowhere]\n", "Could not load 'nowhere'"),
 ])  # fmt: skip
@@ -135,6 +146,19 @@ def test_a_users_own_yaml_is_never_a_traceback(content, words, tmp_path):
     said = " ".join([f"{fault['setting']}={fault['value']!r}:", f"{fault['problem']}.", fault["remedy"]])
     assert found["ok"] is False and fault["severity"] == "error" and words in said.replace("..", ".")
     assert fault["setting"] or "mine.yaml" in said or "main_ppo" in said
+
+
+def test_a_misspelt_name_that_hydra_adds_is_a_warning_and_a_name_of_ones_own_none(tmp_path):
+    """Behind a +, or in a recipe's own YAML."""
+    slips = {"trainer.save_frq": "save_freq", "data.max_response_lenght": "max_response_length"}
+    own = ["actor_rollout_ref.rollout.engine_kwargs.vllm.max_nu_seqs", "trainer.my_own", "data.train_file_of_mine"]
+    found = check_recipe(Path(RECIPE), [f"+{name}=3" for name in (*slips, *own)]).faults
+    said = {fault.setting: fault.remedy for fault in found if fault.name == "setting-ignored"}
+    assert said == {slip: f"Did you mean {slip.partition('.')[0]}.{meant}?" for slip, meant in slips.items()}
+    written = Path(RECIPE).read_text().replace("\ntrainer:\n", "\ntrainer:\n  save_frq: 3\n")
+    (tmp_path / "mine.yaml").write_text(written)
+    code, text = check(str(tmp_path / "mine.yaml"))
+    assert code == 0 and "Did you mean trainer.save_freq?" in text, text
 
 
 COMMAND = "WANDB_MODE=offline python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name quickstart"

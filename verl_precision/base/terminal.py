@@ -1,9 +1,30 @@
-"""Tables on a terminal, of the same look for all verbs, which fold what is too long and cut nothing."""
+"""Tables and paragraphs on a terminal, of the same look for all verbs, which fold what is too long and cut nothing."""
 
+import re
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from rich.box import HEAVY_HEAD
+from rich.console import Console
+from rich.containers import Lines
 from rich.table import Table
+from rich.text import Text
+
+
+class _Words(Text):
+    """A cell in which a word that is wider than the column folds after a dot, a slash or an underscore."""
+
+    def wrap(self, console: Console, width: int, **how: Any) -> Lines:  # type: ignore[override]
+        words = (_folded(word, width) if len(word) > width else word for word in self.plain.split(" "))
+        return Text(" ".join(words), self.style).wrap(console, width, **how)
+
+
+def _folded(word: str, width: int) -> str:
+    lines = [""]
+    for piece in re.split(r"(?<=[./_])", word):
+        lines[-1:] = [lines[-1] + piece] if len(lines[-1] + piece) <= width else [lines[-1], piece]
+    return "\n".join(filter(None, lines))
 
 
 def terminal_table(
@@ -19,11 +40,20 @@ def terminal_table(
     The first columns, as many as `words`, stand at the left; the others are numbers, at the right, below a heading of
     one word a line. On a narrow console the widest columns fold. Rows with the numbers `red` are red.
     """
-    box = HEAVY_HEAD if framed else None
-    table = Table(title=title, title_justify="left", box=box, header_style="bold")
+    table = Table(title=title, title_justify="left", box=HEAVY_HEAD if framed else None, header_style="bold")
     for number, column in enumerate(columns):
         heading, side = (column, "left") if number < words else (column.replace(" ", "\n"), "right")
         table.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
     for number, row in enumerate(rows):
-        table.add_row(*row, style="red" if number in red else None)
+        cells = [*map(_Words, row[:words]), *map(Text, row[words:])]
+        table.add_row(*cells, style="red" if number in red else None)
     return table
+
+
+def paragraph(text: str, console: Console, indent: str = "") -> str:
+    """Return an indented text: on a terminal its lines end between words; elsewhere, for grep, they stay whole."""
+    width = console.width if console.is_terminal else 10**9
+    fold = textwrap.TextWrapper(
+        width, indent, indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
+    return "\n".join(map(fold.fill, text.splitlines()))

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from verl_precision.check.checkpoint import FP16_MAX
 
-# torch's and verl's initial loss scale
-LOSS_SCALE = 65536.0
+LOSS_SCALE = 65536.0  # torch's and verl's initial one
 PROMPTS = (
     "Question: Natalia sold clips to 48 friends, and half as many in May. How many in all?\nAnswer: 48 + 24 = 72.",
     "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
@@ -144,8 +143,7 @@ def _record(model, batches) -> list[LayerReport]:
         return accumulated
 
     handles = [module.register_forward_hook(watch_output(name)) for name, module in model.named_modules()]
-    # each parameter once, also one that two modules share
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.named_parameters():  # each once, also one that two modules share
         handles.append(parameter.register_post_accumulate_grad_hook(watch_weight(name.rpartition(".")[0])))
     try:
         for ids in batches:

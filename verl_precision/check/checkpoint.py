@@ -18,12 +18,9 @@ FP16_MAX = 65504.0
 FP16_TO_INF = 65520.0  # halfway between 65504 and 2**16: rounds to infinity
 FP16_SMALLEST_NORMAL = 2.0**-14
 FP16_TO_ZERO = 2.0**-25  # half the smallest subnormal: rounds to even, which is zero
-# Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
-SLICE_ELEMENTS = 4 << 20
-# More than this share of a tensor's non-zero weights rounded to zero is worth a look.
-FLUSH_WARNING = 0.01
-# safetensors' own limit
-MAX_HEADER = 100_000_000
+SLICE_ELEMENTS = 4 << 20  # Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
+FLUSH_WARNING = 0.01  # More than this share of a tensor's non-zero weights rounded to zero is worth a look.
+MAX_HEADER = 100_000_000  # safetensors' own limit
 STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # read: their name in torch
 INDEX = "model.safetensors.index.json"
 

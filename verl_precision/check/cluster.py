@@ -6,6 +6,8 @@ Ray task a node, in the working directory and environment that verl's own worker
 
 import importlib
 import os
+import re
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +21,7 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.check.installation import PLUGIN, Finding
 from verl_precision.check.rules.files import named_files
 
-# A node imports verl (and with it torch) for the first time, perhaps from a network file system.
-ANSWER_SECONDS = 300
+ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first time, perhaps from a network file system.
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,10 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
 
     if not ray.is_initialized():
         try:
+            if re.fullmatch(r"[\w.-]+:\d{1,5}", address):  # Ray itself tries for many minutes
+                socket.create_connection(tuple(address.split(":")), timeout=10).close()  # type: ignore[arg-type]
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, RuntimeError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
             problem, remedy = f"no Ray to talk to ({error})", "Start it: `ray start --head`."
             said = {"value": address, "allowed": "host:port of a running head, or auto on one of its hosts"}
             raise EnvironmentMismatchError(problem, setting="--cluster", **said, remedy=remedy) from error
@@ -133,8 +136,7 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
 def _answer(node: dict[str, Any], reference: Any) -> Node:
     import ray
 
-    # two nodes may share an address: the name says which
-    name = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
+    name = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"  # two nodes may share an address: the name says which
     try:
         said = ray.get(reference, timeout=ANSWER_SECONDS)
     except ray.exceptions.RayError as error:  # whatever keeps a node from answering is the finding

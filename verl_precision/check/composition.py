@@ -15,6 +15,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT
 from verl_precision.base.versions import require_packages
@@ -79,7 +80,8 @@ def require_overrides(words: Sequence[str]) -> None:
         key, _, name = word.lstrip("+").partition("=")
         if key in preset_groups() and chosen.setdefault(key, name) != name:
             problem = f"{key}={chosen[key]} is given too, and Hydra takes the last without a word"
-            raise ConfigurationError(problem, setting=key, value=name, allowed="one preset", remedy="Leave one out.")
+            remedy = f"Leave one out. Where a script gives one, write {key.upper()}={name} before its name."
+            raise ConfigurationError(problem, setting=key, value=name, allowed="one preset", remedy=remedy)
 
 
 def require_recipe(path: Path) -> None:
@@ -95,10 +97,16 @@ def require_recipe(path: Path) -> None:
 
 
 def read_recipe(path: Path) -> DictConfig:
-    """Return the YAML of a recipe; refuse by file and line what is none."""
+    """Return the YAML of a recipe that is there; refuse by file and line what is none."""
+    require_recipe(path)
     try:
         content = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:  # OSError: a number in place of keys, or no rights
+    except (
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        UnicodeDecodeError,
+        OSError,
+    ) as error:  # OSError: a number, or no rights
         raise in_our_words(error, path) from error
     if not isinstance(content, DictConfig):
         raise ConfigurationError(f"{path} is not a recipe: its YAML has no keys")
@@ -111,6 +119,10 @@ def require_complete(config: DictConfig) -> None:
     if absent := [part for part in parts if part not in config]:
         problem, remedy = f"it has no {', '.join(absent)}", "Begin it with `defaults: [ppo_trainer, _self_]`."
         raise ConfigurationError(f"this is no config of verl's main_ppo: {problem}", remedy=remedy)
+    for block in (*parts, *map("actor_rollout_ref.{}".format, ("actor", "actor.optim", "model", "ref", "rollout"))):
+        if not isinstance(value := OmegaConf.select(config, block), DictConfig):
+            problem, remedy = "verl has a block of settings there", f"Correct the indent of the lines below {block}."
+            raise ConfigurationError(problem, setting=block, value=value, allowed="a block", remedy=remedy)
     if OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name"):
         problem, remedy = "verl leaves it open, and nothing chooses one", f"Set {ROLLOUT}.name=vllm."
         raise ConfigurationError(problem, setting=f"{ROLLOUT}.name", value="???", allowed="vllm", remedy=remedy)
@@ -147,14 +159,20 @@ def in_our_words(
         value = _value_of(key, overrides)
         problem, remedy = f"{path} has it already, and + adds", f"Write {key}={value}, without the +."
         return ConfigurationError(problem, setting=key, value=value, allowed="a change, without +", remedy=remedy)
-    if found := re.search(r"Could not override '(.+?)'", said):
-        key = found.group(1).partition("@")[0]
-        value = _value_of(key, overrides)
+    if found := re.search(r"Ambiguous value for argument '(.+?)=(\S+)'", said):
+        (key, value), problem = found.groups(), "Hydra takes a comma for several runs"
+        remedy = f"A decimal has a point: {value.replace(',', '.')}. A list has brackets: {key}=[{value}]."
+        return ConfigurationError(problem, setting=key, value=value, allowed="one value", remedy=remedy)
+    if found := re.search(r"Could not (override|delete)[ \w.]* '(.+?)'", said):
+        key = found.group(2).partition("@")[0]
+        value, problem, allowed = _value_of(key, overrides), "verl has no such setting", "verl's settings"
         if key in preset_groups():
-            problem, remedy = f"{path} has no such group in its defaults", f"Write +{key}={value}."
+            problem, allowed = f"{path} has no such group in its defaults", ", ".join(preset_names(key))
+            remedy = f"Write +{key}={value}."
         else:
-            problem, remedy = "verl has no such setting", _meant(key, keys()) + f" To add a new one: +{key}={value}."
-        return ConfigurationError(problem, setting=key, value=value, allowed="verl's settings", remedy=remedy)
+            new = f" To add a new one: +{key}={value}." if found.group(1) == "override" else ""
+            remedy = _meant(key, [*preset_groups(), *keys()]) + new
+        return ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         problem, remedy = f"{path}: {str(error).splitlines()[0]}", f"Set {error.full_key}, or what it refers to."
         return ConfigurationError(problem, remedy=remedy)
@@ -171,5 +189,5 @@ def _meant(word: str, known: Iterable[str]) -> str:
     """Return the question for a word that was mistyped: the same word elsewhere, or one that is spelt alike."""
     every = list(known)
     elsewhere = [each for each in every if "." not in word and each.endswith(f".{word}")]
-    alike = elsewhere[:3] or get_close_matches(word, every, n=1, cutoff=0.7)
+    alike = elsewhere[:3] or get_close_matches(short(word), every, n=1, cutoff=0.7)
     return f"Did you mean {' or '.join(alike)}?" if alike else "Check the spelling."

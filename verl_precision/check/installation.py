@@ -57,18 +57,16 @@ def _asked(what: str, question: Callable[[], str], group: str = "") -> Finding:
 def _tested(distribution: str) -> str:
     version = installed_version(distribution)
     if version is None:
-        raise EnvironmentMismatchError(
-            "it is not installed", remedy=f'Install it: pip install "{distribution}{TESTED[distribution]}".'
-        )
+        remedy = f'Install it: pip install "{distribution}{TESTED[distribution]}".'
+        raise EnvironmentMismatchError("it is not installed", remedy=remedy)
     require_tested(distribution, version)
     return f"{version}, tested range {TESTED[distribution]}"
 
 
 def _entry_point() -> str:
     if all(entry.value != PLUGIN for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)):
-        raise EnvironmentMismatchError(
-            "it is missing: this copy is not installed", remedy="Install it: `pip install .` in a clone."
-        )
+        problem, remedy = "it is missing: this copy is not installed", "Install it: `pip install .` in a clone."
+        raise EnvironmentMismatchError(problem, remedy=remedy)
     return PLUGIN
 
 
@@ -103,16 +101,14 @@ def _vllm_on_cpu() -> Iterator[Finding]:
             yield Finding(name, False, detail, "vLLM")
     kernels = _asked(
         "vLLM's kernels for this CPU",
-        lambda: f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}",
-        "vLLM",
-    )
+        lambda: f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}", "vLLM",
+    )  # fmt: skip
     yield kernels
     if kernels.ok:  # else vLLM would end this process with SIGILL
         yield _asked(
             "vLLM's linear layers on this CPU",
-            lambda: "; ".join(f"{dtype} {path}" for dtype, path in linear_paths().items()),
-            "vLLM",
-        )
+            lambda: "; ".join(f"{dtype} {path}" for dtype, path in linear_paths().items()), "vLLM",
+        )  # fmt: skip
 
 
 def _as_tested(entry: LedgerEntry) -> str:

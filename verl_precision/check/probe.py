@@ -21,7 +21,7 @@ from verl_precision.check import rules
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
-from verl_precision.check.verl_refusals import refusals
+from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.cpu.kernels import (
     attention_head_sizes,
     has_attention_kernel,
@@ -36,17 +36,12 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     model = model_config(config)
     loaded = "verl_precision.plugin" in sys.modules
     return Environment(
-        vllm=installed_vllm(),
-        gpus=gpus,
-        model=model,
-        refusals=refusals(config),
+        vllm=installed_vllm(), gpus=gpus, model=model, refusals=refusals(config), misspelt=tuple(misspelt(config)),
         tokenizer_problem=_tokenizer_problem(config, model),
-        plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"),
-        cores=os.cpu_count(),
-        ray_address=os.environ.get("RAY_ADDRESS"),
-        seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
+        plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
+        ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
         machine=_machine(config, model),
-    )
+    )  # fmt: skip
 
 
 def gpus_here() -> tuple[str, ...]:

@@ -12,13 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
-from verl_precision.check.composition import (
-    in_our_words,
-    read_recipe,
-    require_complete,
-    require_overrides,
-    require_recipe,
-)
+from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Fault
@@ -100,7 +94,6 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
         ConfigurationError: If the recipe is missing, is no YAML, does not compose, or lacks what verl needs.
         EnvironmentMismatchError: If verl is not installed.
     """
-    require_recipe(path)
     require_overrides(overrides)
     own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
     require_packages("a config of verl's", "verl")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from verl_precision.base.errors import describe, subject
-from verl_precision.base.terminal import terminal_table
+from verl_precision.base.terminal import paragraph, terminal_table
 
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
     from verl_precision.check.activations import ActivationReport
@@ -80,7 +80,7 @@ def show_installation(findings: Iterable[Finding], console: Console, every: bool
             if every or not finding.ok:
                 show_findings([finding], console)
         if not every and all(finding.ok for finding in known):
-            rest = f" (and {len(known) - 1} more, all as tested: -v)" if len(known) > 1 else ""
+            rest = f" (and {len(known) - 1} more; -v shows all)" if len(known) > 1 else ""
             show_findings([replace(known[0], what=group, detail=f"{known[0].detail}{rest}")], console)
         found += known
     wrong = sum(not finding.ok for finding in found)
@@ -93,7 +93,8 @@ def show_findings(findings: Iterable[Finding], console: Console) -> None:
     """Print each finding, one line a finding."""
     for finding in findings:
         mark = Text("ok   ", "green") if finding.ok else Text("FAIL ", "red")
-        console.print(mark, Text(f"{finding.what}: {finding.detail}"), sep="", soft_wrap=True, highlight=False)
+        said = paragraph(f"{finding.what}: {finding.detail}", console, " " * len(mark))[len(mark) :]
+        console.print(mark, Text(said), sep="", soft_wrap=True, highlight=False)
 
 
 def show_faults(faults: Iterable[Fault], console: Console) -> None:
@@ -104,4 +105,4 @@ def show_faults(faults: Iterable[Fault], console: Console) -> None:
         console.print(Text(word, colour), Text(title, "bold"), sep="", soft_wrap=True)
         for line in (fault.problem, describe("", allowed=fault.allowed, remedy=fault.remedy)):
             if line:
-                console.print(Text(f"      {line}"), soft_wrap=True)
+                console.print(Text(paragraph(line, console, "      ")), soft_wrap=True)

@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -45,8 +46,7 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
     questions: list[tuple[str, Callable[[Any], object]]] = [
         ("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)
     ]
-    # a library of the user's own may register more, in the workers
-    if config.actor_rollout_ref.model.get("external_lib") is None:
+    if config.actor_rollout_ref.model.get("external_lib") is None:  # else it may register more, in the workers
         questions.append(("actor_rollout_ref.actor.policy_loss.loss_mode", core_algos.get_policy_loss_fn))
     if OmegaConf.select(config, "reward.reward_manager.source") == "register":
         questions.append(("reward.reward_manager.name", get_reward_manager_cls))
@@ -65,7 +65,8 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
         try:
             look_up(value)
         except (ValueError, RuntimeError, KeyError) as error:
-            yield _refused(error, setting, value)
+            known = [each.value for each in core_algos.AdvantageEstimator if look_up is core_algos.get_adv_estimator_fn]
+            yield _refused(error, setting, value, known)
     rollout = config.actor_rollout_ref.rollout
     for position, key in enumerate(("name", "mode")):
         known = sorted({pair[position] for pair in _ROLLOUT_REGISTRY})
@@ -80,10 +81,37 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
 def mistyped(config: DictConfig) -> list[ConfigurationError]:
     """Return an error for each text where verl has a number or a switch, by its typed configs or its own values.
 
-    Without one, return an error for a null where it computes with a number.
-
-    verl builds its typed configs without a look at the types, and fails where it computes with them.
+    Without one, return an error for a null where it computes with a number. verl builds its
+    typed configs without a look at the types, and fails where it computes with them.
     """
+    problem = "verl takes this text for a number or a switch, and fails where it computes with it"
+    said = {"allowed": "a number, True, False or null", "remedy": "Correct it, or leave it out."}
+    texts = []
+    for path, node, kinds in _blocks(config):
+        for key, value in node.items():  # an interpolation is left to OmegaConf
+            if isinstance(value, str) and "${" not in value and value != "???" and _is_numeric(kinds.get(key)):
+                try:
+                    float(value)
+                except ValueError:
+                    texts.append(ConfigurationError(problem, setting=f"{path}.{key}", value=value, **said))
+    if texts or (setting := null_number(config)) is None:
+        return texts
+    said = {"allowed": "a number", "remedy": "Correct it, or leave it as the recipe has it."}
+    return [ConfigurationError("verl computes with this number, and null is none", setting=setting, **said)]
+
+
+def misspelt(config: DictConfig) -> Iterator[ConfigurationError]:
+    """Yield each setting that verl does not have where it has one that is spelt almost alike."""
+    for path, node, kinds in _blocks(config):
+        for key in (str(each) for each in node if kinds and each not in kinds):
+            alike = [each for each in map(str, kinds) if each[0] == key[0] and abs(len(each) - len(key)) < 3]  # a slip
+            if near := get_close_matches(key, alike, n=1, cutoff=0.8):
+                problem, remedy = "verl has no such setting", f"Did you mean {path}.{near[0]}?"
+                yield ConfigurationError(problem, setting=f"{path}.{key}", allowed="verl's settings", remedy=remedy)
+
+
+def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield setting, content, and types by name of each block; no types where verl says nothing of the block."""
     from verl.trainer import config as of_verl
 
     folder = Path(of_verl.__file__).parent
@@ -91,28 +119,12 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     known: Any = OmegaConf.to_container(OmegaConf.load(folder / "ppo_trainer.yaml"), resolve=False)
     known["data"] = OmegaConf.to_container(OmegaConf.load(folder / "data" / "legacy_data.yaml"), resolve=False)
     parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer")
-    problem = "verl takes this text for a number or a switch, and fails where it computes with it"
-    said = {"allowed": "a number, True, False or null", "remedy": "Correct it, or leave it out."}
-    found = (pair for part in parts for pair in _texts(part, plain.get(part) or {}, known.get(part) or {}))
-    texts = [ConfigurationError(problem, setting=setting, value=value, **said) for setting, value in found]
-    if texts or (setting := null_number(config)) is None:
-        return texts
-    said = {"allowed": "a number", "remedy": "Correct it, or leave it as the recipe has it."}
-    return [ConfigurationError("verl computes with this number, and null is none", setting=setting, **said)]
-
-
-def _texts(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield setting and text where a number or a switch belongs; an interpolation is left to OmegaConf."""
-    kinds = {name: type(value) for name, value in known.items()} | _fields(node.get("_target_"))
-    for key, value in node.items():
-        if isinstance(value, dict):
-            below = known.get(key)
-            yield from _texts(f"{path}.{key}", value, below if isinstance(below, dict) else {})
-        elif isinstance(value, str) and "${" not in value and value != "???" and _is_numeric(kinds.get(key)):
-            try:
-                float(value)
-            except ValueError:
-                yield f"{path}.{key}", value
+    waiting = [(part, plain.get(part), known.get(part)) for part in parts]
+    for path, node, own in waiting:  # it grows meanwhile
+        own = own if isinstance(own, dict) else {}
+        if isinstance(node, dict):
+            yield path, node, {name: type(value) for name, value in own.items()} | _fields(node.get("_target_"))
+            waiting += [(f"{path}.{key}", value, own.get(key)) for key, value in node.items()]
 
 
 def _fields(target: object) -> dict[str, Any]:

@@ -21,8 +21,7 @@ ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # plamo2 was in it before.
 VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 ADAM_EPS = 1e-8  # torch's default
-# Half of FP16's smallest subnormal, 2**-24: what is not above it rounds to zero.
-FP16_ZERO = 2.0**-25
+FP16_ZERO = 2.0**-25  # Half of FP16's smallest subnormal, 2**-24: what is not above it rounds to zero.
 TRAVEL_ROUNDED = "weights travel in BF16, so the {} rollout computes with 8 bits of mantissa"
 
 

@@ -13,9 +13,9 @@ DATA = ("data.train_files", "data.val_files")
 REWARD = "reward.custom_reward_function"
 # Rewards of this package, which ask math-verify.
 ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for name in ("boxed_answer", "answer_tag"))
-# Packages of verl's loggers, where not the logger's name (verl.utils.tracking).
-LOGGER_PACKAGES = {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
-WITHOUT_PACKAGE = ("console", "file", "rl_insight")
+# Packages of verl's loggers that have one (verl.utils.tracking).
+LOGGER_PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")}
+LOGGER_PACKAGES |= {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
 ENGINE_PACKAGES = {"sglang": "sglang", "trtllm": "tensorrt_llm"}  # of rollouts; vLLM's own rules ask for its version
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 
@@ -38,8 +38,8 @@ def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
     """Return setting, name and package of each logger, engine and optimizer that needs one."""
     rollout, actor = str(config.actor_rollout_ref.rollout.name), config.actor_rollout_ref.actor
     optimizer = str(actor.optim.get("optimizer_impl", "torch"))
-    loggers = [name for name in map(str, names_in(config, "trainer.logger")) if name not in WITHOUT_PACKAGE]
-    named = [("trainer.logger", name, LOGGER_PACKAGES.get(name, name)) for name in loggers]
+    loggers = [name for name in map(str, names_in(config, "trainer.logger")) if name in LOGGER_PACKAGES]
+    named = [("trainer.logger", name, LOGGER_PACKAGES[name]) for name in loggers]
     if rollout in ENGINE_PACKAGES:
         named.append(("actor_rollout_ref.rollout.name", rollout, ENGINE_PACKAGES[rollout]))
     return [*named, ("actor_rollout_ref.actor.optim.optimizer_impl", optimizer, optimizer.partition(".")[0])]

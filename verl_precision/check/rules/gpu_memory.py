@@ -17,19 +17,16 @@ from verl_precision.base.errors import ConfigurationError
 
 GIB = 1 << 30
 HALF, SINGLE = 2, 4  # bytes
-# FP32 master weight, gradient, Adam's two moments
-STATE = 4 * SINGLE
+STATE = 4 * SINGLE  # FP32 master weight, gradient, Adam's two moments
 # Of one transformer layer being recomputed: 34 bytes a token and hidden element in 16 bits (Korthikanti et al. 2022,
 # arXiv:2205.05198, section 4.1, without the attention matrix, which flash-attn does not keep).
 LAYER_ACTIVATIONS = 34
 # FP32 arrays of one chunk's logits that live at once, measured on an H100; `log_prob_chunk_tokens` of the presets
 CHUNK_TOKENS, CHUNK_COPIES = 512, 5
-# CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
-REST = 6 * GIB
+REST = 6 * GIB  # CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
 # Of sdpa's mask for packed sequences: a byte an element, and 4 more in FP32 while a layer attends (docs/precision.md).
 MASK, MASK_FP32 = 1, 5
-# Bytes of one chosen expert: verl's agent loop makes int16 of them.
-CHOICE = 2
+CHOICE = 2  # Bytes of one chosen expert: verl's agent loop makes int16 of them.
 # GiB of a GPU whose name does not say them, by a word of its name (makers' data sheets).
 GPU_GIB = {
     **{"B200": 180, "GB200": 186},
@@ -163,6 +160,5 @@ def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, wi
 def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: int, width: int = HALF) -> int:
     """Return how many tokens of KV cache a replica of vLLM holds; a tenth of its share is for its own work."""
     left = 0.9 * share * gpu_bytes - width * model.parameters / tensor_parallel
-    # a key and a value; with fewer heads than GPUs each GPU keeps one
-    heads = max(model.kv_heads / tensor_parallel, 1)
+    heads = max(model.kv_heads / tensor_parallel, 1)  # a key and a value; with fewer heads than GPUs each GPU keeps one
     return int(left // (2 * width * model.layers * heads * model.head_dim))

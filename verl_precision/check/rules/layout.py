@@ -206,7 +206,6 @@ def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults
     )  # fmt: skip
 
 
-# The largest of `MaxLoRARanks` of vllm/config/lora.py.
-VLLM_LORA_RANK = 512
+VLLM_LORA_RANK = 512  # The largest of `MaxLoRARanks` of vllm/config/lora.py.
 # `ModelDType` of vllm/config/model.py (compared by tests/check/rules/test_planted_edits.py).
 VLLM_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")

@@ -26,10 +26,8 @@ from verl_precision.losses.settings import (
 CORRECTION = "algorithm.rollout_correction"
 LOSS_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
 RATIO_SOURCE = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
-# Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
-MAX_USUAL_THRESHOLD = 10
-# log(lower x upper) of a band that is the same both ways round
-SYMMETRY = 0.01
+MAX_USUAL_THRESHOLD = 10  # Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
+SYMMETRY = 0.01  # log(lower x upper) of a band that is the same both ways round
 VERLS_CLIP_RATIO_C = 3.0
 TYPICAL_WEIGHT = 0.02  # in size, of a language model
 

@@ -32,11 +32,9 @@ from verl_precision.check.rules.gpu_memory import (
 )
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 
-# Shares of a GPU: the arithmetic is good to some GiB either way.
-FILLED, FAR_OVER = 0.9, 1.1
+FILLED, FAR_OVER = 0.9, 1.1  # Shares of a GPU: the arithmetic is good to some GiB either way.
 GPU_RULES = ("memory-training", "memory-rollout")  # the rules of a GPU below
-# GiB that router replay may take of a host: an eighth of those that recipes/README.md asks for.
-ROUTING_GIB = 64
+ROUTING_GIB = 64  # GiB that router replay may take of a host: an eighth of those that recipes/README.md asks for.
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"

@@ -27,8 +27,7 @@ from verl_precision.losses.registry import find_loss
 
 # What leaves the distribution as it is.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
-# vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
-CASCADE_OFF_SINCE = Version("0.18.0")
+CASCADE_OFF_SINCE = Version("0.18.0")  # vLLM pull request 36318, merged in March 2026, made cascade attention opt-in.
 CASCADE_GPUS = ("A100", "A800")
 BLACKWELL = re.compile(r"\bG?B[123]00\b")
 MASKS = f"{ROLLOUT}.custom.sampling_masks"

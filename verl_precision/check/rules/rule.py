@@ -78,10 +78,9 @@ class Environment:
     gpus: tuple[str, ...] = ()  # names of the GPUs
     # content of the model's `config.json`; empty where it is not at hand
     model: Mapping[str, Any] = field(default_factory=dict)
-    # why verl cannot build prompts with the model's tokenizer, or None
-    tokenizer_problem: VerlPrecisionError | None = None
-    # what verl's own validators and registries refuse
-    refusals: tuple[VerlPrecisionError, ...] = ()
+    tokenizer_problem: VerlPrecisionError | None = None  # why verl cannot build prompts with the tokenizer, or None
+    refusals: tuple[VerlPrecisionError, ...] = ()  # what verl's own validators and registries refuse
+    misspelt: tuple[VerlPrecisionError, ...] = ()  # settings that verl does not have, almost spelt as one that it has
     # value of `VERL_USE_EXTERNAL_PLUGINS` where verl did not load the plugin; None where it did
     plugin_policy: str | None = None
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
@@ -113,13 +112,9 @@ class Rule:
             if value is None and found.setting:
                 value = OmegaConf.select(config, found.setting)
             yield replace(
-                found,
-                name=self.name,
-                severity=found.severity or self.severity,
-                value=value,
-                problem=sentence(found.problem),
-                remedy=found.remedy or f"Set {found.setting}={found.allowed}.",
-            )
+                found, name=self.name, severity=found.severity or self.severity, value=value,
+                problem=sentence(found.problem), remedy=found.remedy or f"Set {found.setting}={found.allowed}.",
+            )  # fmt: skip
 
 
 RULES: list[Rule] = []

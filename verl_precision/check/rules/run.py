@@ -11,8 +11,7 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-# verl's estimators that compare the responses to one prompt with each other
-GROUP_ESTIMATORS = ("grpo", "rloo")
+GROUP_ESTIMATORS = ("grpo", "rloo")  # verl's estimators that compare the responses to one prompt with each other
 
 
 @rule("plugin-not-loaded")
@@ -29,6 +28,12 @@ def plugin_not_loaded(config: DictConfig, environment: Environment) -> Faults:
 def verl_refuses(config: DictConfig, environment: Environment) -> Faults:
     """verl's own validators and registries say no: some before Ray starts, most in a worker."""
     yield from environment.refusals
+
+
+@rule("setting-ignored", "warning")
+def misspelt_settings(config: DictConfig, environment: Environment) -> Faults:
+    """Hydra adds any name that stands in a recipe or behind a +."""
+    yield from environment.misspelt
 
 
 @rule("mismatch-settings")

@@ -4,7 +4,6 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
 from verl_precision.base.files import write_file
+from verl_precision.base.terminal import paragraph
 from verl_precision.tools.gap.explain.judge import FLOOR, Finding, Result
 from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -76,10 +76,14 @@ def operations_text(place: str, found: Operations) -> str:
 
 def show(job: Explanation, result: Result, console: Console) -> None:
     """Print verdict, table and remedies."""
-    say = partial(console.print, soft_wrap=True, highlight=False)
+
+    def say(text: str, **how: Any) -> None:
+        console.print(paragraph(text, console), soft_wrap=True, highlight=False, **how)
+
     say(verdict(job, result))
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
-    console.print(terminal_table(_COLUMNS, rows(result), words=2, red=faults))
+    narrow = [(f"{step}: {changed}", *numbers) for step, changed, *numbers in rows(result)]
+    console.print(terminal_table(("step: what is changed", *_COLUMNS[2:]), narrow, red=faults))
     for variant, found in result.operations.items():
         say(operations_text(place_of(result, variant), found))
     for each in advice(result):
