@@ -151,8 +151,8 @@ def _by_layer(found: Operations) -> str:
     errors = np.maximum(np.array([one.errors for one in found.operations], float), np.finfo(float).tiny)
     figure = new_figure(_WIDTH, 0.26 * len(errors) + 1.6)
     axis = figure.subplots()
-    shades = LinearSegmentedColormap.from_list("errors", ["white", COLOURS[0]])
-    shades = shades.with_extremes(bad="#eceef0", under="white", over=RED)
+    blues = LinearSegmentedColormap.from_list("errors", ["white", COLOURS[0]])
+    shades = blues.with_extremes(bad="#eceef0", under="white", over=RED)
     norm = LogNorm(found.bound / 1e3, found.bound)
     mesh = axis.pcolormesh(errors, cmap=shades, norm=norm, edgecolors="#e4e5e7", linewidth=0.5)
     columns = [0, *range(1, errors.shape[1], math.ceil(errors.shape[1] / 8))]
