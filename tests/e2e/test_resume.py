@@ -117,7 +117,8 @@ def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing
     job = submit("--nodes=1", f"--output={log}", *words)
     until(job, log, (checkpoints / owner.OWNER_FILE).exists)
     environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(tmp_path), "PYTHON": sys.executable}
-    second = subprocess.run(["bash", RUN, *words[1:]], env=environment, capture_output=True, text=True)
+    beside = ["bash", RUN, *words[1:], "trainer.nnodes=1"]  # which slurm.sbatch adds
+    second = subprocess.run(beside, env=environment, capture_output=True, text=True)
     assert second.returncode == 1
     assert f"another run is at work in {checkpoints}: process" in second.stderr, second.stderr
     until(job, log, lambda: any(read_metrics(file) for file in tmp_path.glob("quickstart/*.jsonl")))
