@@ -26,6 +26,7 @@ _REWRITES = (
     (r"\^\s*\{?\\circ\}?|°", r"\\text{degree}"),
     (r"\\?%", r"\\text{percent}"),
     (r"\\varnothing", r"\\emptyset"),
+    (r"(?<!\.)\. *$", ""),  # as a sentence ends
 )
 _MONEY = re.compile(r"([+-]?)\s*\\?\$\s*(\d.*|\.\d.*)")
 _TAIL = re.compile(r"(.+?)(?: *\\text\{([A-Za-z ]+)\}| +([A-Za-z]+(?: +[A-Za-z]+)*)) *(?:\^ *\{?([23])\}?)?")
@@ -50,7 +51,6 @@ def same_text(answer: str, truth: str) -> bool:
 def _reading(text: str) -> tuple[Fraction | str, str]:
     if wrapped := _WRAPPED.fullmatch(text.strip()):
         text = wrapped[1] or wrapped[2] or ""
-    text = text.strip().removesuffix(".")  # as a sentence ends
     for pattern, by in _REWRITES:
         text = re.sub(pattern, by, text)
     amount, units = text.strip(), set[str]()

@@ -17,10 +17,7 @@ MEMORY = 4 << 30  # bytes of address space, of which SymPy needs a tenth: a powe
 
 
 def in_math(text: str) -> str:
-    r"""Return an answer in a LaTeX environment, without which it is not looked for as LaTeX.
-
-    A currency, the size of a bracket and the end of a sentence are taken off: math-verify stumbles over them.
-    """
+    """Return an answer as LaTeX, without what math-verify stumbles over: currency, size of a bracket, full stop."""
     text = re.sub(r"\\\$|\\[bB]igg?[lrm]?(?![A-Za-z])|(?<!\.)\.\s*$", "", text)
     return text if "$" in text else f"${text}$"
 
