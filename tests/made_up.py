@@ -12,8 +12,8 @@ _tokenizer = cache(load_tokenizer)
 
 OPERATIONS = {
     "operations": [
-        {"kind": "rotary", "layer": 1, "error": 1e-2, "share": 0.9, "errors": [1e-3, 1e-2]},
-        {"kind": "head", "layer": None, "error": 1e-3, "share": 0.1, "errors": [1e-3]},
+        {"kind": "rotary", "layer": 1, "error": 1e-2, "share": 0.9, "errors": [None, 1e-3, 1e-2]},
+        {"kind": "head", "layer": None, "error": 1e-3, "share": 0.1, "errors": [1e-3, None, None]},
     ],
     **{"first": "rotary (model.layers.1.self_attn.rotary_emb)", "bound": 2e-3, "nats": 1e-2, "remainder": 1e-9},
 }

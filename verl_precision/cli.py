@@ -338,11 +338,8 @@ def compare(
 
     bar = None if pass_score is None else PassBar(pass_score, pass_steps)
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
-    estimators, seeds = estimator or [], seed or []
-    runs = check_arguments(config, precisions, chosen, estimators, arm or [], seeds)
-    arms = list(dict.fromkeys(run.arm.name for run in runs)) if arm else []
-    command = command_of(config, precisions, chosen, estimators, arms, seeds)
-    with comparison_folder(output / config.stem, command, restart) as folder:
+    runs = check_arguments(config, precisions, chosen, estimator or [], arm or [], seed or [])
+    with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart) as folder:
         if len(list(folder.iterdir())) > 1:  # more than the command
             console.print(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
         with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):

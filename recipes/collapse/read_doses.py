@@ -91,7 +91,7 @@ def draw(outcomes: list[Outcome]) -> Figure:
     style(over_steps, "training step", f"reward, mean of {WINDOW} steps")
     style(curve, "k3 of the first steps, nats per token")
     curve.set(xscale="log", ylim=(0, 1))
-    curve.legend()
+    curve.legend(frameon=False)
     return figure
 
 

@@ -22,13 +22,14 @@ import slurm
 import torch
 from typer.testing import CliRunner
 
+from verl_precision.base import owner
 from verl_precision.base.errors import RunFailedError
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
 from verl_precision.tools.runs.launch import quoted, run_verl
 from verl_precision.tools.runs.read import read_metrics
 
-RECIPE = Path("recipes/quickstart/quickstart.yaml")
+RECIPE, RUN = Path("recipes/quickstart/quickstart.yaml"), "recipes/launch/run.sh"
 SCALE = "actor_rollout_ref.actor.fsdp_config.loss_scale"
 STEPS = 4  # the growth counter has gone on where the scale grows at the last one
 SETTINGS = [
@@ -105,11 +106,21 @@ def until(job: subprocess.Popen, log: Path, condition, *arguments) -> None:
 
 
 def test_slurms_job_goes_on_as_if_never_killed_and_a_changed_one_touches_nothing(tmp_path, queue, words_of):
-    """Its time limit is near after the first step, and nothing but that makes a checkpoint before the last step."""
+    """Its time limit is near after the first step, and nothing but that makes a checkpoint before the last step.
+
+    The same command beside it, from another shell, is refused.
+    """
     folder, submit = queue
     log, checkpoints = tmp_path / "job.log", tmp_path / "limited"
     overrides = ["scale=cpu_2nodes", *SETTINGS, "trainer.save_freq=100", *REPEATABLE]
-    job = submit("--nodes=1", f"--output={log}", *words_of("limited", *overrides))
+    words = words_of("limited", *overrides)
+    job = submit("--nodes=1", f"--output={log}", *words)
+    until(job, log, (checkpoints / owner.OWNER_FILE).exists)
+    environment = {**os.environ, "VERL_FILE_LOGGER_ROOT": str(tmp_path), "PYTHON": sys.executable}
+    beside = ["bash", RUN, *words[1:], "trainer.nnodes=1"]  # which slurm.sbatch adds
+    second = subprocess.run(beside, env=environment, capture_output=True, text=True)
+    assert second.returncode == 1
+    assert f"another run is at work in {checkpoints}: process" in second.stderr, second.stderr
     until(job, log, lambda: any(read_metrics(file) for file in tmp_path.glob("quickstart/*.jsonl")))
     slurm.warn_job(folder)
 

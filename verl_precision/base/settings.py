@@ -6,7 +6,7 @@ is given 0, it raises `ConfigurationError`: "--responses 0: this cannot work. Al
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -36,6 +36,13 @@ def option(
     typed: Any = {"flags": flags, "help": help, "argument": argument}
     title = flags[0].partition("/")[0] if flags else None
     return Field(default=default, title=title, exclude=not recorded, json_schema_extra=typed, **bounds)
+
+
+def require_each_once(option: str, values: Sequence[object], allowed: str = "each once") -> None:
+    """Refuse an option that is repeated with one value."""
+    if len(set(values)) < len(values):
+        value = " ".join(map(str, values))
+        raise ConfigurationError("one is given twice", setting=option, value=value, allowed=allowed)
 
 
 def recorded(settings: Any) -> dict[str, Any]:

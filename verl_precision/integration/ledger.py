@@ -82,6 +82,11 @@ def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
     wrapt.wrap_function_wrapper(module, entry.name, wrapper)
 
 
+def wrapping(name: str) -> Callable[[Callable], Callable[[ModuleType], None]]:
+    """Make a wrapper, as `wrap_once` takes it, a function of the host module that wraps `name` there."""
+    return lambda wrapper: lambda module: wrap_once(module.__name__, name, wrapper)
+
+
 @contextmanager
 def set_within(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
     """Give a variable a value inside the block: there a wrapper that asks for it behaves in our way."""

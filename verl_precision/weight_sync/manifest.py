@@ -37,7 +37,6 @@ class StreamDigest:
     """The digests of a stream of tensors, on their way: `add` only gives work to the device, `fetch` waits for it."""
 
     def __init__(self) -> None:
-        """Begin with no tensors."""
         self._described: dict[str, tuple[str, list[int]]] = {}
         self._sums: dict[str, Tensor] = {}  # name -> the two sums, on the tensor's device
         self._weights: dict[torch.device, Tensor] = {}

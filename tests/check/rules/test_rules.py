@@ -150,7 +150,8 @@ SHORT = {
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
     "SDPA": "model.override_config.attn_implementation=sdpa",
     "ULYSSES": "ulysses_sequence_parallel_size",
-    "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True",
+    "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True "
+    "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer",
     "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
     "REPLAY": "+precision=bf16 +router_replay=rollout",
     "ACTOR_FP16": "+fsdp.mixed_precision=FP16 rollout.dtype=float16",

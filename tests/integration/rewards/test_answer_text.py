@@ -7,15 +7,15 @@ from verl_precision.integration.rewards.answer_text import LONGEST, same_text
 SAME = r"""
 32{,}348\text{ dollars} | \$32,348 ;; 10,\!000\text{ square feet} | 10000 ;; 32\,348 | 32348
 \$12.50 | \frac{25}{2} ;; $5$ | 5 ;; 1e-3 | 0.001 ;; -3\frac{1}{2} | -3.5 ;; \dfrac{3}{4}\,\text{cup} | 0.75
-5\mathrm{~cm} | 5 centimeters ;; 120\text{ sq ft} | 120 feet^2 ;; 90^{\circ} | 90 degrees
-\textbf{Friday} | friday
+5\mathrm{~cm} | 5 centimeters ;; 120\text{ sq ft} | 120 feet^2 ;; 90^{\circ} | 90 degrees ;; \textbf{Friday} | friday
+10\;080 | 10080 ;; 7\text{ hours}. | 7 ;; 8\!:\!34 \text{ p.m.} | 8{:}34 p.m. ;; \varnothing | \emptyset
 """
 DIFFERENT = r"""
 \$32,348 | 32,34 ;; 32,348 | (32,348) ;; 1,2 | 12 ;; 2 3 | 23 ;; 12.5\% | 0.125 ;; 3\frac32 | \frac92
 3 1/2 | \frac32 ;; -3\frac12 | -\frac52 ;; \frac{1}{2}^2 | 1/2^2 ;; \frac123 | 1/23 ;; 1/0 | 0
 1e999999999 | 1 ;; 5\text{ million} | 5 ;; 5 or more | 5 ;; 5\text{ cm} | 5\text{ m} ;; \$5 | 5\text{ cents}
 5\text{ }^2 | 5 ;; 5 m | 5 ;; 12:30\text{ am} | 12:30\text{ pm} ;; \text{May 5} | 5 ;; \text{no} | \text{on}
-AB | ab ;; 11_2 | 11 ;; [1,2] | (1,2)
+AB | ab ;; 0.333... | \frac13 ;; 11_2 | 11 ;; [1,2] | (1,2)
 """
 
 

@@ -71,18 +71,16 @@ def test_an_unusable_tracker_names_the_newest_complete_checkpoint_and_this_is_sa
     assert not list(folder.glob(".*")), "written at once, or not at all"
 
 
-def test_an_asynchronous_run_goes_on_where_the_prompts_under_way_are(config, folder):
-    """verl alone forgets them without a word."""
+def test_an_asynchronous_run_goes_on_where_the_prompts_under_way_are(config, folder, caplog):
+    """verl alone forgets them without a word. A tracker that names a complete checkpoint is left alone."""
+    (folder / TRACKER).write_text("100\n")
     config.trainer.v1.trainer_mode = "vp_colocate_async"
     (folder / "global_step_20" / "transfer_queue").mkdir()
     mend_tracker(config)
-    assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_20")
-
-
-def test_a_tracker_that_names_a_complete_checkpoint_is_left_alone(config, folder, caplog):
-    (folder / TRACKER).write_text("20\n")
+    assert (folder / TRACKER).read_text() == "100\n" and not caplog.text
+    (folder / TRACKER).unlink()
     mend_tracker(config)
-    assert (folder / TRACKER).read_text() == "20\n" and not caplog.text
+    assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_20")
 
 
 @pytest.mark.parametrize("change", [
@@ -132,14 +130,14 @@ def test_checkpoints_of_earlier_starts_are_removed_in_verls_order_half_ones_firs
     ]  # fmt: skip
 
 
+def test_without_a_limit_nothing_is_removed(saved):
+    assert saved(110, keep=None) == [20, 100, 110, 120]
+
+
 @pytest.mark.parametrize(("keep", "then"), [(1, [115, 120]), (2, [110, 115, 120])])
 def test_the_checkpoint_that_a_run_goes_on_from_outlives_the_saving_of_the_next(saved, keep, then):
     assert saved(110, keep=keep) == [100, 110, 120]
     assert saved(115, keep=keep) == then
-
-
-def test_without_a_limit_nothing_is_removed(saved):
-    assert saved(110, keep=None) == [20, 100, 110, 120]
 
 
 def test_the_room_that_will_be_freed_is_counted(folder):

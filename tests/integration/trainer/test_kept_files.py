@@ -64,23 +64,18 @@ def test_a_run_from_scratch_starts_a_series_and_the_former_one_is_kept(files):
     assert series(files.superseded) == [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
 
 
-def test_a_step_that_was_saved_and_not_logged_has_its_row(files):
+def test_a_step_that_was_saved_and_not_logged_has_its_row_and_else_verls_counts(files):
     tracking = started(0)
+    kept_files.remember_row(tracking, 2, {"reward": 0.0})
     train(tracking, range(1, 3), 1.0)
+    tracking = started(2)
+    assert series(files.metrics) == [(1, 1), (2, 1)]
     row = {"reward": 1.5, "seen": np.float32(3), "bad": math.nan, "name": "a word", "list": [1]}
     kept_files.remember_row(tracking, 3, row)
     train(started(3), range(4, 5), 2.0)
     rows = read_metrics(files.metrics)
     assert [(row["step"], row["reward"], row["seen"]) for row in rows] == [(1, 1, 1), (2, 1, 2), (3, 1.5, 3), (4, 2, 4)]
     assert math.isnan(rows[2]["bad"]) and "name" not in rows[2] and "list" not in rows[2]
-
-
-def test_what_verl_logged_of_a_saved_step_counts(files):
-    tracking = started(0)
-    kept_files.remember_row(tracking, 1, {"reward": 0.0})
-    train(tracking, range(1, 2), 1.0)
-    started(1)
-    assert series(files.metrics) == [(1, 1)]
 
 
 def test_a_torn_line_of_a_killed_run_is_kept_aside(files):
@@ -138,7 +133,4 @@ def test_the_newest_before_the_step_is_marked_once(checkpoints, step, kept):
     assert kept_files.keep_checkpoint_before(step, checkpoints) == checkpoints / f"global_step_{kept}"
     assert str(step) in (checkpoints / f"global_step_{kept}" / kept_files.MARK).read_text()
     assert kept_files.keep_checkpoint_before(step, checkpoints) is None
-
-
-def test_without_a_checkpoint_nothing_is_marked(tmp_path):
-    assert kept_files.keep_checkpoint_before(5, tmp_path / "absent") is None
+    assert kept_files.keep_checkpoint_before(step, checkpoints / "absent") is None

@@ -67,15 +67,12 @@ def test_what_does_not_is_the_same_folder():
 
 
 def test_the_name_says_precision_estimator_and_digest_and_goes_into_all_files():
+    assert named("trainer.experiment_name=mine").trainer.experiment_name == "mine", "a name of the user's own stays"
     config = named("precision=bf16")
     assert OmegaConf.to_container(config.trainer, resolve=False)["experiment_name"] == config.trainer.experiment_name
     assert config.trainer.experiment_name.startswith("bf16_pg_seq_is-")
     assert len(config.trainer.experiment_name) == len("bf16_pg_seq_is-") + 8
     assert config.trainer.default_local_dir == f"checkpoints/sanity/{config.trainer.experiment_name}"
-
-
-def test_a_name_of_the_users_own_is_left_alone():
-    assert named("trainer.experiment_name=mine").trainer.experiment_name == "mine"
 
 
 @pytest.fixture
@@ -105,13 +102,9 @@ def test_a_changed_command_in_the_same_folder_is_refused_with_both_ways_out(clai
     ways_out = ("mine", "trainer.experiment_name=", "trainer.resume_mode=resume_path trainer.resume_from_path=")
     for words in ("actor_rollout_ref.actor.optim.lr was 1e-06, is 2e-06", *ways_out):
         assert words in str(refused.value)
-    assert claim().read_text() == before
-
-
-def test_many_differences_are_counted(claim):
-    claim()
     with pytest.raises(ConfigurationError, match=r"and \d+ more"):
         claim("estimator=grpo", "precision=bf16")
+    assert claim().read_text() == before
 
 
 def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
@@ -126,7 +119,8 @@ def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
 NOTHING = "trainer.save_freq=-1", "checkpoint.every_minutes=0"
 
 
-def test_a_run_that_saves_nothing_leaves_nothing(claim, tmp_path):
+def test_a_run_that_saves_nothing_leaves_nothing_and_one_that_saves_by_time_alone_does(claim, tmp_path):
+    assert claim("trainer.save_freq=-1", "checkpoint.every_minutes=60", name="by_time").exists()
     assert not claim(*NOTHING, "trainer.logger=[console]").parent.exists()
     (tmp_path / "mine" / "global_step_3").mkdir(parents=True)
     assert claim(*NOTHING).exists(), "verl would go on from it"
@@ -138,10 +132,6 @@ def test_a_run_that_saves_nothing_is_alone_with_its_metrics(claim, other_run, mo
         claim(*NOTHING, "trainer.logger=[console,file]", name="elsewhere")
     assert "trainer.experiment_name=" in str(refused.value) and f"process {other_run.pid} on " in str(refused.value)
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_run_that_saves_by_time_alone_is_written_down(claim):
-    assert claim("trainer.save_freq=-1", "checkpoint.every_minutes=60").exists()
 
 
 def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(claim, caplog):

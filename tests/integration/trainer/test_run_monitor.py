@@ -131,20 +131,12 @@ def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, 
     assert not [key for key in metrics if key.startswith("phantom/") and ("clip" in key or "fraction" in key)]
 
 
-def test_what_rejection_hides_is_measured(monkeypatch):
-    """verl writes its rejection into the mask: the token with the gap is gone from it."""
-    judge = monitor(REJECTION)
-    stored(monkeypatch, (-1.0, -2.0))
-    judge.remember_mask(batch_of(0))
-    stored(monkeypatch, (-1.0, -2.0), response_mask=[torch.tensor([0, 1])])
-    judge.measure_in_driver(batch_of(0), 1)
-    metrics = reported_by(judge)
-    assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/log_prob_gap_max"] == 0.5
+@pytest.mark.parametrize(("changes", "measured"), [((REJECTION,), (9, 0.5)), ((REJECTION, SHADOW_RATIO), (None, None))])
+def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, measured):
+    """T2: of two updates' five responses three are gone, of nine tokens seven; the loss sees none of them.
 
-
-@pytest.mark.parametrize("changes", [(REJECTION,), (REJECTION, SHADOW_RATIO)])
-def test_what_rejection_removes_is_counted(monkeypatch, changes):
-    """T2: of two updates' five responses three are gone, of nine tokens seven; the loss sees none of them."""
+    verl writes its rejection into the mask, which then hides the tokens with the gap, the first of each response.
+    """
     judge = monitor(*changes)
     for masks in (([0, 0], [0, 1], [0, 0, 0]), ([0], [1])):
         whole = [tuple(-1.0 for _ in mask) for mask in masks]
@@ -153,6 +145,7 @@ def test_what_rejection_removes_is_counted(monkeypatch, changes):
         stored(monkeypatch, *whole, response_mask=[torch.tensor(mask) for mask in masks])
         judge.measure_in_driver(batch, 1)
     metrics = reported_by(judge)
+    assert (metrics.get("mismatch/tokens"), metrics.get("mismatch/log_prob_gap_max")) == measured
     assert metrics["rollout_corr/rejected_responses"] == 3
     assert metrics["rollout_corr/kept_response_fraction"] == pytest.approx(2 / 5)
     assert metrics["rollout_corr/kept_token_fraction"] == pytest.approx(2 / 9)
@@ -212,23 +205,16 @@ def of_the_worker(*numbers: float) -> dict:
     }
 
 
-def test_what_the_worker_measured_becomes_metrics_with_their_own_names():
-    judge, metrics = monitor(BYPASS), of_the_worker(1.0)
-    judge.take_from_the_worker(metrics)
-    assert metrics == {"precision/loss_scale": 8.0, "actor/grad_norm": 1.0}, "verl may combine these"
-    judge.add_metrics(metrics)
-    assert metrics["mismatch/log_prob_gap_mean"] == 0.25
-    assert metrics["phantom/beta_max"] == 0.5
-    assert metrics["mismatch/failed_measurements"] == 1
-    assert not any(key.startswith(("actor/precision", "actor/verl_precision")) for key in metrics)
-
-
-def test_updates_of_the_worker_are_merged_and_one_without_tokens_changes_nothing():
+def test_updates_of_the_worker_are_merged_under_their_own_names_and_one_without_tokens_changes_nothing():
     judge = monitor(BYPASS)
     for numbers in ((1.0, 2.0, 3.0), (), (6.0,)):
-        judge.take_from_the_worker(of_the_worker(*numbers))
+        judge.take_from_the_worker(metrics := of_the_worker(*numbers))
+        assert metrics == {"precision/loss_scale": 8.0, "actor/grad_norm": 1.0}, "verl may combine these"
     metrics = reported_by(judge)
     assert metrics["actor/is_weight_mean"] == 3.0 and metrics["mismatch/tokens"] == 6
+    assert (metrics["mismatch/log_prob_gap_mean"], metrics["phantom/beta_max"]) == (0.25, 0.5)
+    assert metrics["mismatch/failed_measurements"] == 3
+    assert not any(key.startswith(("actor/precision", "actor/verl_precision")) for key in metrics)
     judge.take_from_the_worker(of_the_worker())
     assert "actor/is_weight_mean" not in reported_by(judge), "undefined, and so absent"
 
@@ -266,6 +252,8 @@ def test_a_micro_batch_is_measured_against_the_rollout():
     assert mismatch["mismatch/tokens"] == 3 and mismatch["mismatch/log_prob_gap_mean"] == pytest.approx(0.2)
     assert phantom["phantom/beta_max"] == pytest.approx(0.3), "the rollout stands for a shadow"
     assert phantom["phantom/clipped_fraction"] == phantom["phantom/phantom_clipped_fraction"] == 0
+    in_bypass_mode, _ = found_by(ASKED, None, micro_batch(rollout_log_probs=None))
+    assert in_bypass_mode["mismatch/log_prob_gap_abs_mean"] == 0, "the old log-probs are the rollout's"
 
 
 def test_only_responses_of_the_current_version_tell_beta_without_a_shadow():
@@ -292,10 +280,6 @@ def test_the_worker_learns_which_responses_are_behind(monkeypatch):
         assert batch.fields == ["prompts", VERSIONS_BEHIND]
     monitor(BYPASS).ask_the_worker(batch_of(4, 4, extra_info={}), 5, 0)
     assert not put, "all are current: nothing to say"
-
-
-def test_in_bypass_mode_old_log_probs_are_the_rollouts():
-    assert found_by(ASKED, None, micro_batch(rollout_log_probs=None))[0]["mismatch/log_prob_gap_abs_mean"] == 0
 
 
 def test_with_a_shadow_alpha_and_beta_are_split():

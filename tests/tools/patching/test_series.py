@@ -84,18 +84,14 @@ def test_both_states_are_recognised_and_what_lies_between(release, opened):
     assert files_to_change(tree, State.APPLIED) == [] and files_to_change(tree, State.PRISTINE) == tree.files
 
 
-@pytest.mark.parametrize("path", [CORE, CONFIG, NEW, TEST])
-def test_a_changed_file_is_named(release, opened, path):
-    (release / path).parent.mkdir(exist_ok=True)
-    (release / path).write_text("mine\n")
-    with pytest.raises(PatchError, match=f"dirty; .*{path}"):
-        files_to_change(opened(release), State.APPLIED)
-
-
-def test_a_missing_file_and_a_link_are_named_even_if_the_content_fits(release, opened):
+def test_changed_and_missing_files_are_named_and_a_link_even_if_the_content_fits(release, opened):
+    (release / NEW).parent.mkdir()
     (release / CORE).rename(release / "elsewhere.py")
-    with pytest.raises(PatchError, match=f"dirty; .*{CORE}"):
+    for path in (CONFIG, NEW, TEST):
+        (release / path).write_text("mine\n")
+    with pytest.raises(PatchError, match="dirty; ") as refused:
         files_to_change(opened(release), State.APPLIED)
+    assert all(path in str(refused.value) for path in (CORE, CONFIG, NEW, TEST))
     (release / CORE).symlink_to(release / "elsewhere.py")
     with pytest.raises(PatchError, match=f"{CORE} .not a regular file"):
         files_to_change(opened(release), State.APPLIED)

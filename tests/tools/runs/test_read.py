@@ -29,13 +29,9 @@ def console_line(row, prefix=""):
     return f"{prefix}step:{row['step']} - " + " - ".join(pairs) + "\n"
 
 
-def test_file_logger(tmp_path):
-    (run,) = read_runs([jsonl(tmp_path / "mine.jsonl")])
+def test_verls_metrics_file_is_read_and_the_lock_of_its_folder_is_none(tmp_path):
+    (run,) = read_runs([jsonl(tmp_path / "fp16" / "mine.jsonl")])
     assert run.rows == ROWS and run.name == "mine.jsonl" and run.notes == ()
-
-
-def test_the_lock_of_a_folder_is_no_metrics_file(tmp_path):
-    jsonl(tmp_path / "fp16" / "metrics.jsonl")
     for folder in (tmp_path, tmp_path / "fp16"):
         assert take(folder) is None
         release(folder)

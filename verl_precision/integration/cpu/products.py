@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl_precision.base.dtypes import HALF, torch_dtype
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import wrapping
 
 VARIABLE = "VERL_PRECISION_CPU_PRODUCTS"  # set by the preset, in every process of Ray
 ROUNDED_ONCE = "rounded_once"
@@ -39,12 +39,9 @@ def round_once_in_the_trainer(module: ModuleType) -> None:
         torch.nn.functional.linear = linear
 
 
-def round_once_in_the_rollout(module: ModuleType) -> None:
-    """Wrap vLLM's choice of a linear layer's kernel, once."""
-    wrap_once(module.__name__, "dispatch_cpu_unquantized_gemm", _dispatch)
-
-
-def _dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+@wrapping("dispatch_cpu_unquantized_gemm")
+def round_once_in_the_rollout(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Choose the kernel of a linear layer in vLLM."""
     layer = args[0] if args else kwargs["layer"]
     asked = os.environ.get(VARIABLE) == ROUNDED_ONCE
     if asked and layer.weight.ndim == 2 and layer.weight.dtype in SIXTEEN_BITS and not layer.weight.is_meta:

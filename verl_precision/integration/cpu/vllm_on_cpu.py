@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import wrap_once, wrapping
 
 BUSY_SECONDS = 0.02  # longer than the step of a tiny model, shorter than anything a trainer does
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
@@ -60,12 +60,9 @@ def install_distribution_alias(host_module: ModuleType | None = None) -> None:
         sys.meta_path.append(VLLMDistributionFinder())
 
 
-def wait_asleep(shm_broadcast: ModuleType) -> None:
-    """Wrap the reader's condition, once; elsewhere than on verl's device cpu nothing changes."""
-    wrap_once(shm_broadcast.__name__, "SpinCondition.__init__", _without_busy_loop)
-
-
-def _without_busy_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+@wrapping("SpinCondition.__init__")
+def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Have the reader of a message queue sleep soon; elsewhere than on verl's device cpu nothing changes."""
     from verl.utils.device import get_device_name
 
     if get_device_name() == "cpu" and len(args) < 4:

@@ -73,7 +73,8 @@ class PrecisionFSDPEngine:
                 self._shadow = build_shadow(self, module, self._build_verified)
             if RouterReplay.is_asked(config):
                 self._replay = RouterReplay(module, config)
-            self._rate = ScaledLearningRate.of(config)
+            if config.learning_rate_ess_base is not None:
+                self._rate = ScaledLearningRate(config.learning_rate_ess_base)
         return self._build_verified(module)
 
     def _build_verified(self, module):

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self
 from verl.utils.device import get_device_name
 
 from verl_precision.base.errors import ConfigurationError
@@ -36,11 +35,6 @@ class ScaledLearningRate:
         self.base = base  # e₀
         self._found: list[OfWeights] = []  # of the micro-batches of the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
-
-    @classmethod
-    def of(cls, config: Any) -> Self | None:
-        """Return the one that an engine config asks for, if it does."""
-        return None if config.learning_rate_ess_base is None else cls(config.learning_rate_ess_base)
 
     def watched(self, loss_function: Callable) -> Callable:
         """Return verl's loss function for one update; the weights that it reports are kept."""

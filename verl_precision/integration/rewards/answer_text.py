@@ -20,10 +20,13 @@ _TEXT = r"\\(?:text|mathrm|textrm|textnormal|textit|textbf|mbox)\s*\{"
 _WRAPPED = re.compile(rf"\$((?:[^$\\]|\\.)*)\$|{_TEXT}([^{{}}]*)\}}")
 _REWRITES = (
     (_TEXT, r"\\text{"),
-    (r"\{,\}|,\\!|(?<=\d)(?:\\,|\\ |~)(?=\d{3}(?!\d))", ","),  # between thousands
+    (r"\{([,:])\}", r"\1"),
+    (r",\\!|(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ","),  # between thousands
     (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-z])|\s+", " "),
     (r"\^\s*\{?\\circ\}?|°", r"\\text{degree}"),
     (r"\\?%", r"\\text{percent}"),
+    (r"\\varnothing", r"\\emptyset"),
+    (r"(?<!\.)\. *$", ""),  # as a sentence ends
 )
 _MONEY = re.compile(r"([+-]?)\s*\\?\$\s*(\d.*|\.\d.*)")
 _TAIL = re.compile(r"(.+?)(?: *\\text\{([A-Za-z ]+)\}| +([A-Za-z]+(?: +[A-Za-z]+)*)) *(?:\^ *\{?([23])\}?)?")
@@ -82,6 +85,6 @@ def _number(text: str) -> Fraction | None:
 
 
 def _words(text: str) -> str:
-    text = " ".join(re.sub(r"\\text\{([^{}]*)\}|\\?\$", r"\1", text).split())
+    text = " ".join(re.sub(r"\\text\{([^{}]*)\}|\\?\$", r"\1", text).split()).removesuffix(".")
     text, has_word = re.sub(r"(?<!\d) | (?!\d)", "", text), re.search(r"(?<![A-Za-z\\])[A-Za-z][a-z]{2}", text)
     return text.lower() if has_word else text

@@ -7,6 +7,7 @@ math-verify is loaded. An answer that math-verify cannot read is equal to nothin
 import json
 import logging
 import os
+import re
 import resource
 import sys
 import warnings
@@ -16,8 +17,8 @@ MEMORY = 4 << 30  # bytes of address space, of which SymPy needs a tenth: a powe
 
 
 def in_math(text: str) -> str:
-    r"""Return an answer in a LaTeX environment, without which it is not looked for as LaTeX; \$ is a currency."""
-    text = text.replace("\\$", "")
+    """Return an answer as LaTeX, without what math-verify stumbles over: currency, size of a bracket, full stop."""
+    text = re.sub(r"\\\$|\\[bB]igg?[lrm]?(?![A-Za-z])|(?<!\.)\.\s*$", "", text)
     return text if "$" in text else f"${text}$"
 
 

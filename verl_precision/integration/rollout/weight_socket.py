@@ -8,10 +8,9 @@ before, neither end has it, and the job's name is unique.
 
 import os
 import uuid
-from types import ModuleType
 from typing import Any
 
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import wrapping
 
 VARIABLE = "VERL_PRECISION_WEIGHT_SOCKET"
 
@@ -27,12 +26,9 @@ def own_path(path: str) -> str:
     return path.replace("/rl-colocate-zmq-", f"/rl-colocate-zmq-{name}-") if name else path
 
 
-def name_at_the_sender(module: ModuleType) -> None:
-    """Wrap the trainer's end, once; the receiver's is `VerifiedWeightSyncExtension`."""
-    wrap_once(module.__name__, "ServerAdapter.__init__", _rename)
-
-
-def _rename(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+@wrapping("ServerAdapter.__init__")
+def name_at_the_sender(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Name the trainer's end; the receiver's is `VerifiedWeightSyncExtension`."""
     wrapped(*args, **kwargs)
     extension = (instance.config.engine_kwargs.get("vllm") or {}).get("worker_extension_cls")
     if str(extension).startswith("verl_precision."):  # else the receiver is verl's

@@ -62,15 +62,11 @@ def mend_tracker(config: DictConfig) -> None:
     found, tracker = checkpoints_in(folder), folder / TRACKER
     roles = [engine.role for engine in engines(config) if engine.trains]
     said = tracker.read_text(errors="replace").strip() if tracker.exists() else None
-    named = found.get(int(said)) if said and said.isdecimal() else None
-    if named is not None and is_complete(named, actor.checkpoint.load_contents, roles):
+    complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
+    if said and said.isdecimal() and int(said) in complete:
         return
-    in_flight = config.trainer.v1.trainer_mode not in ("sync", "vp_sync")  # verl loads none without a word
-    complete = [
-        step
-        for step, path in found.items()
-        if is_complete(path, actor.checkpoint.load_contents, roles) and (not in_flight or (path / QUEUE).is_dir())
-    ]
+    if config.trainer.v1.trainer_mode not in ("sync", "vp_sync"):  # verl says nothing where it finds no queue
+        complete = [step for step in complete if (found[step] / QUEUE).is_dir()]
     half = ", ".join(path.name for step, path in found.items() if step not in complete) or "none"
     if complete:
         logger.warning(

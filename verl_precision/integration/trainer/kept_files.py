@@ -18,11 +18,10 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from verl_precision.base.files import write_file
-from verl_precision.integration.ledger import set_within, wrap_once
+from verl_precision.integration.ledger import set_within, wrapping
 
 logger = logging.getLogger("verl_precision")
 
@@ -30,11 +29,6 @@ MARK = "KEEP"
 STEP = re.compile(r"global_step_(\d+)$")
 # The step of the checkpoint that the run goes on from; None: verl's own behaviour.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
-
-
-def keep_metrics(tracking: ModuleType) -> None:
-    """Wrap verl's file logger, once; outside `series_goes_on` it is verl's own."""
-    wrap_once(tracking.__name__, "FileLogger.__init__", _open)
 
 
 def series_goes_on(step: int) -> AbstractContextManager[None]:
@@ -59,7 +53,9 @@ def forget_row(loggers: Any) -> None:
         _pending(file).unlink(missing_ok=True)
 
 
-def _open(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+@wrapping("FileLogger.__init__")
+def keep_metrics(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Open verl's metrics file; outside `series_goes_on` as verl does."""
     step = _resumed_at.get()
     if step is None:
         wrapped(*args, **kwargs)

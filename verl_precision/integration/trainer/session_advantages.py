@@ -6,18 +6,12 @@ verl takes the last output of a session, and gives its advantage to the others, 
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from types import ModuleType
 
 import torch
 
-from verl_precision.integration.ledger import set_within, wrap_once
+from verl_precision.integration.ledger import set_within, wrapping
 
 _by_session: ContextVar[bool] = ContextVar("by_session", default=False)
-
-
-def wrap_advantages(utils: ModuleType) -> None:
-    """Wrap verl's computation of advantages, once; outside `advantages_by_session` it is verl's own."""
-    wrap_once(utils.__name__, "compute_advantage_for_multi_trajectories", _of_final_outputs)
 
 
 def advantages_by_session() -> AbstractContextManager[None]:
@@ -25,7 +19,9 @@ def advantages_by_session() -> AbstractContextManager[None]:
     return set_within(_by_session, True)
 
 
-def _of_final_outputs(wrapped, instance, args, kwargs):
+@wrapping("compute_advantage_for_multi_trajectories")
+def wrap_advantages(wrapped, instance, args, kwargs):
+    """Compute advantages; outside `advantages_by_session` as verl does."""
     if not _by_session.get() or kwargs.get("adv_estimator") != "rloo":
         return wrapped(*args, **kwargs)
     data, keys = args[0] if args else kwargs["data"], kwargs["batch_keys"]

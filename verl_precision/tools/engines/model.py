@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from verl_precision.base.content import content_digest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
@@ -15,15 +15,14 @@ TINY = "tiny:"
 Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-_HEAD = 1 << 20  # bytes of each weight file that go into the fingerprint
 
 
 @dataclass(frozen=True)
 class Model:
     """A model that is there.
 
-    The fingerprint tells its weights from others: for a folder it is a digest of config.json and of size and beginning
-    of each weight file, for a hub name its commit.
+    The fingerprint tells its weights from others: for a folder it is a digest of the content of config.json and the
+    weights, for a hub name its commit.
     """
 
     name: str  # what the user wrote
@@ -65,7 +64,7 @@ def find_model(model: str) -> Model:
         config = folder / "config.json"
         weights = sorted(file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
         if config.is_file() and weights:
-            return Model(model, _digest(config, weights), json.loads(config.read_text()))
+            return Model(model, content_digest([config, *weights]), json.loads(config.read_text()))
         problem = f"the folder has no {'weights' if config.is_file() else 'config.json'}"
     elif folder.exists() or not _HUB_NAME.match(model):
         problem = "no such folder, and not a hub name"
@@ -89,15 +88,6 @@ def find_model(model: str) -> Model:
         f"(organisation/model) that is cached or reachable; or {TINY}qwen3",
         remedy="Check the spelling, download it first, or log in to the hub if it is gated.",
     )
-
-
-def _digest(config: Path, weights: list[Path]) -> str:
-    digest = sha256(config.read_bytes())
-    for file in weights:
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as content:
-            digest.update(content.read(_HEAD))
-    return digest.hexdigest()[:16]
 
 
 def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:

@@ -1,7 +1,5 @@
 """What `verl-precision evaluate` evaluates."""
 
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -9,7 +7,7 @@ from pydantic import Field
 
 from verl_precision.base.dtypes import Dtype
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.settings import command_option, option, settings
+from verl_precision.base.settings import command_option, option, require_each_once, settings
 from verl_precision.tools.jobs.settings import JudgedJob
 
 
@@ -37,13 +35,9 @@ class Evaluation(JudgedJob):
     def __post_init__(self) -> None:
         """Refuse what is given twice, and several responses that would be the same one."""
         stems = tuple(path.stem for path in self.data)
-        given: dict[str, Sequence[object]] = {"--data": stems, "--context": self.contexts, "--dtype": self.dtypes}
-        for flag, values in given.items():
-            twice = [value for value, count in Counter(values).items() if count > 1]
-            if twice or not values:
-                problem = f"{flag}: {f'{twice[0]} is given twice' if twice else 'none is given'}"
-                allowed = "at least one, each once; data sets are called by the name of their file"
-                raise ConfigurationError(problem, allowed=allowed, remedy="Repeat the option for several.")
+        require_each_once("--data", stems, "each once; data sets are called by the name of their file")
+        require_each_once("--context", self.contexts)
+        require_each_once("--dtype", self.dtypes)
         if self.temperature == 0 and self.responses > 1:
             raise ConfigurationError(
                 "at temperature 0 all responses to a problem are the same",

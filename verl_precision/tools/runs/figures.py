@@ -27,7 +27,7 @@ COLUMNS = 4  # beside each other
 Alarms = Mapping[str, Sequence[Alarm]]  # of each run, by its name
 _WIDTH, _HEIGHT = 4.6, 3.4  # of a panel, in inches
 # Of a legend, in inches: a line, an entry without its name, and a letter of the widest font that a browser may take.
-_LINE, _ENTRY, _LETTER = 0.2, 0.67, 0.09
+_LINE, _ENTRY, _LETTER = 0.2, 0.67, 0.08
 
 
 class Panel(NamedTuple):
@@ -55,8 +55,8 @@ _ROUTING, _BY_LAYER = keys.ROUTING_AGREEMENT, f"{keys.ROUTING_AGREEMENT}/layer_*
 _LAYERS = "Experts chosen as by the rollout, by layer"
 _DEEPER = "falls with depth: each difference makes others"
 _ALPHA_BETA, _BEYOND = {"α": keys.ALPHA, "β": keys.BETA}, {"beyond": keys.BETA_BEYOND_CLIP}
-_SHADOW = "α = log shadow - log μ is how far the updates have moved the policy; β = log π - log shadow is what the "
-_SHADOW += "precision adds, 0 is best; the shadow has the trainer's weights in the rollout's dtype"
+_SHADOW = "α = log shadow - log μ is how far the updates have moved the policy; β = log π - log shadow is the gap that "
+_SHADOW += "the precision adds, 0 is best; the shadow has the trainer's weights in the rollout's dtype"
 _PAST = "the precision alone would carry them past PPO's clip; 0 is best"
 REWARD = Panel("reward", "Reward", "mean score", {"reward": "critic/score/mean or critic/rewards/mean"})
 PANELS = (
@@ -159,7 +159,7 @@ def draw(
     """
     figure = new_figure(_WIDTH * len(panels), _HEIGHT)
     lines = _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
-    figure.set_figheight(_HEIGHT + _LINE * (lines - 1))  # longer legends take nothing from the plots
+    figure.set_figheight(_HEIGHT + _LINE * (lines - 1))  # more text takes nothing from the plots
     return figure
 
 
@@ -175,15 +175,17 @@ def colours_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alarms) -> int:
-    """Draw rows of plots with one legend, whose lines are counted; a curve's name has one colour in all of them."""
+    """Draw rows of plots with one legend; return its lines and those about zeros. A name has one colour in all."""
     colours = colours_of([run for row in rows for plot in row for run in plot.runs])
     legend: dict[str, Line2D] = {}
+    below = 0
     grid = figure.add_gridspec(len(rows), max(map(len, rows)))
     for plot, place in ((plot, grid[i, j]) for i, row in enumerate(rows) for j, plot in enumerate(row)):
         axes, panel = figure.add_subplot(place), plot.panel
         _draw_alarms(axes, plot, colours, alarms)
         names, zeros = _draw_curves(axes, plot, colours)
         legend |= names
+        below = max(below, len(zeros.splitlines()))
         for run, dashes in zip(plot.expected if panel is REWARD else (), STYLES[1:], strict=False):
             steps, rewards = zip(*points_of(run, REWARD.metrics["reward"]).items(), strict=True)
             legend[run.name] = axes.plot(steps, rewards, color=GREY, linestyle=dashes, linewidth=1.4, zorder=1)[0]
@@ -195,7 +197,7 @@ def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alar
     longest = max(len(part) for lines in parts for part in lines)
     columns = max(1, min(3, int(width / (_ENTRY + _LETTER * longest))))
     figure.legend(legend.values(), texts, loc="outside lower center", ncols=columns, frameon=False)
-    return math.ceil(len(texts) / columns) * max(map(len, parts))
+    return below + math.ceil(len(texts) / columns) * max(map(len, parts))
 
 
 def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> tuple[dict[str, Line2D], str]:
@@ -236,8 +238,9 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> tuple[di
     hidden = [name for name, all_ in flat.items() if all(value == 0 or (log and value < 0) for value in all_)]
     zero = "0" if not any(chain(*(flat[name] for name in hidden))) else "0 or less"
     who = "all" if len(hidden) == len(flat) > 1 else ", ".join(hidden)
-    zeros = fill(f"{zero} at every {panel.axis}: {who}", int(_WIDTH / _LETTER)) if hidden else ""
-    return of_runs | of_curves if several else of_runs, zeros
+    zeros = f"{zero} at every {panel.axis}: {who}" if hidden else ""
+    names = of_runs | of_curves if several else of_runs
+    return names, fill(zeros, int(_WIDTH / _LETTER), break_on_hyphens=False)
 
 
 def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Alarms) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.settings import require_each_once
 from verl_precision.check.composition import read_recipe, require_overrides, require_recipe
 from verl_precision.presets import preset_names
 
@@ -46,7 +47,7 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> li
         for name in (each for each in chosen if each not in known):
             problem, allowed = "there is no such preset", ", ".join(known)
             raise ConfigurationError(problem, setting=f"--{option}", value=name, allowed=allowed)
-        _refuse_twice(option, chosen, "each preset once")
+        require_each_once(f"--{option}", chosen, "each preset once")
     arms = []
     for estimator, precision in product(estimators or (None,), precisions):
         overrides = (f"estimator={estimator}", f"precision={precision}")
@@ -71,7 +72,7 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
             problem = f"{recipe}: an arm is a list of Hydra overrides"
             allowed = 'e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is; quote one with " #{[,"'
             raise ConfigurationError(problem, setting=f"arms.{name}", value=overrides, allowed=allowed)
-    _refuse_twice("arm", names, "each arm once")
+    require_each_once("--arm", names, "each arm once")
     for name in (each for each in names if each not in (ALL, *known)):
         problem, allowed = f"{recipe} has no such arm", ", ".join([ALL, *known])
         raise ConfigurationError(problem, setting="--arm", value=name, allowed=allowed)
@@ -111,7 +112,7 @@ def check_arguments(
         raise ConfigurationError(problem, setting="--arm", value=value, allowed=allowed, remedy=remedy)
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
     require_overrides(overrides)
-    _refuse_twice("seed", seeds, "each seed once")
+    require_each_once("--seed", seeds, "each seed once")
     if seeds and "seed" not in top_level_keys(config):
         problem, allowed = f"{config} has no top-level key `seed`", "seeds for a recipe with that key"
         remedy = "Add `seed: 1` to the recipe, and tie verl's settings to it, e.g. `data: {seed: ${seed}}`."
@@ -164,9 +165,3 @@ def _own_keys(recipe: Path) -> dict[str, Any]:
 def _key(override: str) -> str:
     """Return what an override sets, without Hydra's prefixes."""
     return override.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _refuse_twice(option: str, values: Sequence[str] | Sequence[int], allowed: str) -> None:
-    if len(set(values)) != len(values):
-        given = " ".join(map(str, values))
-        raise ConfigurationError("one is given twice", setting=f"--{option}", value=given, allowed=allowed)

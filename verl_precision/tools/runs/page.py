@@ -86,9 +86,9 @@ def _curves(label: str, found: Sequence[tuple[Run, dict[int, float]]]) -> list[d
         values = list(points.values())
         numbers = [value for value in values if not math.isnan(value)] or [math.nan]
         mean = sum(values) / len(values)
-        first = curves[0]["summary"][-1] if curves else math.nan
+        first = curves[0]["summary"][0] if curves else math.nan
         related = math.isfinite(first) and math.isfinite(mean) and first and mean and (first > 0) == (mean > 0)
-        summary = values[0], values[-1], min(numbers), max(numbers), mean
+        summary = mean, values[0], values[-1], min(numbers), max(numbers)
         ratio = first / mean if related else None
         curves.append({"label": label, "run": run, "points": points, "summary": summary, "ratio": ratio})
     return curves

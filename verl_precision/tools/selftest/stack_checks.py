@@ -1,7 +1,6 @@
 """Part B: short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.selftest.checks import Figures
 
 RECIPE = Path(__file__).with_name("stack.yaml")
-_ROOM = "verl_precision.tools.selftest"
-_EXTENSION = f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={_ROOM}.selftest_faults"
+_WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+_EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
+_ROUNDED_TO = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to"  # before the weights leave
 _MODEL = "actor_rollout_ref.model"
 _LORA = (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora_alpha=16", f"{_MODEL}.target_modules=all-linear")
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
@@ -44,12 +44,10 @@ def _trains(*overrides: str, steps: int, reports: str = "", sleeps: bool = False
     return check
 
 
-def _stops(words: str, *overrides: str, module: str = "") -> StackCheck:
-    """Return a check: a run with a fault, in overrides or in a module that verl loads, stops with these words."""
+def _stops(words: str, *overrides: str) -> StackCheck:
+    """Return a check: a run with a fault, planted by overrides, stops with these words."""
 
     def check(device: str, folder: Path) -> Figures:
-        if module:
-            os.environ["VERL_USE_EXTERNAL_MODULES"] = module  # of this check's own process
         try:
             _run(device, folder, "trainer.total_training_steps=1", *overrides)
         except RunFailedError as error:
@@ -68,7 +66,7 @@ lora_adapter = _trains(*_LORA, f"{_MODEL}.lora.merge=False", steps=2)
 fsdp1 = _trains(*(f"{role}.strategy=fsdp" for role in _ROLES), steps=2)
 flipped_bit = _stops("arrived with other values", f"{_EXTENSION}.FlippedBit")
 lost_tensor = _stops("never received", f"{_EXTENSION}.LostTensor")
-bf16_sender = _stops("too coarse for a rollout in float16", module=f"{_ROOM}.selftest_bf16_sender")
+bf16_sender = _stops("too coarse for a rollout in float16", f"{_ROUNDED_TO}=bf16")
 
 
 def precision_gap(device: str, folder: Path) -> Figures:

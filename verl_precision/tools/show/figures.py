@@ -41,6 +41,6 @@ def write_png(path: Path, figure: Figure, title: str) -> None:
 def image(figure: Figure, name: str) -> str:
     """Return a figure as the source of an image: SVG whose text is text; the same figure gives the same characters."""
     out = BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "axes.formatter.min_exponent": 1}):  # 6, not 6·10⁰
         figure.savefig(out, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()

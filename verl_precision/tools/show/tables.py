@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.files import write_file
-from verl_precision.base.terminal import terminal_table
-
-__all__ = ["finite", "markdown_page", "markdown_table", "number_text", "percent_text", "terminal_table", "write_json"]
+from verl_precision.base.terminal import terminal_table as terminal_table
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -38,6 +36,11 @@ def finite(value: float) -> float | None:
 def percent_text(share: float, digits: int = 0) -> str:
     """Return a share in percent; one that rounds to zero has no sign."""
     return f"{round(share, digits + 2) + 0.0:.{digits}%}"
+
+
+def short_text(value: float) -> str:
+    """Return a number with two digits: 7.2e-04; a zero as 0."""
+    return f"{value:.1e}" if value else "0"
 
 
 def number_text(value: float) -> str:

@@ -53,7 +53,7 @@ def test_healthy_pair(explain, made_up, tmp_path):
     assert content["verdict"] in page and "http" not in page.split("base64")[0]
     places = re.findall("<h2>Operations of vLLM in (.*)</h2>", page)
     assert places == ["bf16, each sequence alone", "fp32, weights rounded to bf16"]
-    assert "prefill_alone" not in page and "white-space: normal" in page
+    assert "prefill_alone" not in page and "<td>batch<br><small>each sequence alone</small></td>" in page
     images = [b64decode(found).decode() for found in re.findall('src="data:image/svg[+]xml;base64,([^"]*)"', page)]
     widths = [float(re.search('<svg[^>]* width="([0-9.]+)pt"', image)[1]) for image in images]
     assert len(images) == 3 and max(widths) < 400, "where a page is 400 pixels wide, letters keep three quarters"

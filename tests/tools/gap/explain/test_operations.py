@@ -116,6 +116,8 @@ def test_planted_error_is_named_and_has_the_whole_gap(model, module, kind):
     assert found.first is not None and found.first.startswith(f"{kind} (")
     assert by_kind[kind].layer == place
     assert by_kind[kind].error == pytest.approx(size, rel=0.5)
+    of_place = zip((None, *range(model.config.num_hidden_layers)), by_kind[kind].errors, strict=True)
+    assert [where for where, error in of_place if error is not None and error > size / 2] == [place]
     assert found.nats > 1e-6 and found.remainder < 1e-2 * found.nats
 
 

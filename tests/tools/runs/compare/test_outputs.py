@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from verl_precision.tools.runs import grid, page
-from verl_precision.tools.runs.compare.folder import SUMMARY, command_of, comparison_folder, finished
+from verl_precision.tools.runs.compare.folder import SUMMARY, command_of, comparison_folder
 from verl_precision.tools.runs.compare.outputs import FIGURE, Results
 
 
@@ -22,29 +22,27 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def command(recipe):
-    return lambda *overrides: command_of(recipe, ["bf16", "fp16"], overrides)
+    return lambda *overrides: command_of(recipe, grid.with_seeds(grid.preset_arms(["bf16", "fp16"])), overrides)
 
 
-BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16"}
-
-
-def finish(folder, *runs):
-    (folder / SUMMARY).write_text(json.dumps({"runs": [{**run, "seconds_total": 1.0} for run in runs]}))
+def finish(folder, *arms, seed=None):
+    runs = [{"arm": arm, "seed": seed, "seconds_total": 1.0} for arm in arms]
+    (folder / SUMMARY).write_text(json.dumps({"runs": runs}))
 
 
 @pytest.fixture
 def interrupted(tmp_path, command):
     """A comparison of which one run has finished."""
     with comparison_folder(tmp_path / "out", command()) as folder:
-        finish(folder, BF16)
+        finish(folder, "bf16")
     return folder.rename(folder.with_name("2026-01-01_00-00-00"))
 
 
 def test_an_interrupted_comparison_goes_on_until_it_is_finished(tmp_path, command, interrupted):
     for _ in range(2):
         with comparison_folder(tmp_path / "out", command()) as folder:
-            assert folder == interrupted and not finished(folder, command())
-    finish(interrupted, BF16, FP16)
+            assert folder == interrupted
+    finish(interrupted, "bf16", "fp16")
     with comparison_folder(tmp_path / "out", command()) as folder:
         assert folder != interrupted
 
@@ -62,27 +60,21 @@ def test_one_that_is_running_is_left_alone(tmp_path, command, interrupted):
             assert first == interrupted and second != interrupted
 
 
-def test_a_grid_is_finished_when_each_arm_has_each_seed(tmp_path, recipe, command, interrupted):
-    grid = command_of(recipe, ["bf16", "fp16"], [], estimators=["grpo"], seeds=[1, 2])
-    assert grid != command() and json.loads(json.dumps(grid)) == grid
-    with comparison_folder(tmp_path / "out", grid) as folder:
-        assert folder != interrupted
-        runs = [{**one, "arm": f"grpo-{one['precision']}", "seed": seed} for one in (BF16, FP16) for seed in (1, 2)]
-        finish(folder, *runs[:3])
-        assert not finished(folder, grid)
-        finish(folder, *runs)
-        assert finished(folder, grid)
+@pytest.mark.parametrize(("text", "arms", "seeds"), [
+    ("a: 1", "xy", [1, 2]),
+    ("a: 1", "x", [1]),
+    ("arms: {x: [a=1]}", "xy", [1]),
+])  # fmt: skip
+def test_what_makes_a_run_another_one_makes_another_comparison(tmp_path, recipe, text, arms, seeds):
+    def plan(arms, seeds):
+        return command_of(recipe, grid.with_seeds([grid.Arm(name, (f"a={name}",)) for name in arms], seeds), [])
 
-
-def test_arms_are_part_of_the_command_and_their_overrides_of_the_digest(tmp_path, recipe):
-    found = []
-    for text, arms in (("arms: {x: [a=1]}", "x"), ("arms: {x: [a=2]}", "x"), ("arms: {x: [a=2]}", "y")):
-        recipe.write_text(text)
-        found.append(command_of(recipe, [], [], arms=[arms]))
-    assert found[0]["digest"] != found[1]["digest"] == found[2]["digest"] and found[1] != found[2]
-    with comparison_folder(tmp_path / "out", found[0]) as folder:
-        finish(folder, {"precision": None, "arm": "x"})
-        assert finished(folder, found[0])
+    with comparison_folder(tmp_path / "out", plan("xy", [1])) as first:
+        finish(first, "x", seed=1)
+    first = first.rename(first.with_name("2026-01-01_00-00-00"))
+    recipe.write_text(text)
+    with comparison_folder(tmp_path / "out", plan(arms, seeds)) as folder:
+        assert folder != first
 
 
 @pytest.fixture

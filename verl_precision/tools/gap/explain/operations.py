@@ -38,7 +38,7 @@ class Operation:
     layer: int | None  # the layer with the largest error; None outside of the layers
     error: float  # that error: ‖vLLM's - transformers'‖ / ‖transformers'‖ on equal inputs
     share: float  # the kind's share of the k3 between vLLM and transformers in FP32, on the tokens of the record
-    errors: tuple[float, ...]  # the largest in each layer, the first layer first; one number outside of the layers
+    errors: tuple[float | None, ...]  # the largest outside of the layers, then in each layer; None where there is none
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
     for kind, part in zip(kinds, attribution.parts, strict=False):
         of_kind = [error for error in errors if error.kind == kind]
         worst = max(of_kind, key=lambda error: error.relative)
-        layers = sorted({-1 if error.layer is None else error.layer for error in of_kind})
-        largest = tuple(max(e.relative for e in of_kind if e.layer in (layer, None)) for layer in layers)
+        places = (None, *range(model.config.num_hidden_layers))
+        largest = tuple(max((e.relative for e in of_kind if e.layer == place), default=None) for place in places)
         operations.append(Operation(kind, worst.layer, worst.relative, attribution.share(part), largest))
     first = next((f"{error.kind} ({error.name})" for error in errors if error.relative > bound), None)
     remainder = float(abs(log_probs(*kinds) - found).mean())

@@ -19,11 +19,11 @@ from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.show.figures import COLOURS, RED, image, new_figure, style
 from verl_precision.tools.show.pages import render
-from verl_precision.tools.show.tables import percent_text, terminal_table, write_json
+from verl_precision.tools.show.tables import percent_text, short_text, terminal_table, write_json
 
 _WIDTH = 5.2  # of a figure, in inches: letters of 10 points are still read where a page is 400 pixels wide
 FILES = ("explanation.json", "explanation.html")
-_COLUMNS = ("step", "what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
+_COLUMNS = ("step", "change", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
 
 
 def verdict(job: Explanation, result: Result) -> str:
@@ -43,8 +43,8 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     return [
         (
             each.variant.cause, each.variant.words,
-            f"{each.part.size:.1e}", f"{each.expected:.1e}", f"{each.part.nats:.1e}",
-            percent_text(share(each.part), 1), f"{each.part.without:.1e}", "FAULT" if each.fault else "",
+            short_text(each.part.size), short_text(each.expected), short_text(each.part.nats),
+            percent_text(share(each.part), 1), short_text(each.part.without), "FAULT" if each.fault else "",
         )
         for each in result.findings
     ]  # fmt: skip
@@ -62,16 +62,15 @@ def place_of(result: Result, name: str) -> str:
     return variant.words if variant.words.startswith("vLLM") else f"vLLM in {variant.dtype}, {variant.words}"
 
 
-def operations_text(place: str, found: Operations) -> str:
-    """Return what the operations of a place do, in a sentence."""
+def operations_text(found: Operations) -> str:
+    """Return in a sentence or two how much the operations of a place add."""
     if not found.operations:
-        types = ", ".join(FAMILIES)
-        return f"Operations of {place}: not compared. It takes a model of type {types}, and a vLLM not compiled."
+        return f"not compared. It takes a model of type {', '.join(FAMILIES)}, and a vLLM not compiled."
     first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
     most = ", ".join(f"{one.kind} {percent_text(one.share)}" for one in found.operations[:4] if one.share > 0)
     if found.first is None and found.nats < FLOOR:  # shares of nothing
-        return f"Operations of {place}: {first}."
-    return f"Operations of {place}: {first}. They add most: {most or 'nothing'}."
+        return f"{first}."
+    return f"{first}. They add most: {most or 'nothing'}."
 
 
 def show(job: Explanation, result: Result, console: Console) -> None:
@@ -85,7 +84,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     narrow = [(f"{step}: {changed}", *numbers) for step, changed, *numbers in rows(result)]
     console.print(terminal_table(("step: what is changed", *_COLUMNS[2:]), narrow, red=faults))
     for variant, found in result.operations.items():
-        say(operations_text(place_of(result, variant), found))
+        say(f"Operations of {place_of(result, variant)}: {operations_text(found)}")
     for each in advice(result):
         seen = f" Seen: {each.evidence}." if each.evidence else ""
         say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
@@ -117,7 +116,7 @@ def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str,
     }  # fmt: skip
     write_json(folder / "explanation.json", content)
     compared = [(place_of(result, name), found) for name, found in result.operations.items() if found.operations]
-    operations = [(place, found, operations_text(place, found), _by_layer(found)) for place, found in compared]
+    operations = [(place, found, operations_text(found), _by_layer(found)) for place, found in compared]
     page = render(
         "gap/explain/page.html", "explain", content=content, model=job.model, columns=_COLUMNS, rows=rows(result),
         advice=advice(result), operations=operations, waterfall=_waterfall(result),
@@ -134,13 +133,16 @@ def _waterfall(result: Result) -> str:
     for row, (variant, part) in enumerate(zip(result.chain[1:], parts, strict=True)):
         axis.barh(row, part.k3, left=start, color=COLOURS[variant.name in faults])
         share = percent_text(result.attribution.share(part))
-        axis.text(max(start, start + part.k3), row, f" {share}", va="center")
+        end = (max(start, start + part.k3), row)
+        axis.annotate(share, end, xytext=(4, 0), textcoords="offset points", va="center")
         start += part.k3
     axis.barh(len(parts), result.attribution.k3, color=COLOURS[-1])
     axis.set_yticks(range(len(parts) + 1), [variant.cause for variant in result.chain[1:]] + ["the whole gap"])
     axis.invert_yaxis()
     axis.margins(x=0.18)
     axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.ticklabel_format(axis="x", useMathText=True)
+    axis.tick_params(axis="y", length=0)  # beside 0% it would be a sign
     style(axis, "k3 (nats a token)", grid=False)
     return image(figure, "waterfall")
 
@@ -148,22 +150,18 @@ def _waterfall(result: Result) -> str:
 def _by_layer(found: Operations) -> str:
     """Draw the relative error of each kind of operation in each layer: the larger the darker, and red beyond rounding.
 
-    The first column, –, is of what has no layer. A zero is as white as a kind that a layer does not have.
+    The first column, –, is of operations outside of the layers. A zero is white, a kind that a layer has not is grey.
     """
-    rows = []
-    for one in found.operations:  # the layers of a kind are one after the other
-        start = 0 if one.layer is None else 1 + one.layer - one.errors.index(one.error)
-        rows.append([math.nan] * start + list(one.errors))
-    errors = np.array([row + [math.nan] * (max(map(len, rows)) - len(row)) for row in rows])
-    figure = new_figure(_WIDTH, 0.26 * len(rows) + 1.6)
+    errors = np.maximum(np.array([one.errors for one in found.operations], float), np.finfo(float).tiny)
+    figure = new_figure(_WIDTH, 0.26 * len(errors) + 1.6)
     axis = figure.subplots()
-    shades = LinearSegmentedColormap.from_list("errors", ["white", COLOURS[0]])
-    shades.set_extremes(bad="white", under="white", over=RED)
+    blues = LinearSegmentedColormap.from_list("errors", ["white", COLOURS[0]])
+    shades = blues.with_extremes(bad="#eceef0", under="white", over=RED)
     norm = LogNorm(found.bound / 1e3, found.bound)
     mesh = axis.pcolormesh(errors, cmap=shades, norm=norm, edgecolors="#e4e5e7", linewidth=0.5)
     columns = [0, *range(1, errors.shape[1], math.ceil(errors.shape[1] / 8))]
     axis.set_xticks([column + 0.5 for column in columns], [str(column - 1) if column else "–" for column in columns])
-    axis.set_yticks(np.arange(len(rows)) + 0.5, [one.kind for one in found.operations])
+    axis.set_yticks(np.arange(len(errors)) + 0.5, [one.kind for one in found.operations])
     axis.invert_yaxis()
     style(axis, "layer (–: outside of the layers)", grid=False)
     label = "relative error; red: more than rounding makes"

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from verl_precision.base.dtypes import Dtype
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.settings import command_option, option, settings
+from verl_precision.base.settings import command_option, option, require_each_once, settings
 from verl_precision.tools.jobs.settings import PromptedJob
 
 
@@ -26,10 +26,8 @@ class MismatchJob(PromptedJob):
 
     def __post_init__(self) -> None:
         """Refuse a dtype given twice, and flash attention in FP32."""
-        for flag, dtypes in (("--rollout-dtype", self.rollout_dtypes), ("--train-dtype", self.train_dtypes)):
-            if not dtypes or len(set(dtypes)) != len(dtypes):
-                problem, allowed = f"{flag} {' '.join(dtypes)}: this cannot work", "at least one dtype, and each once"
-                raise ConfigurationError(problem, allowed=allowed, remedy="Repeat the option for several.")
+        require_each_once("--rollout-dtype", self.rollout_dtypes)
+        require_each_once("--train-dtype", self.train_dtypes)
         if self.attention == "flash_attention_2" and "fp32" in self.train_dtypes:
             problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"
             raise ConfigurationError(problem, allowed="bf16, fp16", remedy="Use --attention sdpa, or leave fp32 out.")

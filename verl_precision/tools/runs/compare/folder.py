@@ -15,31 +15,19 @@ from typing import Any
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.owner import release, take
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.grid import preset_arms, recipe_folders, run_name
+from verl_precision.tools.runs.grid import PlannedRun, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY = "comparison.json", "summary.json"
 
 
-def command_of(
-    recipe: Path,
-    precisions: Sequence[str],
-    overrides: Sequence[str],
-    estimators: Sequence[str] = (),
-    arms: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-) -> dict[str, Any]:
+def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str]) -> dict[str, Any]:
     """Return what makes a comparison the same: recipe and its text, runs, settings, and the versions that run it."""
     # The recipes beside it, too: it may build on them.
     files = [file for folder in recipe_folders(recipe) for file in sorted(folder.glob("*.yaml"))]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-    given = {"estimators": list(estimators), "arms": list(arms), "seeds": list(seeds)}
-    return {
-        **{"recipe": str(recipe.resolve()), "digest": digest},
-        **{"precisions": list(precisions), "overrides": list(overrides)},
-        **{name: values for name, values in given.items() if values},
-        "versions": installed_versions(),
-    }
+    of_runs = {"runs": {run.name: list(run.overrides) for run in runs}, "overrides": list(overrides)}
+    return {"recipe": str(recipe.resolve()), "digest": digest, **of_runs, "versions": installed_versions()}
 
 
 @contextmanager
@@ -68,20 +56,11 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
 
 
 def _interrupted(path: Path, command: dict[str, Any]) -> bool:
-    return json.loads(path.read_text()) == command and not finished(path.parent, command)
+    return json.loads(path.read_text()) == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:
     """Return the seconds of each run that a comparison has finished, by its name."""
     path = folder / SUMMARY
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    # A summary of before there were arms and seeds has precisions only.
-    return {run_name(run.get("arm", run["precision"]), run.get("seed")): run["seconds_total"] for run in runs}
-
-
-def finished(folder: Path, command: dict[str, Any]) -> bool:
-    """Return whether every run of a comparison has finished."""
-    presets = command["precisions"], command.get("estimators", ())
-    arms = command.get("arms") or [arm.name for arm in preset_arms(*presets)]
-    names = {run_name(arm, seed) for arm in arms for seed in command.get("seeds", (None,))}
-    return names <= seconds_of_runs(folder).keys()
+    return {run_name(run["arm"], run["seed"]): run["seconds_total"] for run in runs}

@@ -27,7 +27,6 @@ class Results:
     def __init__(
         self, config: Path, runs: Sequence[PlannedRun], overrides: Sequence[str], folder: Path, pass_bar: PassBar | None
     ) -> None:
-        """See the class."""
         self.config, self.runs, self.overrides, self.folder, self.pass_bar = config, runs, overrides, folder, pass_bar
         self._in_columns = len({run.arm.estimator for run in runs}) > 1
         self._lock = threading.Lock()
