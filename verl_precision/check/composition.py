@@ -101,12 +101,8 @@ def read_recipe(path: Path) -> DictConfig:
     require_recipe(path)
     try:
         content = OmegaConf.load(path)
-    except (
-        yaml.YAMLError,
-        OmegaConfBaseException,
-        UnicodeDecodeError,
-        OSError,
-    ) as error:  # OSError: a number, or no rights
+    # OSError: a number in place of keys, or no rights
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise in_our_words(error, path) from error
     if not isinstance(content, DictConfig):
         raise ConfigurationError(f"{path} is not a recipe: its YAML has no keys")
