@@ -80,7 +80,7 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
 def mistyped(config: DictConfig) -> list[ConfigurationError]:
     """Return an error for each text where verl has a number or a switch, by its typed configs or its own values.
 
-    Without one, return an error for a null where it computes with a number.
+    Without one, return an error for a null where it computes with a value.
 
     verl builds its typed configs without a look at the types, and fails where it computes with them.
     """
@@ -97,8 +97,8 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     texts = [ConfigurationError(problem, setting=setting, value=value, **said) for setting, value in found]
     if texts or (setting := null_number(config)) is None:
         return texts
-    said = {"allowed": "a number", "remedy": "Correct it, or leave it as the recipe has it."}
-    return [ConfigurationError("verl computes with this number, and null is none", setting=setting, **said)]
+    said = {"allowed": "a value, such as the recipe's", "remedy": "Correct it, or leave it as the recipe has it."}
+    return [ConfigurationError("verl computes with this value, and null is none", setting=setting, **said)]
 
 
 def _texts(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str]]:

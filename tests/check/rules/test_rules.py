@@ -237,7 +237,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=k3+ critic.enable=True trainer.critic_warmup=5",
     "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.01",
     "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8 model.lora_alpha=64 model.target_modules=[q_proj,v_proj]",
-    "rollout.prompt_length=2048 rollout.max_model_len=4096 rollout.val_kwargs.temperature=0.6 rollout.val_kwargs.n=32",
+    "rollout.prompt_length=2048 rollout.max_model_len=4096 rollout.val_kwargs={do_sample:True,temperature:0.6,n:32}",
     "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc data.gen_batch_size=1",
     "trainer.save_freq=5 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     "+model.override_config.attn_implementation=kernels-community/vllm-flash-attn3",

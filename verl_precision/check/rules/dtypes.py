@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import HALF, short
 from verl_precision.base.verl_config import (
     BACKEND,
+    FSDP,
     engines,
     quantisations,
     rollout_dtype,
@@ -87,8 +88,11 @@ for _role, _effect in (
 
 @rule("half-weights", "warning")
 def half_weights(config: DictConfig, environment: Environment) -> Faults:
-    """The reference holds its weights in 16 bits."""
+    """The reference holds its weights in 16 bits, or gradients are summed in them."""
     for engine in engines(config):
+        if engine.trains and engine.strategy in FSDP and engine.reduce in HALF:
+            setting = f"{engine.setting}.mixed_precision.reduce_dtype"
+            yield Fault(setting=setting, problem="sums of gradients over ranks are rounded to 16 bits", allowed="fp32")
         if engine.verls_fsdp and engine.master in HALF and not engine.trains:
             problem = "weights and RoPE's frequencies are rounded to 16 bits once and for all"
             yield Fault(setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")

@@ -75,9 +75,10 @@ def unknown_names(config: DictConfig, environment: Environment) -> Faults:
 @rule("setting-ignored", "warning")
 def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
     """Settings that were changed from verl's default where nothing reads them."""
-    for setting, default, other, word, meant, reason in _table("ignored"):
+    for setting, default, other, word, meant, reason, *condition in _table("ignored"):
         value, decided = OmegaConf.select(config, setting), OmegaConf.select(config, other) == meant
-        if decided is (word == "where") and value is not None and value != default:
+        changed = value is not None and value != default
+        if decided is (word == "where") and changed and _is_read(config, condition):
             remedy = "Remove it, or change what keeps it from being read."
             yield Fault(setting=setting, problem=f"nothing reads it: {reason}", allowed=str(default), remedy=remedy)
 
@@ -110,8 +111,8 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
 
 
 def _is_read(config: DictConfig, condition: list) -> bool:
-    """Return whether the setting that a row names, if any, has the value with which verl reads the row's."""
-    return not condition or OmegaConf.select(config, condition[0]) == condition[1]
+    """Return whether each setting that a row names has the value with which verl reads the row's."""
+    return all(OmegaConf.select(config, name) == value for name, value in zip(*[iter(condition)] * 2, strict=True))
 
 
 def _is_within(value: object, interval: str, whole: bool) -> bool:
