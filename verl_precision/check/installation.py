@@ -57,18 +57,16 @@ def _asked(what: str, question: Callable[[], str], group: str = "") -> Finding:
 def _tested(distribution: str) -> str:
     version = installed_version(distribution)
     if version is None:
-        raise EnvironmentMismatchError(
-            "it is not installed", remedy=f'Install it: pip install "{distribution}{TESTED[distribution]}".'
-        )
+        remedy = f'Install it: pip install "{distribution}{TESTED[distribution]}".'
+        raise EnvironmentMismatchError("it is not installed", remedy=remedy)
     require_tested(distribution, version)
     return f"{version}, tested range {TESTED[distribution]}"
 
 
 def _entry_point() -> str:
     if all(entry.value != PLUGIN for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)):
-        raise EnvironmentMismatchError(
-            "it is missing: this copy is not installed", remedy="Install it: `pip install .` in a clone."
-        )
+        remedy = "Install it: `pip install .` in a clone."
+        raise EnvironmentMismatchError("it is missing: this copy is not installed", remedy=remedy)
     return PLUGIN
 
 
@@ -79,9 +77,8 @@ def _plugin() -> str:
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if policy == "auto":
         raise EnvironmentMismatchError("it failed to load; the error above says why (verl logs it at DEBUG only)")
-    raise EnvironmentMismatchError(
-        f"VERL_USE_EXTERNAL_PLUGINS={policy!r} excludes it", remedy="Unset it, or add verl_precision to it."
-    )
+    remedy = "Unset it, or add verl_precision to it."
+    raise EnvironmentMismatchError(f"VERL_USE_EXTERNAL_PLUGINS={policy!r} excludes it", remedy=remedy)
 
 
 def _vllm() -> str:

@@ -78,9 +78,7 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
 
 
 def mistyped(config: DictConfig) -> list[ConfigurationError]:
-    """Return an error for each text where verl has a number or a switch, by its typed configs or its own values.
-
-    Without one, return an error for a null where it computes with a value.
+    """Return an error for what is no number, switch or block where verl has one; else for a null that it computes with.
 
     verl builds its typed configs without a look at the types, and fails where it computes with them.
     """
@@ -91,28 +89,33 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     known: Any = OmegaConf.to_container(OmegaConf.load(folder / "ppo_trainer.yaml"), resolve=False)
     known["data"] = OmegaConf.to_container(OmegaConf.load(folder / "data" / "legacy_data.yaml"), resolve=False)
     parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer")
-    problem = "verl takes this text for a number or a switch, and fails where it computes with it"
-    said = {"allowed": "a number, True, False or null", "remedy": "Correct it, or leave it out."}
-    found = (pair for part in parts for pair in _texts(part, plain.get(part) or {}, known.get(part) or {}))
-    texts = [ConfigurationError(problem, setting=setting, value=value, **said) for setting, value in found]
-    if texts or (setting := null_number(config)) is None:
-        return texts
+    problem, remedy = "verl has {} here, and fails where it reads this", "Correct it, or leave it out."
+    misfits = [
+        ConfigurationError(problem.format(kind), setting=setting, value=value, allowed=kind, remedy=remedy)
+        for part in parts
+        for setting, value, kind in _misfits(part, plain.get(part) or {}, known.get(part) or {})
+    ]
+    if misfits or (setting := null_number(config)) is None:
+        return misfits
     said = {"allowed": "a value, such as the recipe's", "remedy": "Correct it, or leave it as the recipe has it."}
     return [ConfigurationError("verl computes with this value, and null is none", setting=setting, **said)]
 
 
-def _texts(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield setting and text where a number or a switch belongs; an interpolation is left to OmegaConf."""
+def _misfits(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
+    """Yield setting, value and what belongs there instead; null and an interpolation are left to others."""
     kinds = {name: type(value) for name, value in known.items()} | _fields(node.get("_target_"))
     for key, value in node.items():
-        if isinstance(value, dict):
-            below = known.get(key)
-            yield from _texts(f"{path}.{key}", value, below if isinstance(below, dict) else {})
-        elif isinstance(value, str) and "${" not in value and value != "???" and _is_numeric(kinds.get(key)):
-            try:
-                float(value)
-            except ValueError:
-                yield f"{path}.{key}", value
+        kind, below = _kinds(kinds.get(key)), known.get(key)
+        if value is None or isinstance(value, str) and ("${" in value or value == "???"):
+            continue
+        if kind and kind <= {int, float, bool}:
+            # num_warmup_batches is 1 by default, and verl takes 1.5 too
+            if not _is_number(value, whole=float not in kind and int in kind and key != "num_warmup_batches"):
+                yield f"{path}.{key}", value, "a whole number" if isinstance(value, float) else "a number or a switch"
+        elif isinstance(value, dict):
+            yield from _misfits(f"{path}.{key}", value, below if isinstance(below, dict) else {})
+        elif kind and all(each is dict or dataclasses.is_dataclass(each) for each in kind):
+            yield f"{path}.{key}", value, "a block of settings"
 
 
 def _fields(target: object) -> dict[str, Any]:
@@ -126,10 +129,18 @@ def _fields(target: object) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
-def _is_numeric(hint: Any) -> bool:
-    """Return whether a type takes numbers, switches and null alone."""
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
-    return bool(kinds & {int, float, bool}) and kinds <= {int, float, bool, type(None)}
+def _kinds(hint: Any) -> set[Any]:
+    """Return the types of a hint but for null, each without its arguments."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return {get_origin(kind) or kind for kind in kinds} - {None, type(None)}
+
+
+def _is_number(value: object, whole: bool) -> bool:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return not whole or number.is_integer()
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:

@@ -127,7 +127,6 @@ ENVIRONMENTS = [
     ("checkpoint-space", disk(0), SAVED.replace("5", "-1"), False),
     ("checkpoint-space", disk(6 * GIB - 1), "trainer.save_freq=5", True),
     ("checkpoint-space", disk(3 * GIB), f"{SAVED} +precision=fp16 model.lora_rank=8", False),
-    ("checkpoint-space", disk(9 * GIB - 1), f"{SAVED} actor.checkpoint.save_contents=[model]", False),
     ("checkpoint-space", disk(12 * GIB - 1), EXPORTED, True),
     ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), f"{SAVED} +precision=fp16", False),
     ("checkpoint-space", disk(3 * GIB, removable=6 * GIB - 1), f"{SAVED} +precision=fp16", True),

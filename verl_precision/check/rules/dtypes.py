@@ -14,6 +14,7 @@ from verl_precision.base.verl_config import (
     sync_backend,
     transport_dtype,
 )
+from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 from verl_precision.integration.trainer.saving import saves
 
@@ -225,7 +226,7 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
 def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
-    exports = "hf_model" in (OmegaConf.select(config, setting) or []) and saves(config)
+    exports = "hf_model" in names_in(config, setting) and saves(config)
     if exports and actor.verls_fsdp and actor.compute == "fp16":
         problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
         remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."

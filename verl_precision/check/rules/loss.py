@@ -81,11 +81,9 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
         return
     if _has_mismatch_in_clip(config):
         step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        problem = (
-            f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
-            f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
-            f"updates at lr={learning_rate}. Until then the clip cuts what was learnt (recipes/phantom_clipping)"
-        )
+        problem = f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
+        problem += f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about "
+        problem += f"{step / learning_rate:.0f} updates at lr={learning_rate}. Until then the clip cuts what was learnt"
         remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
         setting = "actor_rollout_ref.rollout.dtype"
         yield Fault(setting=setting, problem=problem, allowed="the actor's dtype", remedy=remedy)

@@ -226,9 +226,7 @@ def router_replay_memory(config: DictConfig, environment: Environment) -> Faults
     tokens *= data.max_prompt_length + data.max_response_length
     held = routing_bytes(model, tokens)
     if (of_host := held / GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
-        problem = (
-            f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts "
-            f"({routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of each host's memory"
-        )
+        problem = f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts ("
+        problem += f"{routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of a host's memory"
         remedy = "Have that much free, take more hosts or a smaller data.train_batch_size, or no router_replay."
         yield Fault(setting=SENT, problem=problem, allowed=f"at most {ROUTING_GIB} GiB a host", remedy=remedy)
