@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.tables import null_number
+from verl_precision.check.rules.tables import null_number, table
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
@@ -102,14 +102,13 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
 
 
 def _misfits(path: str, node: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
-    """Yield setting, value and what belongs there instead; null and an interpolation are left to others."""
+    """Yield setting, value and what belongs there; not null, nor interpolations. (verl takes 1.5 warm-up batches.)"""
     kinds = {name: type(value) for name, value in known.items()} | _fields(node.get("_target_"))
     for key, value in node.items():
-        kind, below = _kinds(kinds.get(key)), known.get(key)
+        kind, below = _kinds(float if f"{path}.{key}" in table("numbers or null") else kinds.get(key)), known.get(key)
         if value is None or isinstance(value, str) and ("${" in value or value == "???"):
             continue
         if kind and kind <= {int, float, bool}:
-            # num_warmup_batches is 1 by default, and verl takes 1.5 too
             if not _is_number(value, whole=float not in kind and int in kind and key != "num_warmup_batches"):
                 yield f"{path}.{key}", value, "a whole number" if isinstance(value, float) else "a number or a switch"
         elif isinstance(value, dict):

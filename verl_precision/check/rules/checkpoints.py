@@ -5,6 +5,7 @@ import math
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines
+from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape, shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, Severity, rule
 from verl_precision.integration.trainer.saving import every_minutes, saves
@@ -103,4 +104,4 @@ def checkpoint_bytes(config: DictConfig, parameters: int | None) -> int | None:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     adapter = (model.get("lora_rank") or 0) > 0  # its moments are those of the adapter: below 1% of the model
     sizes = {"model": SINGLE, "optimizer": 0 if adapter else MOMENTS, "hf_model": SINGLE}
-    return parameters * sum(sizes.get(content, 0) for content in actor.checkpoint.save_contents)
+    return parameters * sum(sizes.get(content, 0) for content in names_in(actor.checkpoint, "save_contents"))

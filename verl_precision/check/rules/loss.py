@@ -139,7 +139,7 @@ def rejection_threshold_misread(config: DictConfig, environment: Environment) ->
     """One number below 1 is an empty k1 band."""
     for path, correction in _corrections(config):
         value = correction.get("rollout_rs_threshold")
-        if "k1" in (correction.get("rollout_rs") or "") and isinstance(value, int | float) and not value > 1:
+        if "k1" in str(correction.get("rollout_rs")) and isinstance(value, int | float) and not value > 1:
             problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
             allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
             remedy = f"Set {path}.rollout_rs_threshold=2.0."

@@ -150,8 +150,8 @@ def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
 
 
 def _share(config: DictConfig) -> float:
-    rollout = config.actor_rollout_ref.rollout
-    return float(engine_kwargs(config).get("gpu_memory_utilization", rollout.gpu_memory_utilization))
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    return min(float(engine_kwargs(config).get("gpu_memory_utilization", share)), 1.0)  # vllm-refuses-setting
 
 
 def _judged(peak: int, memory: int) -> Severity | Literal[""]:
