@@ -99,7 +99,7 @@ def test_terminal_shows_table_finding_and_remedy():
     (f"{RECIPE} actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
     (f"{RECIPE} max_num_batched_tokens=1", "Did you mean actor_rollout_ref.rollout.max_num_batched_tokens"),
     (f"{RECIPE} {TOKENS}=banana", f"{TOKENS}='banana': verl has a number or a switch here"),
-    (f"{RECIPE} data.max_response_length=banana", "data.max_response_length='banana': verl takes"),
+    (f"{RECIPE} data.max_response_length=banana", "data.max_response_length='banana': verl has"),
     (f"{RECIPE} data.train_batch_size=null", "data.train_batch_size=None: verl computes with this value"),
     (f"{RECIPE} --precision fp16", "--precision fp16: there is no such option here"),
     (f"{RECIPE} --precision=fp16", "Write precision=fp16."),

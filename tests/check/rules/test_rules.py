@@ -74,7 +74,7 @@ BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rew
 NO_KERNEL = here(head_size=16, head_sizes=(32, 64))
 NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
-EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,hf_model]"
+EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 # Name, what is known beyond the config, overrides, whether there is a fault.
 ENVIRONMENTS = [
     *[
