@@ -142,9 +142,8 @@ def in_our_words(
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         allowed = ", ".join(preset_names(group) if group in preset_groups() else error.options)
-        return ConfigurationError(
-            "there is no such preset", setting=group, value=name, allowed=allowed, remedy=_meant(name, error.options)
-        )
+        problem, remedy = "there is no such preset", _meant(name, error.options)
+        return ConfigurationError(problem, setting=group, value=name, allowed=allowed, remedy=remedy)
     if isinstance(error, OverrideParseException):
         problem, remedy = f"Hydra cannot read `{error.override}`", "Put quotes into the value: KEY=\"'VALUE'\"."
         return ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)

@@ -77,9 +77,8 @@ def _plugin() -> str:
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if policy == "auto":
         raise EnvironmentMismatchError("it failed to load; the error above says why (verl logs it at DEBUG only)")
-    raise EnvironmentMismatchError(
-        f"VERL_USE_EXTERNAL_PLUGINS={policy!r} excludes it", remedy="Unset it, or add verl_precision to it."
-    )
+    remedy = "Unset it, or add verl_precision to it."
+    raise EnvironmentMismatchError(f"VERL_USE_EXTERNAL_PLUGINS={policy!r} excludes it", remedy=remedy)
 
 
 def _vllm() -> str:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.tables import null_number
+from verl_precision.check.rules.tables import null_number, table
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
@@ -79,25 +79,21 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
 
 
 def mistyped(config: DictConfig) -> list[ConfigurationError]:
-    """Return an error for each text where verl has a number or a switch, by its typed configs or its own values.
+    """Return an error for what is no number, switch or block where verl has one; else for a null that it computes with.
 
-    Without one, return an error for a null where it computes with a number. verl builds its
-    typed configs without a look at the types, and fails where it computes with them.
+    verl builds its typed configs without a look at the types, and fails where it computes with them.
     """
-    problem = "verl takes this text for a number or a switch, and fails where it computes with it"
-    said = {"allowed": "a number, True, False or null", "remedy": "Correct it, or leave it out."}
-    texts = []
-    for path, node, kinds in _blocks(config):
-        for key, value in node.items():  # an interpolation is left to OmegaConf
-            if isinstance(value, str) and "${" not in value and value != "???" and _is_numeric(kinds.get(key)):
-                try:
-                    float(value)
-                except ValueError:
-                    texts.append(ConfigurationError(problem, setting=f"{path}.{key}", value=value, **said))
-    if texts or (setting := null_number(config)) is None:
-        return texts
-    said = {"allowed": "a number", "remedy": "Correct it, or leave it as the recipe has it."}
-    return [ConfigurationError("verl computes with this number, and null is none", setting=setting, **said)]
+    problem, remedy = "verl has {} here, and fails where it reads this", "Correct it, or leave it out."
+    misfits = [
+        ConfigurationError(problem.format(kind), setting=f"{path}.{key}", value=value, allowed=kind, remedy=remedy)
+        for path, node, kinds in _blocks(config)
+        for key, value in node.items()
+        if (kind := _kind_instead(f"{path}.{key}", value, kinds.get(key))) is not None
+    ]
+    if misfits or (setting := null_number(config)) is None:
+        return misfits
+    said = {"allowed": "a value, such as the recipe's", "remedy": "Correct it, or leave it as the recipe has it."}
+    return [ConfigurationError("verl computes with this value, and null is none", setting=setting, **said)]
 
 
 def misspelt(config: DictConfig) -> Iterator[ConfigurationError]:
@@ -127,6 +123,19 @@ def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str,
             waiting += [(f"{path}.{key}", value, own.get(key)) for key, value in node.items()]
 
 
+def _kind_instead(setting: str, value: object, hint: object) -> str | None:
+    """Return the kind of value that belongs there; None if it is one, null or an interpolation."""
+    kinds = _kinds(float if setting in table("numbers or null") else hint)
+    if not kinds or value is None or isinstance(value, str) and ("${" in value or value == "???"):
+        return None
+    if kinds <= {int, float, bool}:
+        whole = float not in kinds and int in kinds and not setting.endswith(".num_warmup_batches")  # verl takes 1.5
+        kind = "a whole number" if isinstance(value, float) else "a number or a switch"
+        return None if _is_number(value, whole) else kind
+    is_block = all(each is dict or dataclasses.is_dataclass(each) for each in kinds)
+    return "a block of settings" if is_block and not isinstance(value, dict) else None
+
+
 def _fields(target: object) -> dict[str, Any]:
     """Return the types that a typed config states for its fields; nothing of a class that cannot be found."""
     try:
@@ -138,10 +147,18 @@ def _fields(target: object) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
-def _is_numeric(hint: Any) -> bool:
-    """Return whether a type takes numbers, switches and null alone."""
-    kinds = set(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else {hint}
-    return bool(kinds & {int, float, bool}) and kinds <= {int, float, bool, type(None)}
+def _kinds(hint: Any) -> set[Any]:
+    """Return the types of a hint but for null, each without its arguments."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return {get_origin(kind) or kind for kind in kinds} - {None, type(None)}
+
+
+def _is_number(value: object, whole: bool) -> bool:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return not whole or number.is_integer()
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:

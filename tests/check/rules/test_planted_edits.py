@@ -176,7 +176,7 @@ def witness_bare_reward(config) -> None:
 
 
 def witness_dataset(config) -> None:
-    files = config.data.val_files if config.data.val_files is None else config.data.train_files
+    files = config.data.train_files if config.data.val_files else config.data.val_files
     with pytest.raises((AttributeError, TypeError, ValueError)):
         RLHFDataset(files, None, config.data)
 
@@ -187,6 +187,11 @@ def witness_steps_per_epoch(config) -> None:
     trainer = SimpleNamespace(config=config, **given)
     PPOTrainer._init_dataloader(trainer)
     assert trainer.steps_per_epoch == 0, "PPOTrainer.fit divides by it"
+
+
+def witness_generation_batches(config) -> None:
+    with pytest.raises(ValueError, match="must be a positive multiple of gen_batch_size"):
+        PPOTrainer._next_train_batch(SimpleNamespace(config=config))
 
 
 def witness_loader(config) -> None:

@@ -74,7 +74,7 @@ BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rew
 NO_KERNEL = here(head_size=16, head_sizes=(32, 64))
 NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
-EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,hf_model]"
+EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 # Name, what is known beyond the config, overrides, whether there is a fault.
 ENVIRONMENTS = [
     *[
@@ -127,7 +127,6 @@ ENVIRONMENTS = [
     ("checkpoint-space", disk(0), SAVED.replace("5", "-1"), False),
     ("checkpoint-space", disk(6 * GIB - 1), "trainer.save_freq=5", True),
     ("checkpoint-space", disk(3 * GIB), f"{SAVED} +precision=fp16 model.lora_rank=8", False),
-    ("checkpoint-space", disk(9 * GIB - 1), f"{SAVED} actor.checkpoint.save_contents=[model]", False),
     ("checkpoint-space", disk(12 * GIB - 1), EXPORTED, True),
     ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), f"{SAVED} +precision=fp16", False),
     ("checkpoint-space", disk(3 * GIB, removable=6 * GIB - 1), f"{SAVED} +precision=fp16", True),
@@ -237,7 +236,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=k3+ critic.enable=True trainer.critic_warmup=5",
     "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.01",
     "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8 model.lora_alpha=64 model.target_modules=[q_proj,v_proj]",
-    "rollout.prompt_length=2048 rollout.max_model_len=4096 rollout.val_kwargs.temperature=0.6 rollout.val_kwargs.n=32",
+    "rollout.prompt_length=2048 rollout.max_model_len=4096 rollout.val_kwargs={do_sample:True,temperature:0.6,n:32}",
     "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc data.gen_batch_size=1",
     "trainer.save_freq=5 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     "+model.override_config.attn_implementation=kernels-community/vllm-flash-attn3",

@@ -2,11 +2,12 @@
 
 import math
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines
+from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape, shape_of
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, Severity, rule
 from verl_precision.integration.trainer.saving import every_minutes, saves
 
 MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
@@ -21,14 +22,10 @@ LONG_HOURS = 12  # without a checkpoint, of a job whose limit is not known; half
 @rule("one-checkpoint", "warning")
 def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
     """verl removes the former checkpoint before all of the new one is written."""
-    if saves(config) and config.trainer.max_actor_ckpt_to_keep == 1:
-        yield Fault(
-            setting="trainer.max_actor_ckpt_to_keep",
-            problem="verl removes the former checkpoint before the new one is complete: a run that ends in between has "
-            "no checkpoint to go on from",
-            allowed="2 or more, or null for all",
-            remedy="Set trainer.max_actor_ckpt_to_keep=2.",
-        )
+    setting, remedy = "trainer.max_actor_ckpt_to_keep", "Set trainer.max_actor_ckpt_to_keep=2."
+    if saves(config) and OmegaConf.select(config, setting) == 1:
+        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
+        yield Fault(setting=setting, problem=problem, allowed="2 or more, or null for all", remedy=remedy)
 
 
 @rule("first-checkpoint-late")
@@ -44,14 +41,12 @@ def first_checkpoint_late(config: DictConfig, environment: Environment) -> Fault
     if first <= (LONG_HOURS * HOUR if left is None else left):
         return
     limit = "clusters end most jobs after a day or less" if left is None else f"the job ends in {left / HOUR:.1f} hours"
-    yield Fault(
-        severity="error" if left is not None and first > 2 * left else "warning",
-        setting="trainer.save_freq",
-        problem=f"at about {step / 60:.0f} minutes a step (by rough arithmetic) the first checkpoint "
-        f"comes after {first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch",
-        allowed="a first checkpoint well before the job ends",
-        remedy="Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often.",
-    )
+    severity: Severity = "error" if left is not None and first > 2 * left else "warning"
+    problem = f"at about {step / 60:.0f} minutes a step (by rough arithmetic) the first checkpoint comes after "
+    problem += f"{first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch"
+    remedy = "Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often."
+    allowed = "a first checkpoint well before the job ends"
+    yield Fault("", severity, "trainer.save_freq", None, problem, allowed, remedy)
 
 
 def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
@@ -75,18 +70,16 @@ def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
     if not saves(config) or one is None or machine.checkpoint_disk is None:
         return
     keep = config.trainer.max_actor_ckpt_to_keep
-    number = keep or 1  # without a limit their number is not known
+    number = max(keep or 1, 1)  # without a limit their number is not known
     needed = (number + 1) * one
     earlier = machine.removable if keep and engines(config)[0].ours else 0  # verl's own engine never removes them
     held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
     if machine.checkpoint_disk + earlier < needed:
-        yield Fault(
-            setting="trainer.default_local_dir",
-            problem=f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
-            f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)",
-            allowed="a folder on a disk with that much space",
-            remedy="Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep.",
-        )
+        problem = f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
+        problem += f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)"
+        setting, allowed = "trainer.default_local_dir", "a folder on a disk with that much space"
+        remedy = "Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep."
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 @rule("resume-refused")
@@ -98,12 +91,10 @@ def resume_refused(config: DictConfig, environment: Environment) -> Faults:
         remedy = "Set trainer.resume_mode=auto."
         yield Fault(setting="trainer.resume_mode", problem=problem, allowed="auto, disable, resume_path", remedy=remedy)
     elif mode == "resume_path" and (not isinstance(path, str) or "global_step_" not in path):
-        yield Fault(
-            setting="trainer.resume_from_path",
-            problem="with resume_mode=resume_path verl asserts, once everything is loaded, that it names a checkpoint",
-            allowed="a path that ends with global_step_<number>",
-            remedy="Set it, or trainer.resume_mode=auto.",
-        )
+        setting, allowed = "trainer.resume_from_path", "a path that ends with global_step_<number>"
+        problem = "with resume_mode=resume_path verl asserts, once everything is loaded, that it names a checkpoint"
+        remedy = "Set it, or trainer.resume_mode=auto."
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
 
 
 def checkpoint_bytes(config: DictConfig, parameters: int | None) -> int | None:
@@ -113,4 +104,4 @@ def checkpoint_bytes(config: DictConfig, parameters: int | None) -> int | None:
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     adapter = (model.get("lora_rank") or 0) > 0  # its moments are those of the adapter: below 1% of the model
     sizes = {"model": SINGLE, "optimizer": 0 if adapter else MOMENTS, "hf_model": SINGLE}
-    return parameters * sum(sizes.get(content, 0) for content in actor.checkpoint.save_contents)
+    return parameters * sum(sizes.get(content, 0) for content in names_in(actor.checkpoint, "save_contents"))

@@ -7,12 +7,14 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import HALF, short
 from verl_precision.base.verl_config import (
     BACKEND,
+    FSDP,
     engines,
     quantisations,
     rollout_dtype,
     sync_backend,
     transport_dtype,
 )
+from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 from verl_precision.integration.trainer.saving import saves
 
@@ -86,8 +88,11 @@ for _role, _effect in (
 
 @rule("half-weights", "warning")
 def half_weights(config: DictConfig, environment: Environment) -> Faults:
-    """The reference holds its weights in 16 bits."""
+    """The reference holds its weights in 16 bits, or gradients are summed in them."""
     for engine in engines(config):
+        if engine.trains and engine.strategy in FSDP and engine.reduce in HALF:
+            setting = f"{engine.setting}.mixed_precision.reduce_dtype"
+            yield Fault(setting=setting, problem="sums of gradients over ranks are rounded to 16 bits", allowed="fp32")
         if engine.verls_fsdp and engine.master in HALF and not engine.trains:
             problem = "weights and RoPE's frequencies are rounded to 16 bits once and for all"
             yield Fault(setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
@@ -220,7 +225,7 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
 def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
-    exports = "hf_model" in (OmegaConf.select(config, setting) or []) and saves(config)
+    exports = "hf_model" in names_in(config, setting) and saves(config)
     if exports and actor.verls_fsdp and actor.compute == "fp16":
         problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
         remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."

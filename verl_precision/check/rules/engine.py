@@ -1,4 +1,4 @@
-"""Rules of the trainer's FSDP engine: its settings, the shadow, offloading, router replay."""
+"""Rules of the trainer's FSDP engine: its settings, the shadow, router replay."""
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -53,18 +53,6 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
         problem = f"loss_mode={loss} has no importance weights here, and so no effective sample size"
         remedy = "Choose estimator=pg_seq_is, or leave out the preset learning_rate."
         yield Fault(setting=setting, problem=problem, allowed="null, or a loss with weights", remedy=remedy)
-
-
-@rule("offload-policy-ignored", "warning")
-def offload_policy_ignored(config: DictConfig, environment: Environment) -> Faults:
-    """verl reads `offload_policy` under FSDP2 only: under FSDP1 the state stays on the device, without a word."""
-    for engine in engines(config):
-        if engine.strategy == "fsdp" and engine.trains and engine.node.get("offload_policy"):
-            owner = engine.setting.rpartition(".")[0]
-            setting = f"{engine.setting}.offload_policy"
-            problem = f"FSDP1 ignores it, and the state of the {engine.role} stays on the GPU"
-            remedy = f"Set {owner}.strategy=fsdp2, or param_offload and optimizer_offload."
-            yield Fault(setting=setting, problem=problem, allowed="False, or strategy=fsdp2", remedy=remedy)
 
 
 @rule("router-replay")

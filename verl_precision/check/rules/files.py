@@ -42,6 +42,8 @@ def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
     named = [("trainer.logger", name, LOGGER_PACKAGES[name]) for name in loggers]
     if rollout in ENGINE_PACKAGES:
         named.append(("actor_rollout_ref.rollout.name", rollout, ENGINE_PACKAGES[rollout]))
+    if config.actor_rollout_ref.model.get("use_liger"):
+        named.append(("actor_rollout_ref.model.use_liger", "True", "liger_kernel"))
     return [*named, ("actor_rollout_ref.actor.optim.optimizer_impl", optimizer, optimizer.partition(".")[0])]
 
 
@@ -58,7 +60,7 @@ def written_folders(config: DictConfig) -> list[tuple[str, str]]:
 def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
     for setting in DATA:
-        if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting)):
+        if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting) or [None]):
             problem = "verl reads both kinds of files, validating or not, and knows their format by the ending"
             allowed = f"files that end with {', '.join(DATA_ENDINGS)}"
             remedy = "Name one, e.g. the training file for validation too."

@@ -43,7 +43,7 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         size = int(engine.node.get("fsdp_size", -1))
         for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
             # FSDPEngine._init_device_mesh, create_device_mesh
-            if 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
+            if over == 0 or 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
                 problem = f"{gpus} GPUs are not divided by it: the ranks left over fail, and the others wait"
                 allowed, remedy = f"a divisor of {gpus}: {_divisors(gpus)}", f"Set {setting}={math.gcd(over, gpus)}."
                 yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
@@ -101,13 +101,20 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
 
 
 @rule("batch-does-not-divide")
-def separate_async_batch(config: DictConfig, environment: Environment) -> Faults:
-    """verl's trainer with a rollout on GPUs of its own syncs after a fixed number of mini-batches: those of a batch."""
-    if str(OmegaConf.select(config, "trainer.v1.trainer_mode")).removeprefix("vp_") != "separate_async":
+def batches_of_prompts(config: DictConfig, environment: Environment) -> Faults:
+    """verl fetches whole generation batches, and syncs a rollout on GPUs of its own after a batch's mini-batches."""
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode")).removeprefix("vp_")
+    fetched, size = config.data.get("gen_batch_size") or 0, config.data.train_batch_size
+    one_by_one = mode != "sync" or OmegaConf.select(config, "algorithm.filter_groups.enable")  # verl sets 1 there
+    if fetched and not one_by_one and size % fetched:  # PPOTrainer._next_train_batch
+        problem = f"a batch of {size} prompts is no multiple of it: verl raises in the first step"
+        remedy = "Set data.gen_batch_size=null."
+        yield Fault("", "", "data.gen_batch_size", None, problem, f"null, or a divisor of {size}", remedy)
+    if mode != "separate_async":
         return
     setting = "trainer.v1.separate_async.parameter_sync_step"
     steps, mini_batch = OmegaConf.select(config, setting), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if (size := config.data.train_batch_size) != steps * mini_batch:  # PPOTrainerSeparateAsync.__init__
+    if size != steps * mini_batch:  # PPOTrainerSeparateAsync.__init__
         problem = f"{steps} mini-batches of {mini_batch} prompts are not a batch of {size}, as verl asserts"
         fits = size // mini_batch if mini_batch and size % mini_batch == 0 else 0
         allowed = str(fits) if fits else "data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size"

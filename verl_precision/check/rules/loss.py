@@ -79,11 +79,9 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
         return
     if _has_mismatch_in_clip(config):
         step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        problem = (
-            f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
-            f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about {step / learning_rate:.0f} "
-            f"updates at lr={learning_rate}. Until then the clip cuts what was learnt (recipes/phantom_clipping)"
-        )
+        problem = f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
+        problem += f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about "
+        problem += f"{step / learning_rate:.0f} updates at lr={learning_rate}. Until then the clip cuts what was learnt"
         remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
         setting = "actor_rollout_ref.rollout.dtype"
         yield Fault(setting=setting, problem=problem, allowed="the actor's dtype", remedy=remedy)
@@ -139,7 +137,7 @@ def rejection_threshold_misread(config: DictConfig, environment: Environment) ->
     """One number below 1 is an empty k1 band."""
     for path, correction in _corrections(config):
         value = correction.get("rollout_rs_threshold")
-        if "k1" in (correction.get("rollout_rs") or "") and isinstance(value, int | float) and not value > 1:
+        if "k1" in str(correction.get("rollout_rs")) and isinstance(value, int | float) and not value > 1:
             problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
             allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
             remedy = f"Set {path}.rollout_rs_threshold=2.0."

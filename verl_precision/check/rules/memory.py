@@ -11,7 +11,7 @@ from typing import Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, engines, lora_rank, rollout_dtype
+from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
 from verl_precision.check.rules.gpu_memory import (
     GIB,
     HALF,
@@ -57,6 +57,7 @@ class Layout:
     state: int  # bytes of the trainer's and the reference's state on a GPU while the trainer works
     kept: int  # bytes a parameter of the trainer's state on a GPU while vLLM works
     unreduced: int  # bytes of whole gradients that wait for the last micro-batch of a mini-batch
+    awake: int  # bytes of a vLLM that gives nothing back while the trainer works
 
     @cached_property
     def training(self) -> dict[str, int]:
@@ -67,6 +68,7 @@ class Layout:
             "gathered layers": gathered_bytes(self.model, self.width),
             "activations": self.activations(self.tokens),
             "CUDA, NCCL and a sleeping vLLM": REST,
+            "a vLLM that keeps its memory": self.awake,
         }
 
     def activations(self, tokens: int) -> int:
@@ -85,6 +87,7 @@ class Layout:
         found = [] if checkpointing else [model]
         found += [] if self.on_host else ["actor_rollout_ref.actor.fsdp_config.offload_policy=True"]
         found += [f"{NO_SYNC}=False"] if self.unreduced else []
+        found += ["actor_rollout_ref.rollout.free_cache_engine=True"] if self.awake else []
         return [*found, "a precision of 16 bits"] if self.width == SINGLE else found
 
     def largest_budget(self) -> int:
@@ -130,7 +133,8 @@ def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
     if fsdp.get("use_no_sync_for_gradient_accumulation", True) and tokens < of_mini_batch and not lora:
         # FSDP2 adds them up in the dtype of the reduction (`to_accumulated_grad_if_needed` of torch's `_fsdp_param.py`)
         unreduced = (SINGLE if engine.strategy == "fsdp2" and engine.reduce == "fp32" else width) * model.parameters
-    return Layout(config, model, memory, gpus, longest, tokens, width, on_host, state, kept, unreduced)
+    awake = 0 if config.actor_rollout_ref.rollout.get("free_cache_engine", True) else int(_share(config) * memory)
+    return Layout(config, model, memory, gpus, longest, tokens, width, on_host, state, kept, unreduced, awake)
 
 
 def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
@@ -141,6 +145,11 @@ def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
     scale = next((choice for group, choice in choices.items() if group.partition("@")[0] == "scale"), None)
     return gpu_memory(str(scale).replace("_", " "))
+
+
+def _share(config: DictConfig) -> float:
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
+    return min(float(engine_kwargs(config).get("gpu_memory_utilization", share)), 1.0)  # vllm-refuses-setting
 
 
 def _judged(peak: int, memory: int) -> Severity | Literal[""]:
@@ -185,11 +194,11 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
     layout, rollout = layout_of(config, environment), config.actor_rollout_ref.rollout
     if layout is None:
         return
-    model, memory, share = layout.model, layout.memory, float(rollout.gpu_memory_utilization)
+    model, memory, share = layout.model, layout.memory, _share(config)
     beside = rollout_bytes(model, layout.gpus, 0, memory, layout.kept)
     width = SINGLE if rollout_dtype(config) == "fp32" else HALF
     longest = rollout.max_model_len or layout.longest
-    parallel = rollout.tensor_model_parallel_size
+    parallel = max(rollout.tensor_model_parallel_size, 1)  # value-out-of-range
     most = int(100 * (FILLED - beside / memory)) / 100
     if severity := _judged(beside + int(share * memory), memory):
         parts = {"vLLM's share": int(share * memory), "the trainer's state": beside - REST, "CUDA and NCCL": REST}
@@ -215,9 +224,7 @@ def router_replay_memory(config: DictConfig, environment: Environment) -> Faults
     tokens *= data.max_prompt_length + data.max_response_length
     held = routing_bytes(model, tokens)
     if (of_host := held / GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
-        problem = (
-            f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts "
-            f"({routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of each host's memory"
-        )
+        problem = f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts ("
+        problem += f"{routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of a host's memory"
         remedy = "Have that much free, take more hosts or a smaller data.train_batch_size, or no router_replay."
         yield Fault(setting=SENT, problem=problem, allowed=f"at most {ROUTING_GIB} GiB a host", remedy=remedy)

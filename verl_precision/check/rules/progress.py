@@ -72,8 +72,8 @@ def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
     steps, kept, gpus = trainer.total_training_steps, saves(config), trainer.device != "cpu"
     long, folder = gpus and isinstance(steps, int) and steps >= LONG, PurePosixPath(str(trainer.default_local_dir))
     places = OF_A_HOST if trainer.nnodes > 1 and gpus else IN_MEMORY
-    save, load = set(contents.save_contents or ()), set(contents.load_contents or ())
-    unwritten, unread = ({"model"} | load) - save, save - load - {"hf_model"}
+    save, load = ({str(name) for name in names_in(contents, f"{key}_contents")} for key in ("save", "load"))
+    unwritten, unread = ({"model"} | load) - save, {"model", "optimizer", "extra"} - load
     yield from faults_where(
         (long and not kept, "trainer.save_freq", f"no checkpoint is written in {steps} steps, not even the last",
          "1 or more"),
@@ -87,7 +87,7 @@ def progress_not_kept(config: DictConfig, environment: Environment) -> Faults:
          "that for itself, or in memory: after a restart, or on another host, it is gone", "a folder on a shared disk"),
         (kept and unwritten, f"{ACTOR}.checkpoint.save_contents", "no run can resume: nothing is written of "
          f"{', '.join(sorted(unwritten))}", "at least model, and all of load_contents"),
-        (kept and unread, f"{ACTOR}.checkpoint.load_contents", f"a resumed run begins without its saved "
+        (kept and unread, f"{ACTOR}.checkpoint.load_contents", f"a resumed run begins without its "
          f"{', '.join(sorted(unread))}", "the same as save_contents"),
         (names_in(config, "trainer.logger") in ([], [None]), "trainer.logger", "no metric is written anywhere",
          "[console,file]"),

@@ -174,9 +174,7 @@ def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
     gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
     if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
         return
-    quantised = any(
-        place.endswith(".quantization") for place in quantisations(config)
-    )  # such experts have kernels of their own
+    quantised = any(place.endswith(".quantization") for place in quantisations(config))  # they have other kernels
     setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
     if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
         problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, without a look at the dtype, {dtype} (read)"

@@ -81,7 +81,7 @@ def tokenizer(config: DictConfig, environment: Environment) -> Faults:
 def chat_template(config: DictConfig, environment: Environment) -> Faults:
     """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
     setting = "actor_rollout_ref.model.custom_chat_template"
-    if environment.model.get("has_chat_template") is False and OmegaConf.select(config, setting) is None:
+    if environment.model.get("has_chat_template") is False and not OmegaConf.select(config, setting):
         problem = "the model's tokenizer has no chat template: no prompt can be made"
         remedy = "Leave it as the recipe has it, or give one that fits the prompts."
         yield Fault(setting=setting, problem=problem, allowed="a template in Jinja", remedy=remedy)

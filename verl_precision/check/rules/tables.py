@@ -15,16 +15,14 @@ MANY_TIMES = 10  # a normaliser that is further from the longest response is a s
 
 
 @functools.cache
-def _table(name: str) -> list[list]:
+def table(name: str) -> list:
+    """Return the rows of a table of tables.yaml."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())[name]
 
 
 def null_number(config: DictConfig) -> str | None:
-    """Return the first setting that is null where verl computes with a number, as do rules and the presets' resolvers.
-
-    So it is asked before them.
-    """
-    for setting, *condition in _table("numbers"):
+    """Return the first setting that is null where verl, rules and resolvers compute with it; asked before them."""
+    for setting, *condition in table("numbers"):
         if OmegaConf.select(config, setting, default=0) is None and _is_read(config, condition):
             return setting
     return None
@@ -33,7 +31,7 @@ def null_number(config: DictConfig) -> str | None:
 @rule("value-out-of-range")
 def refused_numbers(config: DictConfig, environment: Environment) -> Faults:
     """Numbers that fail in a request, an assertion or a constructor, after everything is loaded."""
-    for setting, interval, effect, *condition in _table("refused"):
+    for setting, interval, effect, *condition in table("refused"):
         value = OmegaConf.select(config, setting)
         _, whole, bounds = interval.rpartition("whole ")
         if (value is None and not whole) or not _is_read(config, condition) or _is_within(value, bounds, bool(whole)):
@@ -45,7 +43,7 @@ def refused_numbers(config: DictConfig, environment: Environment) -> Faults:
 @rule("value-unusual", "warning")
 def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
     """Numbers that are orders of magnitude from those in use."""
-    longest, usual = config.data.max_response_length, [*_table("usual")]
+    longest, usual = config.data.max_response_length, [*table("usual")]
     if config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm":
         setting, source = "actor_rollout_ref.actor.loss_scale_factor", "arXiv 2503.20783: data.max_response_length"
         usual.append([setting, longest / MANY_TIMES, longest * MANY_TIMES, source])
@@ -60,7 +58,7 @@ def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
 @rule("name-unknown")
 def unknown_names(config: DictConfig, environment: Environment) -> Faults:
     """Names that are looked up in a worker only."""
-    for setting, known, effect, *condition in _table("names"):
+    for setting, known, effect, *condition in table("names"):
         allowed = [*known, *(LEVELS if setting.endswith(".rollout_is") else ())]
         given = ",".join(str(name) for name in names_in(config, setting) if name)
         # a name with a slash is a kernel of the Hugging Face hub
@@ -75,9 +73,10 @@ def unknown_names(config: DictConfig, environment: Environment) -> Faults:
 @rule("setting-ignored", "warning")
 def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
     """Settings that were changed from verl's default where nothing reads them."""
-    for setting, default, other, word, meant, reason in _table("ignored"):
+    for setting, default, other, word, meant, reason, *condition in table("ignored"):
         value, decided = OmegaConf.select(config, setting), OmegaConf.select(config, other) == meant
-        if decided is (word == "where") and value is not None and value != default:
+        changed = value is not None and value != default
+        if decided is (word == "where") and changed and _is_read(config, condition):
             remedy = "Remove it, or change what keeps it from being read."
             yield Fault(setting=setting, problem=f"nothing reads it: {reason}", allowed=str(default), remedy=remedy)
 
@@ -85,7 +84,7 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
 @rule("lengths-differ")
 def lengths_differ(config: DictConfig, environment: Environment) -> Faults:
     """The rollout's own lengths stand beside those of `data`, from which verl and the presets derive the rest."""
-    for key, source, effect in _table("lengths"):
+    for key, source, effect in table("lengths"):
         own, meant = config.actor_rollout_ref.rollout.get(key), config.data[source]
         numbers = isinstance(own, int | float) and isinstance(meant, int | float)
         if numbers and (own < meant or own > meant and key == "response_length"):
@@ -100,7 +99,7 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     if not is_repeatable(config):
         return
     asked = f"{SEEDED}=True asks for a run that repeats bit for bit, but"
-    for setting, needed, differs in _table("fixed"):
+    for setting, needed, differs in table("fixed"):
         if OmegaConf.select(config, setting) not in needed:
             allowed, remedy = " or ".join(map(str, needed)), f"Set {setting}={needed[-1]}, as +repeatable=bitwise does."
             yield Fault(setting=setting, problem=f"{asked} {differs}", allowed=allowed, remedy=remedy)
@@ -110,8 +109,8 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
 
 
 def _is_read(config: DictConfig, condition: list) -> bool:
-    """Return whether the setting that a row names, if any, has the value with which verl reads the row's."""
-    return not condition or OmegaConf.select(config, condition[0]) == condition[1]
+    """Return whether each setting that a row names has the value with which verl reads the row's."""
+    return all(OmegaConf.select(config, name) == value for name, value in zip(*[iter(condition)] * 2, strict=True))
 
 
 def _is_within(value: object, interval: str, whole: bool) -> bool:
