@@ -12,6 +12,14 @@ from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 GROUP_ESTIMATORS = ("grpo", "rloo")  # verl's estimators that compare the responses to one prompt with each other
+# Keys of config.json that decide what a model computes.
+COMPUTED_BY = frozenset(
+    """
+    head_dim hidden_act hidden_size intermediate_size moe_intermediate_size norm_topk_prob num_attention_heads
+    num_experts num_experts_per_tok num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling
+    rope_theta sliding_window tie_word_embeddings vocab_size
+    """.split()
+)
 
 
 @rule("plugin-not-loaded")
@@ -68,6 +76,19 @@ def model_path(config: DictConfig, machine: Machine) -> Faults:
     else:
         return
     yield Fault(setting="actor_rollout_ref.model.path", problem=problem, allowed=allowed, remedy=remedy)
+
+
+@rule("model-overridden")
+def model_overridden(config: DictConfig, environment: Environment) -> Faults:
+    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
+    told = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
+    for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
+        own = told.get(key, environment.model.get(key))
+        if key in COMPUTED_BY and own is not None and own != value:
+            problem = f"the model has {own}; verl tells its trainer only, and the rollout computes another model"
+            remedy = f"Remove it, or tell vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
+            setting = f"actor_rollout_ref.model.override_config.{key}"
+            yield Fault(setting=setting, problem=problem, allowed=str(own), remedy=remedy)
 
 
 @rule("tokenizer-refused")
