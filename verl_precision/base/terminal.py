@@ -3,21 +3,26 @@
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from rich.box import HEAVY_HEAD
-from rich.console import Console
-from rich.containers import Lines
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 
-class _Words(Text):
+class _Words:
     """A cell in which a word that is wider than the column folds after a dot, a slash or an underscore."""
 
-    def wrap(self, console: Console, width: int, **how: Any) -> Lines:  # type: ignore[override]
-        words = (_folded(word, width) if len(word) > width else word for word in self.plain.split(" "))
-        return Text(" ".join(words), self.style).wrap(console, width, **how)
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, Text(self._text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        yield Text(" ".join(_folded(word, width) if len(word) > width else word for word in self._text.split(" ")))
 
 
 def _folded(word: str, width: int) -> str:
@@ -45,7 +50,7 @@ def terminal_table(
         heading, side = (column, "left") if number < words else (column.replace(" ", "\n"), "right")
         table.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
     for number, row in enumerate(rows):
-        cells = [*map(_Words, row[:words]), *map(Text, row[words:])]
+        cells: list[RenderableType] = [*map(_Words, row[:words]), *map(Text, row[words:])]
         table.add_row(*cells, style="red" if number in red else None)
     return table
 
