@@ -11,7 +11,8 @@ VARIABLE = "VERL_PRECISION_ARITHMETIC"  # set by the preset, in every process of
 SETTING = "arithmetic"
 # What an operation computes in, inside; None: the kernels that torch and vLLM choose.
 INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# Model types, and how the names of their modules begin in transformers.
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 ROPE_TYPES = ("default", "llama3")
 
 
