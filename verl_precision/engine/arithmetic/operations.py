@@ -42,14 +42,15 @@ class _RoundedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: gradient checkpointing computes them as they are asked for
         wide = backward_dtype(gradients[0].dtype)
         needed = ctx.needs_input_grad[2:]
         with torch.enable_grad(), torch.autocast(gradients[0].device.type, enabled=False):
-            operands = [x.detach().to(wide).requires_grad_(n) for x, n in zip(ctx.saved_tensors, needed, strict=True)]
+            operands = [x.detach().to(wide).requires_grad_(n) for x, n in zip(saved, needed, strict=True)]
             result = ctx.formula(*operands)
             asked = [x for x in operands if x.requires_grad]
             found = iter(torch.autograd.grad(result, asked, gradients[0].to(wide)))
-        wanted = zip(ctx.saved_tensors, needed, strict=True)
+        wanted = zip(saved, needed, strict=True)
         return None, None, *(rounded(next(found), x.dtype) if n else None for x, n in wanted)
 
 
