@@ -25,7 +25,7 @@ RIM = (
 )
 # Most lines of Python in each part of the house.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_000,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_800,  # issue 31
     ("check",): 4_200,
     ("tools", "cli"): 8_500,
 }

@@ -101,7 +101,7 @@ class _Attention(torch.autograd.Function):
         for queries, keys, first in ctx.spans:
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 operands = [x.detach().to(wide).requires_grad_() for x in (q[queries], k[keys], v[keys])]
-                result = _attend(*operands, first, ctx.scale)
+                result = _attend(operands[0], operands[1], operands[2], first, ctx.scale)
                 found = torch.autograd.grad(result, operands, gradients[0][queries].to(wide))
             to_q[queries] = found[0]
             for sums, found_BSKD in ((to_k, found[1]), (to_v, found[2])):

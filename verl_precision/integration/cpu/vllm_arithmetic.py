@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
-from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -45,7 +44,7 @@ from verl_precision.integration.ledger import wrap_once
 
 def register_operations(cpu_worker: ModuleType) -> None:
     """Register all operations with vLLM, once, in a process that was asked for them; in any other nothing changes."""
-    if inner_dtype() is None or RoundedRMSNorm in op_registry_oot.values():
+    if inner_dtype() is None or AttentionBackendEnum.CPU_ATTN.is_overridden():
         return
     for stock, ours in _OPERATIONS.items():
         stock.register_oot(ours)

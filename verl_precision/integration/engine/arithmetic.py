@@ -71,7 +71,7 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
         raise refused("attention has dropout", "attention_dropout=0")
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # two dimensions, or None
-    config._attn_implementation = ATTENTION
+    module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     for name, part in module.named_modules():
         try:
             operation = _operation(part, config.model_type)
