@@ -5,10 +5,10 @@ of `CPU_ATTN`. Its cache keeps the model's dtype, so that prefix cache, chunked 
 same keys. Linear layers get their kernel from a wrapped dispatch, and log-probs are taken in a wrapped sampler.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, R
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from verl_precision.engine.arithmetic.attention import Request, Spans, attention, plan
-from verl_precision.engine.arithmetic.chosen import inner_dtype, refused, require_family
+from verl_precision.engine.arithmetic.chosen import chosen, inner_dtype, refused, require_family
 from verl_precision.engine.arithmetic.operations import (
     experts,
     linear,
@@ -62,13 +61,14 @@ def require_supported(config: VllmConfig) -> None:
     """Refuse a model or an option of vLLM with which operations are not all rounded once."""
     model = config.model_config
     require_family(model.hf_text_config)
+    if chosen() != "exact":
+        return
     refusals = {
         "enforce_eager=True: a compiled forward leaves roundings out": (
             config.compilation_config.mode == CompilationMode.NONE
         ),
         "tensor_model_parallel_size=1: partial sums of ranks are rounded": config.parallel_config.world_size == 1,
         "quantization=None": config.quant_config is None,
-        "kv_cache_dtype=auto": config.cache_config.cache_dtype == "auto",
         "the head in the model's dtype": model.head_dtype == model.dtype,
         "no adapters of vLLM's own": config.lora_config is None,
     }
@@ -147,10 +147,10 @@ class RoundedExperts(CPUUnquantizedExperts):
 
     def apply(self, hidden_states: Tensor, w1: Tensor, w2: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the weighted sum of the chosen experts."""
-        weights, chosen = route(router_logits, self.moe_config.experts_per_token, self.renormalize, inner=_inner())
+        weights, picked = route(router_logits, self.moe_config.experts_per_token, self.renormalize, inner=_inner())
         if self.routing_replay_capture_fn is not None:
-            self.routing_replay_capture_fn(chosen.to(torch.int32))
-        return experts(hidden_states, chosen, weights, w1, w2, inner=_inner())
+            self.routing_replay_capture_fn(picked.to(torch.int32))
+        return experts(hidden_states, picked, weights, w1, w2, inner=_inner())
 
 
 class RoundedMoE(UnquantizedFusedMoEMethod):
@@ -170,65 +170,25 @@ _OPERATIONS: dict[Any, type] = {
 }
 
 
-class RoundedAttention(CPUAttentionBackend):
-    """Attention over a cache of rows: [blocks, tokens of a block, key and value, heads, size]."""
+class Step(NamedTuple):
+    """What the attention of a step reads, the same in all layers."""
 
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Return an empty list: any size."""
-        return []
-
-    @staticmethod
-    def get_impl_cls() -> type:
-        """Return the attention."""
-        return RoundedAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type:
-        """Return what plans a step."""
-        return SpanBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
-        return num_blocks, block_size, 2, num_kv_heads, head_size
+    tokens: int
+    spans: list[Spans]
 
 
-@dataclass
-class SpanMetadata(CPUAttentionMetadata):
-    """Also the spans of a step, the same for all layers."""
-
-    spans: list[Spans] = field(default_factory=list)
-
-
-class SpanBuilder(CPUAttentionMetadataBuilder):
+class StepBuilder(CPUAttentionMetadataBuilder):
     """Plans a step: which rows of the cache each request's queries see."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SpanMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Return the plan; requests have queries one after the other, and keys in the blocks of their table."""
-        step = common_attn_metadata
-        block_size = self.kv_cache_spec.block_size
-        blocks = step.block_table_tensor[:, : -(-step.max_seq_len // block_size)].long()
-        rows = (blocks.unsqueeze(-1) * block_size + torch.arange(block_size)).flatten(1)
-        bounds = step.query_start_loc[: step.num_reqs + 1].tolist()
-        lengths = step.seq_lens[: step.num_reqs].tolist()
-        requests = [
-            Request(start, end - start, rows[index, :length])
-            for index, (start, end, length) in enumerate(zip(bounds, bounds[1:], lengths, strict=False))
-        ]
-        return SpanMetadata(
-            num_actual_tokens=step.num_actual_tokens,
-            max_query_len=step.max_query_len,
-            query_start_loc=step.query_start_loc,
-            max_seq_len=step.max_seq_len,
-            seq_lens=step.seq_lens,
-            block_table=step.block_table_tensor,
-            slot_mapping=step.slot_mapping,
-            scheduler_metadata=None,
-            spans=plan(requests),
-        )
+        step, size = common_attn_metadata, self.kv_cache_spec.block_size
+        blocks = step.block_table_tensor[:, : -(-step.max_seq_len // size)].long()
+        rows = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+        bounds = pairwise(step.query_start_loc[: step.num_reqs + 1].tolist())
+        requests = zip(bounds, rows, step.seq_lens[: step.num_reqs].tolist(), strict=False)
+        spans = plan(Request(start, end - start, keys[:length]) for (start, end), keys, length in requests)
+        return Step(step.num_actual_tokens, spans)
 
 
 class RoundedAttentionImpl(CPUAttentionBackendImpl):
@@ -238,37 +198,43 @@ class RoundedAttentionImpl(CPUAttentionBackendImpl):
         super().__init__(*args, **kwargs)
         require_supported(get_current_vllm_config())
         own = self.sliding_window, self.logits_soft_cap, self.alibi_slopes, self.sinks, self.attn_type
-        if own != (-1, 0, None, None, "decoder"):
-            raise refused(f"the model's attention is of its own kind: {own}", "causal attention over all tokens")
+        if own != (-1, 0, None, None, "decoder") or self.kv_cache_dtype != "auto":
+            problem = f"the attention is of its own kind: {own}, cache in {self.kv_cache_dtype}"
+            raise refused(problem, "causal attention over all tokens, kv_cache_dtype=auto")
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write keys and values into the rows of their slots; a negative slot is padding's."""
         real = slot_mapping >= 0
-        rows = kv_cache.view(-1, *kv_cache.shape[2:])
-        rows[slot_mapping[real]] = torch.stack((key, value), dim=1)[: len(real)][real]
+        kv_cache.view(-1, *kv_cache.shape[2:])[slot_mapping[real]] = torch.stack((key, value), 1)[: len(real)][real]
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Return the attention of a step's tokens; without a plan (a warm-up) the output as it is."""
-        if attn_metadata is None:
-            return output
-        tokens = attn_metadata.num_actual_tokens
-        keys, values = kv_cache.view(-1, *kv_cache.shape[2:]).unbind(1)
-        found = attention(query[:tokens], keys, values, self.scale, attn_metadata.spans, inner=_inner())
-        output[:tokens] = found.view(output[:tokens].shape)
+        self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Step | None,
+        output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """Write the attention of a step's tokens into the output, and return it; a warm-up has no plan."""
+        if attn_metadata is not None:
+            tokens, spans = attn_metadata
+            keys, values = kv_cache.view(-1, *kv_cache.shape[2:]).unbind(1)
+            found = attention(query[:tokens], keys, values, self.scale, spans, inner=_inner())
+            output[:tokens] = found.view(output[:tokens].shape)
         return output
+
+
+class RoundedAttention(CPUAttentionBackend):
+    """Attention over a cache of rows, in the model's dtype: [blocks, tokens of a block, key and value, heads, size]."""
+
+    get_supported_head_sizes = classmethod(lambda cls: [])  # any  # type: ignore[assignment]
+    get_impl_cls = staticmethod(lambda: RoundedAttentionImpl)  # type: ignore[assignment]
+    get_builder_cls = staticmethod(lambda: StepBuilder)  # type: ignore[assignment]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the shape of a layer's cache."""
+        return num_blocks, block_size, 2, num_kv_heads, head_size
 
 
 def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
