@@ -26,7 +26,7 @@ RIM = (
 # Most lines of Python in each part of the house.
 SIZES = {
     ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_800,  # issue 31
-    ("check",): 4_200,
+    ("check",): 4_230,
     ("tools", "cli"): 8_500,
 }
 # Modules that need torch and NumPy at most: hosts and their companions may be missing.

@@ -10,7 +10,7 @@ from verl_precision.base.dtypes import long
 from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
-from verl_precision.engine.arithmetic.chosen import FAMILIES, VARIABLE
+from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -111,7 +111,7 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Faults:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if OmegaConf.select(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}") != "exact":
+    if OmegaConf.select(config, IN_CONFIG) != "exact":
         return
     asked, family = "arithmetic=exact asks for equal log-probs, but", environment.model.get("model_type")
     yield from _unlike(config, "exact", asked, "or choose arithmetic=native")
