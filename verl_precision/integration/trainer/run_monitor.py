@@ -165,8 +165,8 @@ class RunMonitor:
         share = current.get("mismatch/equal_fraction", 1.0)
         if share < self._least_equal:
             self._least_equal = 0.0  # said once
-            text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine rounds "
-            text += "in another way. %s=exact verl-precision explain names the first operation that differs."
+            text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine "
+            text += "rounds otherwise. %s=exact verl-precision explain names the first operation that differs."
             logger.warning(text, 100 * share, VARIABLE)
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
