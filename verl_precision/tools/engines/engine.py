@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from verl_precision.engine.arithmetic.chosen import VARIABLE
+
 
 @dataclass(frozen=True)
 class _OfResponse:
@@ -61,10 +63,15 @@ class Engine(Protocol):
         """Give back what the engine holds."""
 
 
-def prepare_process() -> bool:
-    """Set what verl and vLLM read from the environment, before they are imported; return whether there is a GPU."""
+def prepare_process(arithmetic: str | None = None) -> bool:
+    """Set what verl, vLLM and this package read from the environment, before they are imported.
+
+    Returns whether there is a GPU. `arithmetic` is that of the preset; None leaves it as it is.
+    """
     import torch
 
+    if arithmetic is not None:
+        os.environ[VARIABLE] = arithmetic
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ["VERL_PLATFORM"] = "cpu"

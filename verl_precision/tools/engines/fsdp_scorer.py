@@ -28,6 +28,7 @@ class TrainerEngine:
         adapter: str | None = None,
         fp32_output_head: bool = False,
         router_replay: str = "disabled",
+        arithmetic: str | None = None,
     ) -> None:
         """Load a model as in `find_model`, for a forward in bf16, fp16 or fp32.
 
@@ -36,8 +37,9 @@ class TrainerEngine:
         `fp32_log_probs` are taken in FP32, as our engine does it; with `fp32_output_head` the logits are computed in
         FP32, too. `adapter` is the folder of a LoRA adapter. `router_replay` is verl's mode of a mixture of experts:
         with R2 a response tells the experts that its routers choose, with R3 they take those of the request.
+        `arithmetic` is as in `prepare_process`.
         """
-        on_gpu = prepare_process()
+        on_gpu = prepare_process(arithmetic)
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine import EngineRegistry

@@ -38,15 +38,16 @@ class VllmEngine:
         top_p: float = 1.0,
         top_k: int = 0,
         divide_logits_by: float = 1.0,
+        arithmetic: str | None = None,
         **engine: Any,
     ) -> None:
         """Load a model as in `find_model`; `max_model_len` tokens are the most of prompt and response together.
 
         `log_probs` says whether the log-prob of each token is returned, else the text is. `divide_logits_by` is a
-        temperature that scores have too; vLLM's own is of what it draws alone. `engine` has further settings of
-        `vllm.LLM`, such as `logprobs_mode`.
+        temperature that scores have too; vLLM's own is of what it draws alone. `arithmetic` is as in `prepare_process`.
+        `engine` has further settings of `vllm.LLM`, such as `logprobs_mode`.
         """
-        cpu_settings = {} if prepare_process() else _CPU_SETTINGS
+        cpu_settings = {} if prepare_process(arithmetic) else _CPU_SETTINGS
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
         from vllm import LLM
 

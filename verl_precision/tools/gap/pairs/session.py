@@ -26,7 +26,10 @@ _COLUMNS = (
     ("seq. log ratio, std", "sequence_log_ratio_std", ".2e"),
     ("tokens", "tokens", ".0f"),
 )
-_COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "positive_log_probs", ".0f"))
+_COLUMNS_IF_ANY = (
+    *(("equal", "equal_fraction", ".2%"), ("non-finite", "nonfinite_tokens", ".0f")),
+    ("positive", "positive_log_probs", ".0f"),
+)
 
 
 def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
@@ -37,10 +40,11 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     length = max(map(len, prompt_ids)) + job.max_response_tokens
     with open_store(frame, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
         for rollout in job.rollout_dtypes:
-            sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True)
+            sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True, arithmetic=job.arithmetic)
             frame.complete(f"sample-{rollout}", [Series(store, rollout)], sampler)
         for train in job.train_dtypes:
-            scorer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens)
+            settings = (job.model, train, job.attention, job.micro_batch_tokens)
+            scorer = partial(TrainerEngine, *settings, arithmetic=job.arithmetic)
             works = [Series(store, rollout, train) for rollout in job.rollout_dtypes]
             frame.complete(f"score-{train}", works, scorer)
         pairs = [measure(store, rollout, train) for rollout, train in job.pairs]
@@ -51,7 +55,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
 
 
 def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows, ranked; log-probs that are not finite, or positive, have a column if there are any."""
+    """Return header and rows, ranked; log-probs that are equal, not finite, or positive have a column if any are."""
     columns = [*_COLUMNS, *(column for column in _COLUMNS_IF_ANY if any(pair.metric(column[1]) > 0 for pair in pairs))]
     rows = []
     for rank, pair in enumerate(ranked(pairs), 1):

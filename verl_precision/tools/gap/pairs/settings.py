@@ -23,6 +23,9 @@ class MismatchJob(PromptedJob):
     max_response_tokens: int = option(default=1024, help="Largest number of tokens of a response.", ge=1)
     # vLLM chooses its own. With flash_attention_2 the trainer packs without padding.
     attention: Literal["sdpa", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
+    arithmetic: Literal["native", "rounded_once", "exact"] = option(
+        default="native", help="Arithmetic of both engines, on a CPU: with exact a pair of one dtype has no gap."
+    )
 
     def __post_init__(self) -> None:
         """Refuse a dtype given twice, and flash attention in FP32."""
