@@ -34,6 +34,7 @@ COMPANIONS = {
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
+    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor"},
     "separate-async-transport": {"value-out-of-range"},  # it has no hosts either
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
@@ -150,8 +151,8 @@ ROWS = [line.split() for line in FAULTS.splitlines()]
 SHORT = {
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
-    "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True SDPA "
-    "rollout.tensor_model_parallel_size=1",
+    "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True "
+    f"rollout.tensor_model_parallel_size=1 {CPU.partition(' ')[2]}",
     "SDPA": "model.override_config.attn_implementation=sdpa",
     "ULYSSES": "ulysses_sequence_parallel_size",
     "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True "
