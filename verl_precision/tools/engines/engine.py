@@ -64,10 +64,7 @@ class Engine(Protocol):
 
 
 def prepare_process(arithmetic: str | None = None) -> bool:
-    """Set what verl, vLLM and this package read from the environment, before they are imported.
-
-    Returns whether there is a GPU. `arithmetic` is that of the preset; None leaves it as it is.
-    """
+    """Set what verl, vLLM (and `arithmetic`, if given) read when imported; return whether there is a GPU."""
     import torch
 
     if arithmetic is not None:
