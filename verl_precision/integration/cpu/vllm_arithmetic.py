@@ -225,9 +225,9 @@ class RoundedAttentionImpl(CPUAttentionBackendImpl):
 class RoundedAttention(CPUAttentionBackend):
     """Attention over a cache of rows, in the model's dtype: [blocks, tokens of a block, key and value, heads, size]."""
 
-    get_supported_head_sizes = classmethod(lambda cls: [])  # any  # type: ignore[assignment]
-    get_impl_cls = staticmethod(lambda: RoundedAttentionImpl)  # type: ignore[assignment]
-    get_builder_cls = staticmethod(lambda: StepBuilder)  # type: ignore[assignment]
+    get_supported_head_sizes: Any = classmethod(lambda cls: [])  # any
+    get_impl_cls: Any = staticmethod(lambda: RoundedAttentionImpl)
+    get_builder_cls: Any = staticmethod(lambda: StepBuilder)
 
     @staticmethod
     def get_kv_cache_shape(
