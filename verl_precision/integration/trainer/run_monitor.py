@@ -17,7 +17,7 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG, VARIABLE
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
 from verl_precision.integration.trainer.merged_metrics import log_histograms
@@ -166,8 +166,10 @@ class RunMonitor:
         if share < self._least_equal:
             self._least_equal = 0.0  # said once
             text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine "
-            text += "rounds otherwise. %s=exact verl-precision explain names the first operation that differs."
-            logger.warning(text, 100 * share, VARIABLE)
+            text += (
+                "rounds otherwise. verl-precision explain --recipe, with the run's overrides, names step and operation."
+            )
+            logger.warning(text, 100 * share)
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.

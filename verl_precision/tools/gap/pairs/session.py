@@ -44,9 +44,9 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     asked: dict[str, Any] = {**chosen, **({"max_logprobs": -1} if job.full_vocabulary else {})}
     with open_store(frame, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
 
-        def works(*pair: str) -> list[Series]:
-            whole = [Vocabulary(store, job.full_vocabulary, *pair)] if job.full_vocabulary else []
-            return [Series(store, *pair), *whole]
+        def works(rollout: str, train: str | None = None) -> list[Series]:
+            whole = [Vocabulary(store, job.full_vocabulary, rollout, train)] if job.full_vocabulary else []
+            return [Series(store, rollout, train), *whole]
 
         for rollout in job.rollout_dtypes:
             sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True, **asked)
