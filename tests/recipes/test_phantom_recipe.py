@@ -60,7 +60,7 @@ def test_an_arm_changes_what_it_says_and_nothing_else(name):
     found = {key.rpartition(".")[2] for key in keys if ".loss_scale" not in key}  # FP16 alone has one
     named = {"clipped": "", "shadow": "ratio_source", "ratio_one": "loss_mode", "unclipped": "loss_mode"}
     named |= {"off_grid": "initial_weights path served_model_name", "stochastic": "rounding stochastic_rounding_to"}
-    allowed = named.get(name, "dtype param_dtype reduce_dtype VERL_PRECISION_CPU_PRODUCTS").split()
+    allowed = named.get(name, "dtype param_dtype reduce_dtype VERL_PRECISION_ARITHMETIC").split()
     assert found - {"experiment_name", "default_local_dir"} <= set(allowed), found
 
 

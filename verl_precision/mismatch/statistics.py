@@ -134,6 +134,7 @@ def _token_statistics(sums: TokenSums) -> dict[str, Statistic]:
         "token_fraction": BinShares(tokens_C),
         "trainer_perplexity": Perplexity(-sums.mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
         "rollout_perplexity": Perplexity(-sums.mu, n),
+        "equal_fraction": Mean(sums.equal, n),
         "k1_kl": Mean(-gap_C, n),
         "k3_kl": Mean(sums.k3, n),
         "total_variation": Mean(sums.distance / 2, n),

@@ -12,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
 from verl_precision.integration.trainer import run_monitor
@@ -113,6 +114,18 @@ def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
     stored(monkeypatch, (-1.0, -2.0))
     metrics = measured_by(monitor(*changes), batch_of(0))
     assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
+
+
+@pytest.mark.parametrize(("arithmetic", "rollout", "said"), [("exact", 0, 1), ("exact", 1, 0), ("native", 0, 0)])
+def test_exact_arithmetic_that_is_not_is_said_once(monkeypatch, caplog, arithmetic, rollout, said):
+    """Of responses of the current version alone: others were sampled with other weights."""
+    stored(monkeypatch, (-1.0, -2.0), (-1.0, -2.0))
+    judge = monitor(OmegaConf.from_dotlist([f"{IN_CONFIG}={arithmetic}"]))
+    for _ in range(2):
+        metrics = measured_by(judge, batch_of(0, 0), step=1 + rollout)
+    assert metrics["mismatch/equal_fraction"] == 0.5
+    texts = [record.getMessage() for record in caplog.records if "only 50.00%" in record.getMessage()]
+    assert len(texts) == said
 
 
 def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):

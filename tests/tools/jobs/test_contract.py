@@ -105,6 +105,13 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
     ("mismatch --max-response-tokens 5000", "model's context 2048. Allowed: up to "),
     ("mismatch --model VLLM_REFUSES", "--rollout-dtype fp16 with model gemma: vLLM refuses FP16"),
+    ("mismatch --arithmetic exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
+    ("mismatch --arithmetic exact --ray-address local", "vLLM's operations are replaced on a CPU alone"),
+    ("mismatch --full-vocabulary 1025", "8 positions of a response are compared. Allowed: 0 to 1024"),
+    ("mismatch --full-vocabulary 1 --ray-address local", "engines on Ray write no files here"),
+    ("explain --exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
+    ("explain --exact --train-dtype fp16", "Allowed: --train-dtype as --rollout-dtype"),
+    ("explain --arithmetic exact --fp32-output-head", "Allowed: --fp32-log-probs and no --fp32-output-head"),
     ("explain --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
     ("explain --top-p 0", "--top-p 0"),
     ("explain --max-response-tokens 5000", "the model's context 2048"),
@@ -139,11 +146,11 @@ def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").touch()
     write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
-    gemma = tmp_path / "gemma"
-    gemma.mkdir()
-    (gemma / "config.json").write_text('{"model_type": "gemma3"}')
-    (gemma / "model.safetensors").touch()
-    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").split()
+    for name, kind in (("gemma", "gemma3"), ("others", "gpt2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+        (tmp_path / name / "model.safetensors").touch()
+    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").replace("OTHERS", "others").split()
     code, shown = typed(*given, "--output", "out")
     assert code == 1 and words in shown, shown
     assert not (tmp_path / "out").exists() and not made_up.seen

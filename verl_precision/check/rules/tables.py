@@ -6,9 +6,11 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
+from verl_precision.base.dtypes import long
+from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -99,13 +101,34 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     if not is_repeatable(config):
         return
     asked = f"{SEEDED}=True asks for a run that repeats bit for bit, but"
-    for setting, needed, differs in table("fixed"):
-        if OmegaConf.select(config, setting) not in needed:
-            allowed, remedy = " or ".join(map(str, needed)), f"Set {setting}={needed[-1]}, as +repeatable=bitwise does."
-            yield Fault(setting=setting, problem=f"{asked} {differs}", allowed=allowed, remedy=remedy)
+    yield from _unlike(config, "fixed", asked, "as +repeatable=bitwise does")
     if config.data.shuffle and config.data.seed is None:
         problem, remedy = f"{asked} prompts are shuffled at random", "Set data.seed=0."
         yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy=remedy)
+
+
+@rule("not-exact")
+def not_exact(config: DictConfig, environment: Environment) -> Faults:
+    """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
+    if OmegaConf.select(config, IN_CONFIG) != "exact":
+        return
+    asked, family = "arithmetic=exact asks for equal log-probs, but", environment.model.get("model_type")
+    yield from _unlike(config, "exact", asked, "or choose arithmetic=native")
+    if family and family not in FAMILIES:
+        problem = f"{asked} a model of type {family} has operations of its own"
+        allowed, remedy = f"a model of type {', '.join(FAMILIES)}", "Choose arithmetic=native."
+        yield Fault(setting="actor_rollout_ref.model.path", problem=problem, allowed=allowed, remedy=remedy)
+    if (trained := engines(config)[0].compute) != rollout_dtype(config):
+        problem = f"{asked} the trainer rounds to {trained}"
+        yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))
+
+
+def _unlike(config: DictConfig, name: str, asked: str, remedy: str) -> Faults:
+    """Yield the settings of a table (setting, what it may be, why) that have another value."""
+    for setting, needed, differs in table(name):
+        if OmegaConf.select(config, setting) not in needed:
+            allowed, remedy_here = " or ".join(map(str, needed)), f"Set {setting}={needed[-1]}, {remedy}."
+            yield Fault(setting=setting, problem=f"{asked} {differs}", allowed=allowed, remedy=remedy_here)
 
 
 def _is_read(config: DictConfig, condition: list) -> bool:

@@ -17,6 +17,7 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
 from verl_precision.integration.trainer.merged_metrics import log_histograms
@@ -35,6 +36,7 @@ from verl_precision.mismatch.metric_names import (
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.statistics import MismatchStatistics
 
 ALARM_FILE = "mismatch_alarm.json"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
@@ -73,6 +75,9 @@ class RunMonitor:
             longest_response=self.longest_response,
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
+        # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
+        least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
+        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) == "exact" else 0.0
         self._rejects = bool(correction.get("rollout_rs")) and not bypass
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self._mask: Any = None
@@ -155,6 +160,16 @@ class RunMonitor:
         """Add what was measured to the metrics of the step, which ends."""
         metrics.update(self.measured())
         self._losses, self._failures = {}, 0
+        mismatch = self._sets.get(MISMATCH)
+        current = mismatch.groups.get(0, MismatchStatistics()).metrics() if mismatch is not None else {}
+        share = current.get("mismatch/equal_fraction", 1.0)
+        if share < self._least_equal:
+            self._least_equal = 0.0  # said once
+            text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine "
+            text += (
+                "rounds otherwise. verl-precision explain --recipe, with the run's overrides, names step and operation."
+            )
+            logger.warning(text, 100 * share)
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from verl_precision.base.settings import command_option, option, settings
 
@@ -51,6 +51,9 @@ class PromptedJob(Job):
     max_response_tokens: int = option(default=64, help="Largest number of tokens of a response.", ge=1)
     micro_batch_tokens: int = option(
         default=16384, help="Tokens of one forward of the trainer, padding included.", ge=1
+    )
+    arithmetic: Literal["native", "rounded_once", "exact"] = option(
+        default="native", help="Operations of both engines: their own kernels, or on a CPU ours in FP32 or FP64."
     )
 
 

@@ -104,6 +104,7 @@ class Series(FixedWork):
             "token_ids": response.token_ids,
             "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
             "finish_reason": response.finish_reason,
+            "equal": response.equal,
             "routed_experts": None if response.routed_experts is None else _encoded(response.routed_experts),
         }
         self._positions[response.key] = self._store.journal.append(record)
