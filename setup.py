@@ -14,6 +14,7 @@ BASE = [
     "packaging>=23",
     "psutil>=5.9",
     "pydantic>=2.10",  # settings; typer and vLLM need it too, and 2.10 is the first that knows fractions
+    "pyyaml>=6",  # tables of data sets and causes; verl brings it too, and the command line starts without verl
     "typer>=0.12",  # command line: help pages and validation
     "rich>=13",  # progress, tables
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins

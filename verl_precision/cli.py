@@ -354,7 +354,7 @@ def compare(
                 raise
 
 
-@verb("report", needs=_FIGURES)
+@verb("report", needs=(*_FIGURES, "torch"))
 def report(
     runs: Annotated[
         list[Path],

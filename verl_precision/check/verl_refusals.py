@@ -6,6 +6,7 @@ answer names the setting at fault. Nothing is started.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import pkgutil
 import re
@@ -108,12 +109,8 @@ def misspelt(config: DictConfig) -> Iterator[ConfigurationError]:
 
 def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield setting, content, and types by name of each block; no types where verl says nothing of the block."""
-    from verl.trainer import config as of_verl
-
-    folder = Path(of_verl.__file__).parent
     plain: Any = OmegaConf.to_container(config, resolve=False)
-    known: Any = OmegaConf.to_container(OmegaConf.load(folder / "ppo_trainer.yaml"), resolve=False)
-    known["data"] = OmegaConf.to_container(OmegaConf.load(folder / "data" / "legacy_data.yaml"), resolve=False)
+    known = _values_of_verl()
     parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer")
     waiting = [(part, plain.get(part), known.get(part)) for part in parts]
     for path, node, own in waiting:  # it grows meanwhile
@@ -121,6 +118,17 @@ def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str,
         if isinstance(node, dict):
             yield path, node, {name: type(value) for name, value in own.items()} | _fields(node.get("_target_"))
             waiting += [(f"{path}.{key}", value, own.get(key)) for key, value in node.items()]
+
+
+@functools.cache
+def _values_of_verl() -> Any:
+    """Return verl's own values where its YAML states them and its typed configs do not; read once."""
+    from verl.trainer import config as of_verl
+
+    folder = Path(of_verl.__file__).parent
+    known: Any = OmegaConf.to_container(OmegaConf.load(folder / "ppo_trainer.yaml"), resolve=False)
+    known["data"] = OmegaConf.to_container(OmegaConf.load(folder / "data" / "legacy_data.yaml"), resolve=False)
+    return known
 
 
 def _kind_instead(setting: str, value: object, hint: object) -> str | None:
