@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
@@ -35,9 +36,10 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     """Look at everything that a rule may ask about; nothing is said about GPUs that are not named."""
     model = model_config(config)
     loaded = "verl_precision.plugin" in sys.modules
+    critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     return Environment(
-        vllm=installed_vllm(), gpus=gpus, model=model, refusals=refusals(config), misspelt=tuple(misspelt(config)),
-        tokenizer_problem=_tokenizer_problem(config, model),
+        vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
+        misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
         machine=_machine(config, model),
@@ -51,12 +53,12 @@ def gpus_here() -> tuple[str, ...]:
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
-def model_config(config: DictConfig) -> dict[str, Any]:
-    """Return the model's own `config.json`, or what is known of it where it is not on this machine.
+def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> dict[str, Any]:
+    """Return a model's own `config.json`, or what is known of it where it is not on this machine.
 
     Nothing is downloaded: of the recipes' own models the package knows what rules ask for, of others nothing.
     """
-    name = str(config.actor_rollout_ref.model.path)
+    name = str(config[owner].model.path)
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache

@@ -34,7 +34,7 @@ COMPANIONS = {
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
-    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor"},
+    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor", "setting-ignored"},
     "separate-async-transport": {"value-out-of-range"},  # it has no hosts either
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
@@ -69,6 +69,8 @@ A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable
 KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
 EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
 EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
@@ -87,7 +89,13 @@ ENVIRONMENTS = [
     ("router-replay", Environment(model={"model_type": "qwen3_moe"}), "REPLAY", False),
     ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
     ("not-exact", Environment(model={"model_type": "mixtral"}), "EXACT", True),
-    ("not-exact", Environment(model={"model_type": "qwen3"}), "EXACT", False),
+    ("not-exact", Environment(critic={"model_type": "mixtral"}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "qwen3", "quantization_config": {"bits": 4}}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "qwen3", "rope_scaling": YARN}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "qwen2", "use_sliding_window": True}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "llama", "attention_dropout": 0.1}), "EXACT", True),
+    ("not-exact", Environment(model=OWN_CODE), "EXACT model.trust_remote_code=True", True),
+    ("not-exact", Environment(model=OWN_CODE), "EXACT", False),
     ("cascade-attention", Environment("0.11.0", A100), "", True),
     ("cascade-attention", Environment("0.28.0", A100), "", False),
     ("cascade-attention", Environment("0.11.0", ("NVIDIA H100 80GB HBM3",)), "", False),

@@ -23,6 +23,7 @@ from verl_precision.base.verl_config import (
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_where, rule
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.losses.registry import find_loss
 
 # What leaves the distribution as it is.
@@ -60,7 +61,7 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
         setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
-        severity: Severity = "error" if ratios else "warning"
+        severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) == "exact" else "warning"
         problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
         remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}."
         yield Fault("", severity, setting, None, problem, f"{allowed}, or sampling masks", remedy)

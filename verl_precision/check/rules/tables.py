@@ -1,16 +1,20 @@
 """Rules that are rows of tables.yaml: numbers, names, settings that nothing reads, lengths, what has to repeat."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import long
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
-from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG
+from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, refused, require_family
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -112,23 +116,47 @@ def not_exact(config: DictConfig, environment: Environment) -> Faults:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
     if OmegaConf.select(config, IN_CONFIG) != "exact":
         return
-    asked, family = "arithmetic=exact asks for equal log-probs, but", environment.model.get("model_type")
-    yield from _unlike(config, "exact", asked, "or choose arithmetic=native")
-    if family and family not in FAMILIES:
-        problem = f"{asked} a model of type {family} has operations of its own"
-        allowed, remedy = f"a model of type {', '.join(FAMILIES)}", "Choose arithmetic=native."
-        yield Fault(setting="actor_rollout_ref.model.path", problem=problem, allowed=allowed, remedy=remedy)
+    asked, remedy = "arithmetic=exact asks for equal log-probs, but", "or choose arithmetic=native"
+    yield from _unlike(config, "exact", asked, remedy)
+    for engine in engines(config):
+        yield from _unlike(config, "exact engine", asked, remedy, f"{engine.setting}.")
+        if engine.ulysses[1] > 1:
+            problem = f"{asked} each rank rounds its part of a sequence"
+            yield Fault(setting=engine.ulysses[0], problem=problem, allowed="1")
+    models = [("actor_rollout_ref.model", environment.model), ("critic.model", environment.critic)]
+    for setting, model in models:
+        if refusal := _model_refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
+            problem, allowed, remedy = f"{asked} {refusal.problem}", refusal.allowed, refusal.remedy
+            yield Fault(setting=f"{setting}.path", problem=problem, allowed=allowed, remedy=remedy)
     if (trained := engines(config)[0].compute) != rollout_dtype(config):
         problem = f"{asked} the trainer rounds to {trained}"
         yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))
 
 
-def _unlike(config: DictConfig, name: str, asked: str, remedy: str) -> Faults:
+def _model_refusal(model: Mapping[str, Any], brings_code: bool) -> ConfigurationError | None:
+    """Return why a model, by its `config.json`, has operations that are not rounded once; None also if it has none."""
+    from transformers import AutoConfig
+
+    if not (kind := model.get("model_type")):
+        return None
+    try:
+        if model.get("quantization_config"):
+            raise refused("the model's weights are quantised", "weights of 16 or 32 bits")
+        if brings_code and model.get("auto_map"):
+            raise refused("the model brings modules of its own", "trust_remote_code=False")
+        require_family(AutoConfig.for_model(**model) if kind in FAMILIES else SimpleNamespace(model_type=kind))
+    except ConfigurationError as error:
+        return error
+    return None
+
+
+def _unlike(config: DictConfig, name: str, asked: str, remedy: str, place: str = "") -> Faults:
     """Yield the settings of a table (setting, what it may be, why) that have another value."""
     for setting, needed, differs in table(name):
-        if OmegaConf.select(config, setting) not in needed:
-            allowed, remedy_here = " or ".join(map(str, needed)), f"Set {setting}={needed[-1]}, {remedy}."
-            yield Fault(setting=setting, problem=f"{asked} {differs}", allowed=allowed, remedy=remedy_here)
+        if OmegaConf.select(config, place + setting) not in needed:
+            allowed = ["null" if value is None else str(value) for value in needed]
+            remedy_here = f"Set {place}{setting}={allowed[-1]}, {remedy}."
+            yield Fault("", "", place + setting, None, f"{asked} {differs}", " or ".join(allowed), remedy_here)
 
 
 def _is_read(config: DictConfig, condition: list) -> bool:

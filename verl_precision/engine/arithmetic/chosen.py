@@ -42,6 +42,8 @@ def require_family(config: Any) -> None:
         raise refused(f"a model of type {config.model_type!r} has operations of its own", ", ".join(FAMILIES))
     if config.hidden_act != "silu":
         raise refused(f"the model's activation is {config.hidden_act}", "silu")
+    if config.attention_dropout:
+        raise refused("the model's attention has dropout", "attention_dropout=0")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise refused("the model has layers with a sliding window", "full attention in every layer")
     rope = config.rope_parameters

@@ -67,8 +67,6 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
     """Replace the operations of a model of transformers, perhaps in a wrapper of PEFT."""
     config: Any = module.config
     require_family(config)
-    if config.attention_dropout:
-        raise refused("attention has dropout", "attention_dropout=0")
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # two dimensions, or None
     module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
