@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule
-from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
+from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
 from verl_precision.losses.settings import (
     NORM_MODE,
@@ -176,7 +176,7 @@ def _band(text: str) -> tuple[float, float] | None:
 def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults:
     """The losses of this package have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
-    if find_loss(_loss(config)) is not None and value != VERLS_CLIP_RATIO_C:
+    if _loss(config) in POLICY_LOSSES and value != VERLS_CLIP_RATIO_C:
         problem = f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does"
         allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
         remedy = "Remove the setting, or choose estimator=dapo."
@@ -239,7 +239,7 @@ def _loss(config: DictConfig) -> str:
 
 def _needs(config: DictConfig) -> frozenset[str]:
     """Return what the chosen loss is called with, if it is one of this package."""
-    entry = find_loss(_loss(config))
+    entry = POLICY_LOSSES.get(_loss(config))
     return frozenset() if entry is None else entry.parameters
 
 

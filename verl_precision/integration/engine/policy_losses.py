@@ -14,7 +14,7 @@ from torch import Tensor
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.registry import FORMER_NAMES, PolicyLoss, on_registration
+from verl_precision.losses.registry import PolicyLoss, on_registration
 from verl_precision.losses.settings import (
     NORM_MODE,
     REJECTION_THRESHOLD,
@@ -31,17 +31,16 @@ def register_losses(core_algos: ModuleType) -> None:
     keep_merged_metrics()
 
     def register(name: str, entry: PolicyLoss) -> None:
-        for each in (name, *(former for former, now in FORMER_NAMES.items() if now == name)):
-            owner = core_algos.POLICY_LOSS_REGISTRY.get(each)
-            if owner is None:
-                core_algos.register_policy_loss(each)(AdaptedLoss(each, entry))
-            elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
-                where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
-                raise RegistrationError(
-                    f"policy loss {each!r} is already registered with verl by {where}",
-                    allowed="one owner per name",
-                    remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
-                )
+        owner = core_algos.POLICY_LOSS_REGISTRY.get(name)
+        if owner is None:
+            core_algos.register_policy_loss(name)(AdaptedLoss(name, entry))
+        elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
+            where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
+            raise RegistrationError(
+                f"policy loss {name!r} is already registered with verl by {where}",
+                allowed="one owner per name",
+                remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
+            )
 
     if not any(isinstance(owner, AdaptedLoss) for owner in core_algos.POLICY_LOSS_REGISTRY.values()):
         on_registration(register)

@@ -31,7 +31,6 @@ from verl_precision.mismatch.metric_names import (
     KEPT_RESPONSES,
     KEPT_TOKENS,
     REJECTED_RESPONSES,
-    with_former_names,
 )
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
@@ -154,7 +153,7 @@ class RunMonitor:
         found = {key: value for key, value in numbers.items() if not math.isnan(value)}
         for part in self._sets.values():
             found |= part.metrics()
-        return {**with_former_names(found), FAILED_MEASUREMENTS: failed}
+        return {**found, FAILED_MEASUREMENTS: failed}
 
     def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
         """Add what was measured to the metrics of the step, which ends."""
@@ -183,7 +182,7 @@ class RunMonitor:
             act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
-        metrics.update(with_former_names({ACTIVE_ALARMS: len(self.alarm.active)}))
+        metrics[ACTIVE_ALARMS] = len(self.alarm.active)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 

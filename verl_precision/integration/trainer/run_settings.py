@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from pydantic.fields import FieldInfo
 
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.losses.registry import FORMER_NAMES
 
 # What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
 IDENTITY_BLOCKS = "actor_rollout_ref algorithm critic custom_reward_function data distillation reward".split()
@@ -43,7 +42,7 @@ IGNORED_SETTINGS = frozenset(
     trace use_shm use_torch_compile val_batch_size val_files val_kwargs val_max_samples validation_shuffle
     """.split()
 )
-_TRAINER_MODE, _LOSS = "trainer.v1.trainer_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"
+_TRAINER_MODE = "trainer.v1.trainer_mode"
 _NOT_SET: tuple[Any, ...] = (None, [])
 _SCRATCH = "default_of_a_setting"
 
@@ -128,12 +127,9 @@ def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
 
 
 def _same_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with today's name of the loss, and with verl's of the trainer: the one that measures is alike."""
-    same: dict[str, Callable[[Any], Any]] = {
-        _TRAINER_MODE: lambda mode: str(mode).removeprefix("vp_"),
-        _LOSS: lambda loss: FORMER_NAMES.get(loss, loss),
-    }
-    return {name: same[name](value) if name in same else value for name, value in settings.items()}
+    """Return settings with verl's name of the trainer: the one that measures is alike."""
+    same = {name: str(settings[name]).removeprefix("vp_") for name in (_TRAINER_MODE,) if name in settings}
+    return {**settings, **same}
 
 
 def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
