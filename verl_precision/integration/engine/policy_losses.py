@@ -13,17 +13,9 @@ from torch import Tensor
 
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
+from verl_precision.losses import settings as limits
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.registry import PolicyLoss, on_registration
-from verl_precision.losses.settings import (
-    NORM_MODE,
-    REJECTION_THRESHOLD,
-    THRESHOLD,
-    require_bypass,
-    require_divergence,
-    require_normalizer,
-    require_threshold,
-)
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -80,9 +72,9 @@ class AdaptedLoss:
             )
         correction = config.policy_loss.get("rollout_correction", None) or {}
         if "rollout_log_probs" in self._needs:
-            require_bypass(correction.get("bypass_mode", None), self.name)
-        if loss_agg_mode == NORM_MODE:
-            require_normalizer(config.loss_scale_factor)
+            limits.require_bypass(correction.get("bypass_mode", None), self.name)
+        if loss_agg_mode == limits.NORM_MODE:
+            limits.require_normalizer(config.loss_scale_factor)
         info = config.global_batch_info
         offered = {
             "trainer_log_probs": log_prob,
@@ -101,10 +93,12 @@ class AdaptedLoss:
         }
         arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
         if "threshold" in self._needs:
-            arguments["threshold"] = require_threshold(correction.get("rollout_is_threshold", None), THRESHOLD)
+            arguments["threshold"] = limits.require_threshold(
+                correction.get("rollout_is_threshold", None), limits.THRESHOLD
+            )
         if "rejection_threshold" in self._needs:
             value = correction.get("rollout_rs_threshold", None)
-            arguments["rejection_threshold"] = require_divergence(value, REJECTION_THRESHOLD)
+            arguments["rejection_threshold"] = limits.require_divergence(value, limits.REJECTION_THRESHOLD)
         for side in ("low", "high"):
             if f"clip_{side}" in self._needs:
                 value = config.get(f"clip_ratio_{side}", None)
