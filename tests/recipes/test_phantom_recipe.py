@@ -75,8 +75,7 @@ def runs(write_run, tmp_path):
     """Write a stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
 
     def write(arm: str, seed: int, rewards: list[float], clipped: float) -> None:
-        # the last as 0.1 wrote it
-        same = {"phantom/final_token_clip_fraction": clipped, "phantom/fraction": clipped}
+        same = {"phantom/final_token_clip_fraction": clipped, "phantom/phantom_clipped_fraction": clipped}
         write_run(arm, seed, [{"critic/score/mean": reward, **same} for reward in rewards])
 
     for seed in (0, 1):

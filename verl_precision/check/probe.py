@@ -23,12 +23,7 @@ from verl_precision.check.rules.files import named_files, names_in, needed_packa
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
 from verl_precision.check.verl_refusals import misspelt, refusals
-from verl_precision.integration.cpu.kernels import (
-    attention_head_sizes,
-    has_attention_kernel,
-    head_size,
-    kernel_library,
-)
+from verl_precision.integration.cpu import kernels
 from verl_precision.integration.trainer.found_checkpoints import removable_bytes
 
 
@@ -198,15 +193,15 @@ def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None
 def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
     """Ask vLLM's library for kernels for this CPU, and for the model's attention heads."""
     try:
-        kernel_library()
+        kernels.kernel_library()
     except EnvironmentMismatchError as error:
         return {"kernel_problem": error}
-    size = head_size(model)
+    size = kernels.head_size(model)
     asked = config.actor_rollout_ref.rollout.dtype
     dtype = torch_dtype(asked if short(asked) in DTYPES else "bf16")  # auto: the model's, mostly BF16
-    if size is None or has_attention_kernel(size, dtype):
+    if size is None or kernels.has_attention_kernel(size, dtype):
         return {}
-    return {"head_size": size, "head_sizes": tuple(attention_head_sizes(dtype))}
+    return {"head_size": size, "head_sizes": tuple(kernels.attention_head_sizes(dtype))}
 
 
 def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPrecisionError | None:

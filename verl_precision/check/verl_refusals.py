@@ -133,7 +133,9 @@ def _values_of_verl() -> Any:
 
 def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     """Return the kind of value that belongs there; None if it is one, null or an interpolation."""
-    kinds = _kinds(float if setting in table("numbers or null") else hint)
+    hint = float if setting in table("numbers or null") else hint
+    hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds: set[Any] = {get_origin(each) or each for each in hints} - {None, type(None)}
     if not kinds or value is None or isinstance(value, str) and ("${" in value or value == "???"):
         return None
     if kinds <= {int, float, bool}:
@@ -153,12 +155,6 @@ def _fields(target: object) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours look at types themselves
         return {}
     return {field.name: field.type for field in dataclasses.fields(cls)}
-
-
-def _kinds(hint: Any) -> set[Any]:
-    """Return the types of a hint but for null, each without its arguments."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return {get_origin(kind) or kind for kind in kinds} - {None, type(None)}
 
 
 def _is_number(value: object, whole: bool) -> bool:

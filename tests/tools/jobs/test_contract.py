@@ -14,7 +14,6 @@ from verl_precision.tools.jobs import frame
 
 FEW = "evaluate tiny:qwen3 --data DATA --context 64"
 SET = "sanity-set DATA --model tiny:qwen3"
-REPLAY = "sanity-set DATA --model recorded --responses"
 # verb -> its answers, how often it dies, its results, its options
 VERBS = {
     "mismatch": (two_tokens, (4, 15), "table.md summary.json", "--max-prompts 2 --responses 3"),
@@ -138,9 +137,6 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     (f"{SET} --low few", "--low few: this cannot work. Allowed: a share such as 0.2, 20% or 1/5"),
     (f"{SET} --low 0.8 --high 20%", "--low 0.8 --high 0.2"),
     (f"{SET} --max-prompt-length 8", "--max-prompt-length 8: every prompt is longer. Allowed: "),
-    (f"{REPLAY} nowhere.jsonl", "--responses nowhere.jsonl: no such file"),
-    (f"{REPLAY} x --ray-address local", "needs no --ray-address"),
-    (f"{SET} --engines 2", "--engines 2 needs --ray-address"),
 ])  # fmt: skip
 def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed):
     monkeypatch.chdir(tmp_path)

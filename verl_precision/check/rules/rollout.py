@@ -24,7 +24,7 @@ from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_where, rule
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
-from verl_precision.losses.registry import find_loss
+from verl_precision.losses.registry import POLICY_LOSSES
 
 # What leaves the distribution as it is.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
@@ -212,7 +212,7 @@ def importance_ratios(config: DictConfig) -> str | None:
         if correction.get(key):
             return f"algorithm.rollout_correction.{key}={correction[key]}"
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    ours = find_loss(loss)
+    ours = POLICY_LOSSES.get(loss)
     if loss == "bypass_mode" or (ours is not None and "rollout_log_probs" in ours.parameters):
         return f"loss_mode={loss}"
     return None

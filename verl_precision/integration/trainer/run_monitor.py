@@ -23,16 +23,8 @@ from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
 from verl_precision.integration.trainer.merged_metrics import log_histograms
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
+from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.metric_names import (
-    ACTIVE_ALARMS,
-    ACTOR,
-    FAILED_MEASUREMENTS,
-    KEPT_RESPONSES,
-    KEPT_TOKENS,
-    REJECTED_RESPONSES,
-    with_former_names,
-)
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
@@ -118,9 +110,9 @@ class RunMonitor:
         # [4]: responses and tokens before, and of both those that are left
         counts = torch.tensor([[a.any(), b.any(), a.sum(), b.sum()] for a, b in rows], dtype=torch.float64).sum(dim=0)
         found = {
-            REJECTED_RESPONSES: Count(counts[0] - counts[1]),
-            KEPT_RESPONSES: Mean(counts[1], counts[0]),
-            KEPT_TOKENS: Mean(counts[3], counts[2]),
+            names.REJECTED_RESPONSES: Count(counts[0] - counts[1]),
+            names.KEPT_RESPONSES: Mean(counts[1], counts[0]),
+            names.KEPT_TOKENS: Mean(counts[3], counts[2]),
         }
         self._losses = merge_by_name([self._losses, found])
 
@@ -140,21 +132,21 @@ class RunMonitor:
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
         """Take an update's statistics (`merged_metrics.statistics_kept`), and give our metrics their own names."""
         for key in (MISMATCH, PHANTOM):
-            if ACTOR + key in metrics:
-                self._add(key, metrics.pop(ACTOR + key))
-        for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in METRIC_PREFIXES))]:
-            metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
+            if names.ACTOR + key in metrics:
+                self._add(key, metrics.pop(names.ACTOR + key))
+        for key in [key for key in metrics if key.startswith(tuple(names.ACTOR + ours for ours in METRIC_PREFIXES))]:
+            metrics[key.removeprefix(names.ACTOR)] = metrics.pop(key)
         found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
         self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
 
     def measured(self) -> dict[str, float]:
         """Return the metrics of all updates of the step so far; what is undefined on them is absent."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
-        failed = self._failures + int(numbers.pop(ACTOR + measurement.FAILED, 0))
+        failed = self._failures + int(numbers.pop(names.ACTOR + measurement.FAILED, 0))
         found = {key: value for key, value in numbers.items() if not math.isnan(value)}
         for part in self._sets.values():
             found |= part.metrics()
-        return {**with_former_names(found), FAILED_MEASUREMENTS: failed}
+        return {**found, names.FAILED_MEASUREMENTS: failed}
 
     def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
         """Add what was measured to the metrics of the step, which ends."""
@@ -183,7 +175,7 @@ class RunMonitor:
             act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
-        metrics.update(with_former_names({ACTIVE_ALARMS: len(self.alarm.active)}))
+        metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 

@@ -36,7 +36,6 @@ class Response(_OfResponse):
 
     length: int  # number of its tokens
     text: str | None = None
-    correct: bool | None = None  # the recorded verdict, where a recorded response has one
     token_ids: tuple[int, ...] | None = None
     log_probs: tuple[float, ...] | None = None  # one for each token, in nats
     finish_reason: str | None = None  # why the response ended, in vLLM's words
