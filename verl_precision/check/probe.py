@@ -37,6 +37,7 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     loaded = "verl_precision.plugin" in sys.modules
     return Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, refusals=refusals(config), misspelt=tuple(misspelt(config)),
+        adapter=_json(Path(str(config.actor_rollout_ref.model.lora_adapter_path)).expanduser() / "adapter_config.json"),
         tokenizer_problem=_tokenizer_problem(config, model),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
@@ -69,6 +70,10 @@ def model_config(config: DictConfig) -> dict[str, Any]:
         if not isinstance(cached, str):
             return known_models().get(name, {})
         path = Path(cached)
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
 
 

@@ -34,7 +34,7 @@ COMPANIONS = {
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
-    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor"},
+    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor", "setting-ignored"},
     "separate-async-transport": {"value-out-of-range"},  # it has no hosts either
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
@@ -88,6 +88,8 @@ ENVIRONMENTS = [
     ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
     ("not-exact", Environment(model={"model_type": "mixtral"}), "EXACT", True),
     ("not-exact", Environment(model={"model_type": "qwen3"}), "EXACT", False),
+    ("not-exact", Environment(adapter={"r": 4, "use_dora": False, "bias": "none"}), "EXACT", False),
+    *(("not-exact", Environment(adapter={x: True}), "EXACT", True) for x in ("lora_dropout", "use_dora", "lora_bias")),
     ("cascade-attention", Environment("0.11.0", A100), "", True),
     ("cascade-attention", Environment("0.28.0", A100), "", False),
     ("cascade-attention", Environment("0.11.0", ("NVIDIA H100 80GB HBM3",)), "", False),
@@ -231,6 +233,7 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
     "+precision=bf16 fsdp.ULYSSES=2",
     "EXACT",
+    "EXACT model.lora_rank=8 model.lora.merge=True",
     "+precision=bf16 +arithmetic=rounded_once",
     "actor.strategy=fsdp2 fsdp.offload_policy=True",
     "trainer.total_training_steps=100 trainer.save_freq=20 actor.optim.lr_warmup_steps=10 trainer.total_epochs=1",

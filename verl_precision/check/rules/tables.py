@@ -7,10 +7,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import long
-from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype
+from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
-from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG
+from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -118,6 +118,13 @@ def not_exact(config: DictConfig, environment: Environment) -> Faults:
         problem = f"{asked} a model of type {family} has operations of its own"
         allowed, remedy = f"a model of type {', '.join(FAMILIES)}", "Choose arithmetic=native."
         yield Fault(setting="actor_rollout_ref.model.path", problem=problem, allowed=allowed, remedy=remedy)
+    if uses_adapter(config):
+        problem = f"{asked} vLLM rounds an adapter's products apart"
+        yield Fault(setting="actor_rollout_ref.model.lora.merge", problem=problem, allowed="True")
+    if others := beyond_merging(environment.adapter):
+        problem, allowed = f"{asked} the adapter is not merged by W + s·B·A: {others}", "an adapter without these"
+        remedy = "Choose arithmetic=native."
+        yield Fault("", "", "actor_rollout_ref.model.lora_adapter_path", None, problem, allowed, remedy)
     if (trained := engines(config)[0].compute) != rollout_dtype(config):
         problem = f"{asked} the trainer rounds to {trained}"
         yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))
