@@ -57,7 +57,7 @@ def round_once(engine: Any, module: nn.Module) -> None:
         _require_exact(engine, on_cpu)
     replace_operations(module, inner)
     if chosen() == "exact":
-        _merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
+        merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
 
 
 def _require_exact(engine: Any, on_cpu: bool) -> None:
@@ -98,7 +98,7 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
             part.forward = partial(operation, part, inner)  # type: ignore[method-assign]
 
 
-def _merge_adapters(module: nn.Module, inner: torch.dtype, dtype: torch.dtype) -> None:
+def merge_adapters(module: nn.Module, inner: torch.dtype, dtype: torch.dtype) -> None:
     """Have LoRA layers multiply by the merged weight, rounded to `dtype`, and have that weight sent."""
     for name, part in module.named_modules():
         if isinstance(part, lora.LoraLayer):
