@@ -35,6 +35,7 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     return Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
         misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
+        adapter=_json(Path(str(config.actor_rollout_ref.model.lora_adapter_path)).expanduser() / "adapter_config.json"),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
         machine=_machine(config, model),
@@ -66,6 +67,10 @@ def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> dict[s
         if not isinstance(cached, str):
             return known_models().get(name, {})
         path = Path(cached)
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
 
 

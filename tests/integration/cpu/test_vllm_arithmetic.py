@@ -14,9 +14,9 @@ from verl_precision.engine.arithmetic.chosen import VARIABLE
 from verl_precision.engine.arithmetic.operations import linear
 
 PROGRAM = """
-import json, sys
-from functools import partial
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 import verl_precision.integration.engine.single_rank as single_rank
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.engine import Request
@@ -43,11 +43,29 @@ def unequal(rollout, trainer):
     pairs = [pair for r in rollout for pair in zip(r.log_probs, scored[r.problem], strict=True)]
     return len(pairs), sum(a != b for a, b in pairs)
 
+def drawn_adapter(path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    model.save_pretrained("adapter")
+    return "adapter"
+
+def sent(engine, path, dtype):
+    from verl_precision.integration.engine.weight_export import merged_lora
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.load_state_dict(dict(merged_lora(engine)))
+    model.save_pretrained(dtype)
+    AutoTokenizer.from_pretrained(path).save_pretrained(dtype)
+    return dtype
+
 for architecture in {architectures!r}:
     for dtype in ("bf16", "fp16"):
-        path = str(cached_tiny_model(architecture))
+        path = str(cached_tiny_model(architecture.removesuffix("+lora")))
+        adapter = drawn_adapter(path) if architecture.endswith("+lora") else None
+        trainer = TrainerEngine(path, dtype, "sdpa", 1024, packed=True, adapter=adapter)
+        path = sent(trainer._engine, path, dtype) if adapter else path
         engine = VllmEngine(path, dtype, 512, log_probs=True, enable_prefix_caching=True, max_num_seqs=4)
-        trainer = TrainerEngine(path, dtype, "sdpa", 1024, packed=True)
         tokens, different = unequal(sampled(engine, 0), trainer)
         print("result", architecture, dtype, tokens, different, flush=True)
 
@@ -76,8 +94,9 @@ def unequal(folder, arithmetic, architectures, planted=()):
 
 
 def test_every_log_prob_is_equal_and_one_operation_in_fp32_shows(tmp_path):
-    found = unequal(tmp_path, "exact", ("qwen3", "qwen3_tied", "qwen2", "llama"), PLANTED)
-    exact = {(name, dtype): 0 for name in ("qwen3", "qwen3_tied", "qwen2", "llama") for dtype in DTYPES}
+    models = ("qwen3_tied+lora", "qwen2+lora", "qwen3", "qwen3_tied", "qwen2", "llama")
+    found = unequal(tmp_path, "exact", models, PLANTED)
+    exact = {(name, dtype): 0 for name in models for dtype in DTYPES}
     assert {names: count for names, count in found.items() if len(names) == 2} == exact
     assert all(found[name,] for name in PLANTED), found
 

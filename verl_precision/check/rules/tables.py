@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import long
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype
+from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
-from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, refused, require_family
+from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -128,6 +128,13 @@ def not_exact(config: DictConfig, environment: Environment) -> Faults:
         if refusal := _model_refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
             problem, allowed, remedy = f"{asked} {refusal.problem}", refusal.allowed, refusal.remedy
             yield Fault(setting=f"{setting}.path", problem=problem, allowed=allowed, remedy=remedy)
+    if uses_adapter(config):
+        problem = f"{asked} vLLM rounds an adapter's products apart"
+        yield Fault(setting="actor_rollout_ref.model.lora.merge", problem=problem, allowed="True")
+    if others := beyond_merging(environment.adapter):
+        problem, allowed = f"{asked} the adapter is not merged by W + s·B·A: {others}", "an adapter without these"
+        remedy = "Choose arithmetic=native."
+        yield Fault("", "", "actor_rollout_ref.model.lora_adapter_path", None, problem, allowed, remedy)
     if (trained := engines(config)[0].compute) != rollout_dtype(config):
         problem = f"{asked} the trainer rounds to {trained}"
         yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))

@@ -1,6 +1,7 @@
 """Which arithmetic this process was asked for, and what a model must be to have it."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 ROPE_TYPES = ("default", "llama3")
+# Settings of a LoRA adapter with which a layer is x (W + s·B A)ᵀ. Others (dropout, DoRA, ...) make it something else.
+PLAIN_ADAPTER = """task_type peft_type peft_version auto_mapping base_model_name_or_path revision inference_mode bias r
+    lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
+    init_lora_weights megatron_core qalora_group_size""".split()
 
 
 def chosen() -> str:
@@ -34,6 +39,11 @@ def inner_dtype() -> torch.dtype | None:
 def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.") -> ConfigurationError:
     """Return the error for something whose operations are not all rounded once."""
     return ConfigurationError(problem, setting=SETTING, value=chosen(), allowed=allowed, remedy=remedy)
+
+
+def beyond_merging(adapter: Mapping[str, Any]) -> str:
+    """Return the settings of a LoRA adapter (its adapter_config.json) that keep it from being W + s·B A, or nothing."""
+    return ", ".join(f"{name}={value}" for name, value in adapter.items() if value and name not in PLAIN_ADAPTER)
 
 
 def require_family(config: Any) -> None:

@@ -10,16 +10,29 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners import lora
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from verl.utils.device import get_device_name
 
+from verl_precision.base.dtypes import torch_dtype
 from verl_precision.engine.arithmetic.attention import attention, packed
-from verl_precision.engine.arithmetic.chosen import FAMILIES, INNER, chosen, inner_dtype, refused, require_family
+from verl_precision.engine.arithmetic.chosen import (
+    FAMILIES,
+    INNER,
+    beyond_merging,
+    chosen,
+    inner_dtype,
+    refused,
+    require_family,
+)
 from verl_precision.engine.arithmetic.operations import (
+    Adapter,
     experts,
     linear,
+    merged,
     rms_norm,
     rotary,
     rotary_frequencies,
@@ -43,6 +56,8 @@ def round_once(engine: Any, module: nn.Module) -> None:
     if chosen() == "exact":
         _require_exact(engine, on_cpu)
     replace_operations(module, inner)
+    if chosen() == "exact":
+        merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
 
 
 def _require_exact(engine: Any, on_cpu: bool) -> None:
@@ -54,7 +69,7 @@ def _require_exact(engine: Any, on_cpu: bool) -> None:
         "a preset precision=..., with fp32_log_probs and without fp32_output_head": (
             ours and config.fp32_log_probs and not config.fp32_output_head
         ),
-        "model.lora_rank=0: the rollout rounds the merged weight, the trainer each of three": not model.lora_rank,
+        "model.lora.merge=True: vLLM rounds an adapter's products": not model.lora_rank or model.lora.get("merge"),
         "model.use_fused_kernels=False and use_liger=False": not (model.use_fused_kernels or model.use_liger),
         "ulysses_sequence_parallel_size=1": config.ulysses_sequence_parallel_size == 1,
     }
@@ -81,8 +96,41 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
             part.forward = partial(operation, part, inner)  # type: ignore[method-assign]
 
 
-def _linear(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
-    return linear(x, part.weight, part.bias, inner=inner)
+def merge_adapters(module: nn.Module, inner: torch.dtype, dtype: torch.dtype) -> None:
+    """Have LoRA layers multiply by the merged weight, rounded to `dtype`, and have that weight sent."""
+    for name, part in module.named_modules():
+        if isinstance(part, lora.LoraLayer):
+            others = beyond_merging(module.peft_config[part.active_adapters[0]].to_dict())
+            tied = module.config.tie_word_embeddings and name.endswith("lm_head")  # verl merges no adapter there
+            if others or tied or type(part) is not lora.Linear:
+                problem = f"the adapter of {name} ({type(part).__name__}) is not W + s·B·A: {others or 'tied'}"
+                raise refused(problem, "adapters of linear layers, without dropout and variants")
+            part.forward = partial(_lora, part)  # type: ignore[method-assign]
+            part.merge = partial(_merge, part, inner, dtype)  # type: ignore[method-assign]
+
+
+def _lora(part: Any, x: Tensor) -> Tensor:
+    return part.base_layer(x, None if part.disable_adapters else _adapter(part))
+
+
+def _adapter(part: Any) -> Adapter:
+    (name,) = part.active_adapters
+    return part.lora_A[name].weight, part.lora_B[name].weight, part.scaling[name]
+
+
+def _merge(part: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
+    """Merge an adapter in place of PEFT, on its way to the rollout: operands are in `dtype`, as FSDP2 gathers them."""
+    weight, (*matrices, scale) = part.base_layer.weight, _adapter(part)
+    whole = [(x.full_tensor() if isinstance(x, DTensor) else x).to(dtype) for x in (weight, *matrices)]
+    found = merged(*whole, scale, inner=inner)
+    if isinstance(weight, DTensor):
+        found = distribute_tensor(found, weight.device_mesh, weight.placements, src_data_rank=None)
+    weight.data.copy_(found)
+    part.merged_adapters.extend(part.active_adapters)
+
+
+def _linear(part: Any, inner: torch.dtype, x: Tensor, adapter: Adapter | None = None) -> Tensor:
+    return linear(x, part.weight, part.bias, adapter, inner=inner)
 
 
 def _norm(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class TrainerEngine:
                 enable_gradient_checkpointing=False,
                 lora_adapter_path=adapter,
                 lora_rank=rank,  # without it verl loads no adapter
+                lora={"merge": True},  # nothing is sent here, but exact arithmetic multiplies by the merged weight
                 override_config={"attn_implementation": attention},
             ),
             engine_config=PrecisionFSDPConfig(
