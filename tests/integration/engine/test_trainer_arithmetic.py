@@ -118,7 +118,7 @@ def test_a_module_of_its_own():
 
 def test_an_unknown_arithmetic(monkeypatch):
     monkeypatch.setenv(VARIABLE, "exactly")
-    with pytest.raises(ConfigurationError, match="arithmetic='exactly'.*Allowed: native, rounded_once, exact"):
+    with pytest.raises(ConfigurationError, match="arithmetic='exactly'.*Allowed: native, rounded_once, exact, integer"):
         inner_dtype()
     monkeypatch.delenv(VARIABLE)
     assert inner_dtype() is None

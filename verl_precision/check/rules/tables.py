@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import long
+from verl_precision.base.dtypes import EXACT, long
 from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
@@ -110,9 +110,9 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Faults:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if OmegaConf.select(config, IN_CONFIG) != "exact":
+    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) not in EXACT:
         return
-    asked, family = "arithmetic=exact asks for equal log-probs, but", environment.model.get("model_type")
+    asked, family = f"arithmetic={arithmetic} asks for equal log-probs, but", environment.model.get("model_type")
     yield from _unlike(config, "exact", asked, "or choose arithmetic=native")
     if family and family not in FAMILIES:
         problem = f"{asked} a model of type {family} has operations of its own"
