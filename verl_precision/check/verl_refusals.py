@@ -230,14 +230,10 @@ def _leaves(path: str, node: Any) -> Iterator[tuple[str, object]]:
             yield from _leaves(f"{path}.{key}", node[key])
 
 
-def _words(error: BaseException) -> str:
-    """Return the message of an error; of an assertion without one, its source line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return str(error) or (frames[-1].line if frames else "") or type(error).__name__
-
-
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
-    said = said if isinstance(said, str) else _words(said)
+    if isinstance(said, BaseException):  # an assertion without a message is told by its source line
+        frames = traceback.extract_tb(said.__traceback__)
+        said = str(said) or (frames[-1].line if frames else "") or type(said).__name__
     allowed = ", ".join(known) or "what verl's message asks for"
     remedy = f"Correct {setting}, or leave it as the recipe has it."
     return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

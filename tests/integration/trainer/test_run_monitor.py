@@ -23,7 +23,7 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.staleness import MismatchByVersion
 from verl_precision.mismatch.statistics import MismatchStatistics
 
-ACTOR = {"strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "grpo"}}
+ACTOR = {"strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "vp_grpo"}}
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28}
 ROLLOUT = {"name": "vllm", "dtype": "bfloat16", "response_length": 4}
 MINIMAL = {
@@ -66,7 +66,7 @@ ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
     pytest.param((), None, id="the driver has all of it"),
     pytest.param((BYPASS,), (True, True, True, GRPO, True), id="bypass"),
     pytest.param((BYPASS, SHADOW), (True, False, True, GRPO, True), id="bypass with a shadow"),
-    pytest.param((BYPASS, loss("ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
+    pytest.param((BYPASS, loss("vp_ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
     pytest.param((SHADOW,), (False, False, False, None, True), id="a shadow, the ratio against the trainer's own"),
     pytest.param((SHADOW_RATIO,), (True, False, False, None, False), id="the old log-probs are the shadow's"),
 ])  # fmt: skip
@@ -137,7 +137,7 @@ def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):
     assert metrics["mismatch/final_token_gap_mean"] == 0.25 and metrics["mismatch/responses"] == 3
 
 
-@pytest.mark.parametrize("name", ["grpo", "ratio_one", "grpo_unclipped", "vp_gspo", "vanilla", "gspo"])
+@pytest.mark.parametrize("name", ["vp_grpo", "vp_ratio_one", "vp_grpo_unclipped", "vp_gspo", "vanilla", "gspo"])
 def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, name):
     """The ratio is 1 at the first update, however large the gap: nothing to alarm anybody."""
     stored(monkeypatch, *[(-1.0, -2.0)] * 8)
