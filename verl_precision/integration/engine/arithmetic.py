@@ -96,7 +96,7 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
             part.forward = partial(operation, part, inner)  # type: ignore[method-assign]
 
 
-def merge_adapters(module: nn.Module, inner: torch.dtype, dtype: torch.dtype) -> None:
+def merge_adapters(module: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
     """Have LoRA layers multiply by the merged weight, rounded to `dtype`, and have that weight sent."""
     for name, part in module.named_modules():
         if isinstance(part, lora.LoraLayer):
@@ -120,9 +120,9 @@ def _adapter(part: Any) -> Adapter:
 
 def _merge(part: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
     """Merge an adapter in place of PEFT, on its way to the rollout: operands are in `dtype`, as FSDP2 gathers them."""
-    weight, (*matrices, scale) = part.base_layer.weight, _adapter(part)
-    whole = [(x.full_tensor() if isinstance(x, DTensor) else x).to(dtype) for x in (weight, *matrices)]
-    found = merged(*whole, scale, inner=inner)
+    weight, (a, b, scale) = part.base_layer.weight, _adapter(part)
+    operands = [(x.full_tensor() if isinstance(x, DTensor) else x).to(dtype) for x in (weight, a, b)]
+    found = merged(operands[0], operands[1], operands[2], scale, inner=inner)
     if isinstance(weight, DTensor):
         found = distribute_tensor(found, weight.device_mesh, weight.placements, src_data_rank=None)
     weight.data.copy_(found)
