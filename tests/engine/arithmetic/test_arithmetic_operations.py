@@ -7,7 +7,7 @@ from torch import Tensor
 from verl_precision.engine.arithmetic import operations as ours
 
 HALF = [torch.bfloat16, torch.float16]
-INNER = {"rounded_once": torch.float32, "exact": torch.float64}
+INNER = {"rounded_once": torch.float32, "exact": torch.float64, "integer": torch.int8}
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 64,
@@ -116,7 +116,7 @@ def test_autocast_does_not_round_inside(dtype):
 def test_the_order_of_a_sum_does_not_show(dtype):
     x, w, down = operands([(96, 640), (512, 640), (64, 512)], dtype)
     order = torch.randperm(640, generator=torch.Generator().manual_seed(1))
-    for inner, equal in ((torch.float64, True), (torch.float32, False)):
+    for inner, equal in ((torch.float64, True), (torch.int8, True), (torch.float32, False)):
         at_once = ours.linear(x, w, inner=inner)
         assert torch.equal(ours.linear(x[:, order], w[:, order], inner=inner), at_once) == equal
     exact = {"inner": torch.float64}
@@ -215,13 +215,14 @@ def test_extremes_are_as_natively(name, extreme):
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("inner", INNER.values())
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "rotary"])
-def test_nothing_gives_nothing(name):
+def test_nothing_gives_nothing(name, inner):
     operation, _, shapes = OPERATIONS[name]
     given = [x.requires_grad_() for x in operands(shapes, torch.bfloat16)]
     rows = given[0][:0]
     if name == "silu_and_mul":
         given[1] = given[1][:0]
-    result = operation(rows, *given[1:], inner=torch.float64)
+    result = operation(rows, *given[1:], inner=inner)
     assert not result.numel()
     result.sum().backward()

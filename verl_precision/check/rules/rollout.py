@@ -61,7 +61,7 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
         setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
-        severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) == "exact" else "warning"
+        severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) in EXACT else "warning"
         problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
         remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}."
         yield Fault("", severity, setting, None, problem, f"{allowed}, or sampling masks", remedy)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import long
+from verl_precision.base.dtypes import EXACT, long
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
@@ -114,9 +114,9 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Faults:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if OmegaConf.select(config, IN_CONFIG) != "exact":
+    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) not in EXACT:
         return
-    asked, remedy = "arithmetic=exact asks for equal log-probs, but", "or choose arithmetic=native"
+    asked, remedy = f"arithmetic={arithmetic} asks for equal log-probs, but", "or choose arithmetic=native"
     yield from _unlike(config, "exact", asked, remedy)
     for engine in engines(config):
         yield from _unlike(config, "exact engine", asked, remedy, f"{engine.setting}.")

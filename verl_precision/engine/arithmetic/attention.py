@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl_precision.engine.arithmetic.operations import backward_dtype, rounded
+from verl_precision.engine.arithmetic.operations import backward_dtype, floating, rounded
 
 _QUERIES = 128  # of one span that are computed at a time
 _KEYS = 2**14  # most keys that are gathered at a time
@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
         result = torch.zeros_like(q_NHD)
         with torch.autocast(q_NHD.device.type, enabled=False):
             for queries, keys, first in spans:
-                operands = (q_NHD[queries].to(inner), k_MKD[keys].to(inner), v_MKD[keys].to(inner))
+                operands = (x[rows].to(floating(inner)) for x, rows in ((q_NHD, queries), (k_MKD, keys), (v_MKD, keys)))
                 result[queries] = rounded(_attend(*operands, first, scale), q_NHD.dtype)
         return result
 

@@ -1,4 +1,4 @@
-"""vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
+"""vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once`, `exact` or `integer`.
 
 By vLLM's own means where it has some: operations and experts registered out of tree, an attention backend in the place
 of `CPU_ATTN`. Its cache keeps the model's dtype, so that prefix cache, chunked prefill and batches of any size read the
@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.engine.arithmetic.attention import Request, Spans, attention, plan
 from verl_precision.engine.arithmetic.chosen import chosen, inner_dtype, refused, require_family
 from verl_precision.engine.arithmetic.operations import (
@@ -61,7 +62,7 @@ def require_supported(config: VllmConfig) -> None:
     """Refuse a model or an option of vLLM with which operations are not all rounded once."""
     model = config.model_config
     require_family(model.hf_text_config)
-    if chosen() != "exact":
+    if chosen() not in EXACT:
         return
     refusals = {
         "enforce_eager=True: a compiled forward leaves roundings out": (

@@ -1,4 +1,4 @@
-"""A trainer's model computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
+"""A trainer's model computes with operations that are rounded once: `arithmetic=rounded_once`, `exact` or `integer`.
 
 Attention is registered with transformers' interface; it rotates queries and keys itself, since FSDP2 would cast angles
 to 16 bits on their way into a layer, and takes packed sequences apart by their positions. The other operations are the
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from verl.utils.device import get_device_name
 
-from verl_precision.base.dtypes import torch_dtype
+from verl_precision.base.dtypes import EXACT, torch_dtype
 from verl_precision.engine.arithmetic.attention import attention, packed
 from verl_precision.engine.arithmetic.chosen import (
     FAMILIES,
@@ -47,16 +47,16 @@ ATTENTION = "verl_precision"  # name of the attention in transformers
 def round_once(engine: Any, module: nn.Module) -> None:
     """Give a model, not sharded yet, operations that are rounded once, if this process was asked for them.
 
-    A GPU's products are rounded once in FP32 already; on one, `exact` is refused.
+    A GPU's products are rounded once in FP32 already; on one, the others are refused.
     """
     inner = inner_dtype()
     on_cpu = get_device_name() == "cpu"
     if inner is None or (chosen() == "rounded_once" and not on_cpu):
         return
-    if chosen() == "exact":
+    if chosen() in EXACT:
         _require_exact(engine, on_cpu)
     replace_operations(module, inner)
-    if chosen() == "exact":
+    if chosen() in EXACT:
         merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
 
 

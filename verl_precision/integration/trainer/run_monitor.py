@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
@@ -69,7 +70,7 @@ class RunMonitor:
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
-        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) == "exact" else 0.0
+        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) in EXACT else 0.0
         self._rejects = bool(correction.get("rollout_rs")) and not bypass
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self._mask: Any = None

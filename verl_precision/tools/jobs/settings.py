@@ -2,8 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from verl_precision.base.dtypes import Arithmetic
 from verl_precision.base.settings import command_option, option, settings
 
 BUILT_IN_PROMPTS = "built-in"
@@ -52,8 +53,8 @@ class PromptedJob(Job):
     micro_batch_tokens: int = option(
         default=16384, help="Tokens of one forward of the trainer, padding included.", ge=1
     )
-    arithmetic: Literal["native", "rounded_once", "exact"] = option(
-        default="native", help="Operations of both engines: their own kernels, or on a CPU ours in FP32 or FP64."
+    arithmetic: Arithmetic = option(
+        default="native", help="Operations of both engines: their kernels, or on a CPU ours in FP32, FP64, integers."
     )
 
 

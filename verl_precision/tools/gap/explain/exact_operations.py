@@ -15,17 +15,16 @@ from verl_precision.tools.gap.explain.operation_error import operation_errors
 
 def first_unequal(model: Any, record: dict[str, Any]) -> str | None:
     """Return the first operation whose result has another bit; None if none has. The model is as in `compare`."""
-    again = partial(_exactly, getattr(torch, record["dtype"]))
+    again = partial(_exactly, getattr(torch, record["dtype"]), INNER[record["arithmetic"]])
     errors = operation_errors(model, record["calls"], again)
     return next((f"{error.kind} ({error.name})" for error in errors if error.relative > 0), None)
 
 
 def _exactly(
-    dtype: torch.dtype, model: Any, kind: str, layer: int | None, modules: Sequence[nn.Module],
+    dtype: torch.dtype, inner: Any, model: Any, kind: str, layer: int | None, modules: Sequence[nn.Module],
     inputs: Sequence[Tensor], length: int, router: Tensor | None,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """Compute an operation of `operation_error.KINDS` as both engines do with `arithmetic=exact`."""
-    inner: Any = INNER["exact"]
+    """Compute an operation of `operation_error.KINDS` as both engines do with an arithmetic that is exact."""
     x, *others = (each.to(dtype) if each.is_floating_point() else each for each in inputs)
     block: Any = model.model.layers[layer] if layer is not None else None
     own: Any = getattr(block, "self_attn", None)

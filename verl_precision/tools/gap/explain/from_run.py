@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
@@ -170,7 +171,7 @@ def _of_config(settings: Mapping[str, Any], replays_sampling: bool) -> Iterator[
     if train != rollout:
         yield "weight_rounding", f"trainer {train}, rollout {rollout}", None
     for cause, dtype in (("rollout_precision", rollout), ("trainer_precision", train)):
-        if dtype != "fp32" and settings["arithmetic"] != "exact":
+        if dtype != "fp32" and settings["arithmetic"] not in EXACT:
             yield cause, f"{dtype}, by the config", None
     if not settings["fp32_log_probs"]:
         yield "log_probs", "16-bit log-probs, by the config", True

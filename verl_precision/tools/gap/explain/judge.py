@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from verl_precision.base.dtypes import DTYPES
+from verl_precision.base.dtypes import DTYPES, EXACT
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
 from verl_precision.tools.gap.explain.operations import Operations
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
@@ -108,7 +108,7 @@ def findings(
     found = []
     for (before, variant), part in zip(pairwise(chain), attribution.parts, strict=True):
         cause = CAUSES[variant.cause]
-        sides = () if before.arithmetic == variant.arithmetic == "exact" else cause.rounding_of
+        sides = () if before.arithmetic == variant.arithmetic in EXACT else cause.rounding_of
         bits = [DTYPES[dtypes[side]].bits for side in sides]
         expected = bf16_cost * 2.0 ** (DTYPES["bf16"].bits - min(bits)) if bits else 0.0
         if bits and min(bits) == DTYPES["fp32"].bits:

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from verl_precision.base.dtypes import Dtype
+from verl_precision.base.dtypes import EXACT, Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
 from verl_precision.tools.jobs.settings import PromptedJob
@@ -39,7 +39,7 @@ class Explanation(PromptedJob):
     @property
     def through_exact(self) -> bool:
         """Whether the path between the engines is in exact arithmetic, in the dtype of both."""
-        return self.exact or self.arithmetic == "exact"
+        return self.exact or self.arithmetic in EXACT
 
     def __post_init__(self) -> None:
         """Refuse what a trainer in FP32 does not have, and two answers to what the rollout has."""
@@ -51,7 +51,7 @@ class Explanation(PromptedJob):
             alike = {
                 "--train-dtype as --rollout-dtype": self.train_dtype == self.rollout_dtype,
                 "no --adapter: the rollout rounds the merged weight": self.adapter is None,
-                "--fp32-log-probs and no --fp32-output-head": head or self.arithmetic != "exact",
+                "--fp32-log-probs and no --fp32-output-head": head or self.arithmetic not in EXACT,
             }
             for allowed in (allowed for allowed, holds in alike.items() if not holds):
                 problem = "in exact arithmetic the engines would not round the same numbers"
