@@ -85,11 +85,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[Spans], inner: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(q_NHD, k_MKD, v_MKD)
-        ctx.scale, ctx.spans = scale, spans
+        ctx.scale, ctx.spans, wide = scale, spans, floating(inner)
         result = torch.zeros_like(q_NHD)
         with torch.autocast(q_NHD.device.type, enabled=False):
             for queries, keys, first in spans:
-                operands = (x[rows].to(floating(inner)) for x, rows in ((q_NHD, queries), (k_MKD, keys), (v_MKD, keys)))
+                operands = (q_NHD[queries].to(wide), k_MKD[keys].to(wide), v_MKD[keys].to(wide))
                 result[queries] = rounded(_attend(*operands, first, scale), q_NHD.dtype)
         return result
 
