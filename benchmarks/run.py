@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 # Of a CPU, and of a GPU; with arguments.
-ON_CPU = ("mismatch.py", "losses.py", "digest.py", "engine.py", "import_time.py", "step_share.py")
+ON_CPU = ("mismatch.py", "losses.py", "digest.py", "engine.py", "arithmetic.py", "import_time.py", "step_share.py")
 ON_GPU = ("digest.py --device cuda --megabytes 4096 --shape 768 2048", "grouped_experts.py")
 WORSE = 1.2
 INTRODUCTION = """# Benchmarks

@@ -53,7 +53,7 @@ class MadeUp:
         self.answer, self.lives = answer, 0
         self.seen: list[tuple[str, int, Request]] = []
 
-    def start(self, build, name, folder, ray_address, engines=None):
+    def start(self, build, name, folder, ray_address):
         """Take the place of `start_engine`."""
         return _Engine(self, name)
 
@@ -76,6 +76,8 @@ class _Engine:
         made_up = self.made_up
         if made_up.lives and len(made_up.seen) >= made_up.lives:
             raise KeyboardInterrupt
+        if not self.asked:
+            return []
         request = self.asked.pop(0)
         made_up.seen.append((self.name, len(self.asked), request))
         return [made_up.answer(self.name, request)]

@@ -2,8 +2,9 @@
 
     python recipes/collapse/read_doses.py outputs/collapse/*-* --figure outputs/collapse/doses.png
 
-Reads the folders of comparisons of the arms bf16_K and fp16_K, prints a table and draws the reward over steps and the
-curve. The mismatch is that of the first ten steps, before the runs have parted; the reward is that of the last ten.
+Reads the folders of comparisons of the arms bf16_K, fp16_K and bf16_exact_K, prints a table and draws the reward over
+steps and the curve. The mismatch is that of the first ten steps, before the runs have parted; the reward is that of the
+last ten.
 """
 
 import argparse
@@ -15,10 +16,11 @@ from matplotlib.figure import Figure
 
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.figures import PRECISIONS, new_figure, style
+from verl_precision.tools.show.figures import COLOURS, PRECISIONS, new_figure, style
 from verl_precision.tools.show.tables import markdown_table
 
 WINDOW = 10  # steps
+LINES = PRECISIONS | {"bf16_exact": COLOURS[2]}
 REWARD, K3, PEARSON = "critic/score/mean", "mismatch/k3_kl", "mismatch/probs_pearson"
 SPREAD, SAMPLE = "mismatch/sequence_log_ratio_std", "mismatch/sequence_ess"
 
@@ -43,7 +45,7 @@ class Outcome(NamedTuple):
 
 def outcome_of(run: Run) -> Outcome:
     """Read a run in a folder <precision>_<dose>/seed_<n>."""
-    precision, _, dose = run.path.parts[-3].partition("_")
+    precision, _, dose = run.path.parts[-3].rpartition("_")
 
     def mean(metric: str, rows: slice) -> float:
         return statistics.fmean(row[metric] for row in run.rows[rows])
@@ -78,8 +80,10 @@ def draw(outcomes: list[Outcome]) -> Figure:
     figure = new_figure(10, 4)
     over_steps, curve = figure.subplots(1, 2, sharey=True)
     largest = max(each.dose for each in outcomes) or 1
-    for precision, colour in PRECISIONS.items():
+    for precision, colour in LINES.items():
         own = [each for each in outcomes if each.precision == precision]
+        if not own:
+            continue
         for each in own:  # the larger the dose, the stronger the line
             steps = range(WINDOW, WINDOW + len(each.rewards))
             over_steps.plot(steps, each.rewards, color=colour, alpha=0.25 + 0.75 * each.dose / largest)
@@ -87,10 +91,11 @@ def draw(outcomes: list[Outcome]) -> Figure:
         doses = [[each for each in own if each.dose == dose] for dose in sorted({each.dose for each in own})]
         k3 = [statistics.fmean(each.k3 for each in same) for same in doses]
         reward = [statistics.fmean(each.reward_last for each in same) for same in doses]
-        curve.plot(k3, reward, color=colour, label=precision.upper())
+        curve.plot(k3, reward, color=colour, label=precision.upper().replace("_EXACT", ", exact"))
     style(over_steps, "training step", f"reward, mean of {WINDOW} steps")
     style(curve, "k3 of the first steps, nats per token")
-    curve.set(xscale="log", ylim=(0, 1))
+    curve.set_xscale("symlog", linthresh=1e-6)  # exact arithmetic has a k3 of 0
+    curve.set(xlim=(0, None), ylim=(0, 1))
     curve.legend(frameon=False)
     return figure
 

@@ -43,6 +43,22 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
         assert found.remainder < 1e-3 * found.nats, "the errors of all operations are the whole difference"
 
 
+def test_exact_arithmetic_leaves_no_step_between_the_engines_and_one_epsilon_shows(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))
+    sizes = {"max_prompts": 4, "max_response_tokens": 24}
+    healthy = explain(Explanation(exact=True, output=tmp_path / "healthy", **sizes), Console(file=io.StringIO()))
+    by_cause = {finding.variant.cause: finding for finding in healthy.findings}
+    assert not any(finding.fault for finding in healthy.findings) and by_cause["engine"].part.equal == 1
+    assert by_cause["rollout_kernels"].part.size > 0 and by_cause["trainer_kernels"].part.size > 0
+    assert healthy.operations["rollout_exact"].first is None and healthy.operations["rollout_exact"].exact
+
+    vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 1.01})  # BF16 hides it
+    job = Explanation(arithmetic="exact", packed=True, output=tmp_path / "planted", **sizes)
+    planted = explain(job, Console(file=io.StringIO()), vllm=vllm)
+    assert [finding.variant.cause for finding in planted.findings if finding.fault] == ["engine"]
+    assert planted.operations["prefill_alone"].first.startswith("input norm (model.layers.0.")
+
+
 def test_ties_in_the_router_are_found(tmp_path):
     """FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
     model = injected_faults.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)

@@ -1,7 +1,7 @@
-"""Every recipe trains with scale=cpu in FP16; a mixture of experts and LoRA in BF16 too, whose gap FP16 closes.
+"""Every recipe trains with scale=cpu in FP16; LoRA in BF16 too, whose gap FP16 closes.
 
-Dense Qwen3, and both precisions of it: test_quickstart.py. Every estimator: tests/integration/engine/
-test_estimators_train.py.
+Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture of experts in BF16: test_exact.py.
+Every estimator: tests/integration/engine/test_estimators_train.py.
 """
 
 from pathlib import Path
@@ -23,8 +23,6 @@ RUNS = {
     ("octothinker", "fp16"): "grpo",
     ("octothinker", "bf16"): "ratio_one",
 }
-# In BF16 a dense recipe shows nothing that the quickstart does not.
-BOTH_PRECISIONS = ("moe", "lora")
 BYPASS = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis"}
 # Single characters, which a random tiny model writes now and then; </answer> it never does.
 STOPS = {"octothinker": ["actor_rollout_ref.rollout.custom.stop=['7','8','9']"]}
@@ -49,8 +47,8 @@ def run(run_recipe):
 
 def arm(recipe: str, *precisions: str):
     """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
-    dense_in_bf16 = recipe not in BOTH_PRECISIONS and precisions != ("fp16",)
-    return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * dense_in_bf16)
+    shown_elsewhere = recipe != "lora" and precisions != ("fp16",)
+    return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * shown_elsewhere)
 
 
 def test_every_recipe_is_here():

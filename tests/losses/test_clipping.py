@@ -11,14 +11,14 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
 from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, ClipRange, Ratio, clip_range
-from verl_precision.losses.registry import FORMER_NAMES, ratio_of
+from verl_precision.losses.registry import ratio_of
 
 # These take gradients away by other rules than a clip range: a divergence, and C.
 OTHER_RULES = {"dppo_tv", "dppo_kl", "vp_dppo_tv", "vp_dppo_kl", "vp_pg_seq_mis"}
 
 
 def test_every_registered_loss_has_stated_its_ratio():
-    assert set(POLICY_LOSS_REGISTRY) == {*POLICY_LOSSES, *FORMER_NAMES, *VERLS_RATIOS}
+    assert set(POLICY_LOSS_REGISTRY) == {*POLICY_LOSSES, *VERLS_RATIOS}
     # other tests register losses of their own, without a statement, in the same process
     ours = [entry for entry in POLICY_LOSSES.values() if entry.function.__module__.startswith("verl_precision.")]
     assert len(ours) >= 8 and all(entry.ratio is not None for entry in ours)
@@ -65,8 +65,7 @@ def test_the_range_is_that_of_the_config():
 
 def test_the_ratio_of_a_config():
     assert ratio_of({}) == VERLS_RATIOS["vanilla"], "verl's default"
-    for name in ("vp_grpo", "grpo"):  # the second one is its former name
-        assert ratio_of({"policy_loss": {"loss_mode": name}}) == Ratio("token", "ratio")
+    assert ratio_of({"policy_loss": {"loss_mode": "vp_grpo"}}) == Ratio("token", "ratio")
     reinforce = {"loss_mode": "bypass_mode", "rollout_correction": {"loss_type": "reinforce"}}
     assert ratio_of({"policy_loss": reinforce}) == NO_RATIO
     assert ratio_of({"policy_loss": {"loss_mode": "somebody's"}}) is None

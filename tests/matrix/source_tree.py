@@ -90,6 +90,7 @@ def stored(function: ast.AST) -> set[str]:
 
 
 def parameters(node: ast.AST) -> tuple[str, ...]:
-    """Return a function's parameter names, in the order of `inspect.signature`."""
+    """Return a function's parameter names as `inspect.signature` has them: a class method is bound to its class."""
     assert isinstance(node, FUNCTIONS)
-    return tuple(child.arg for child in ast.iter_child_nodes(node.args) if isinstance(child, ast.arg))
+    names = tuple(child.arg for child in ast.iter_child_nodes(node.args) if isinstance(child, ast.arg))
+    return names[any(ast.unparse(each) == "classmethod" for each in node.decorator_list) :]

@@ -72,6 +72,7 @@ def mismatch(responses, c=3.0):
         found |= {
             **spread("log_prob_gap", g),
             "log_prob_gap_abs_mean": np.abs(g).mean(),
+            "equal_fraction": (pi == mu).mean(),
             "k1_kl": (-g).mean(),
             "k3_kl": (np.expm1(capped) - capped).mean(),
             "total_variation": np.abs(np.expm1(capped)).mean() / 2,

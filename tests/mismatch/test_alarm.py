@@ -138,17 +138,6 @@ def test_a_resumed_run_raises_what_an_unbroken_one_does(cut):
     assert found == expected and alarm.state_dict() == unbroken.state_dict()
 
 
-def test_metrics_and_states_of_0_1_are_read():
-    old = {"phantom/fraction": 0.18, "actor/is_weight_ess": 0.05}
-    raised = feed(alarm := MismatchAlarm(), old, 1, 5)
-    assert [(each.name, each.step) for each in raised] == [("phantom_clipping", 5), ("low_effective_sample_size", 5)]
-    state = alarm.state_dict()
-    before = {names.FORMER_ALARMS.get(name, name): part for name, part in state.items()}
-    assert {"few_effective_responses", "skipped_step_storm"} <= before.keys()
-    (resumed := MismatchAlarm()).load_state_dict(before)
-    assert resumed.state_dict() == state
-
-
 @pytest.mark.parametrize("state", [{}, {"k3_growth": {"baseline": "x"}}])
 def test_a_foreign_state_is_refused_and_changes_nothing(state):
     alarm = MismatchAlarm()

@@ -12,6 +12,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
+from verl_precision.engine.arithmetic.chosen import INNER, VARIABLE
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.resolvers import register_search_path
@@ -46,6 +47,14 @@ def test_every_preset_measures_the_mismatch_and_installs_the_preflight(group, na
     config = compose_verl(f"+{group}={name}", VLLM, return_hydra_config=True)
     preflight = config.hydra.callbacks.verl_precision._target_
     assert config.mismatch.enabled and preflight == "verl_precision.check.preflight.PreflightCallback"
+
+
+@pytest.mark.parametrize("group", ["arithmetic", "cpu_products"])
+def test_one_variable_says_what_operations_compute_in(group):
+    for name in preset_names(group):
+        variables = compose_verl(f"+{group}={name}", VLLM).ray_kwargs.ray_init.runtime_env.env_vars
+        assert variables[VARIABLE] == name and name in INNER
+    assert preset_names("arithmetic") == sorted(INNER)
 
 
 @pytest.mark.parametrize("precision", preset_names("precision"))

@@ -75,7 +75,10 @@ def test_the_same_seed_writes_the_same_model(barely_trained):
 def test_every_dose_has_an_arm_in_each_precision(make_task):
     sizes, precisions = make_task.LOGIT_SIZES, ("bf16", "fp16")
     expected = {f"{each}_{size}": [f"precision={each}", f"logit_size={size}"] for size in sizes for each in precisions}
-    assert OmegaConf.to_container(OmegaConf.load(RECIPE).arms) == expected
+    control = {
+        f"bf16_exact_{size}": ["precision=bf16", "arithmetic=exact", f"logit_size={size}"] for size in (100, 200)
+    }
+    assert OmegaConf.to_container(OmegaConf.load(RECIPE).arms) == expected | control
 
 
 def test_a_response_has_room_and_the_dose_is_the_models():
@@ -86,9 +89,9 @@ def test_a_response_has_room_and_the_dose_is_the_models():
 
 @pytest.fixture
 def outcomes(reader, write_run, tmp_path):
-    """A run that rises and falls in BF16 while its mismatch grows, and one that rises in FP16."""
+    """A run that rises and falls in BF16 while its mismatch grows, one in FP16 that rises, and one without a gap."""
     same = {"mismatch/probs_pearson": 0.99, "mismatch/sequence_log_ratio_std": 1.1, "mismatch/sequence_ess": 40.0}
-    for arm, k3, last in (("bf16_100", 1e-2, 0.1), ("fp16_100", 1e-4, 0.9)):
+    for arm, k3, last in (("bf16_100", 1e-2, 0.1), ("bf16_exact_100", 0, 0.8), ("fp16_100", 1e-4, 0.9)):
         steps = [(0.3, k3)] * 10 + [(0.6, 100 * k3)] * 10 + [(last, 100 * k3)] * 10
         write_run(arm, 3, [{"critic/score/mean": reward, "mismatch/k3_kl": each, **same} for reward, each in steps])
     return [reader.outcome_of(run) for run in read_runs([tmp_path])]
@@ -99,13 +102,15 @@ def test_mismatch_of_the_first_steps_and_reward_of_the_last(reader, outcomes):
     assert header.split(" | ")[0] == "| logits"
     assert rows == [
         "| 100 | bf16 | 3 | 30 | 1.0e-02 | 0.9900 | 1.10 | 40 | 0.30 | 0.60 | 0.10 | none |",
+        "| 100 | bf16_exact | 3 | 30 | 0.0e+00 | 0.9900 | 1.10 | 40 | 0.30 | 0.80 | 0.80 | none |",
         "| 100 | fp16 | 3 | 30 | 1.0e-04 | 0.9900 | 1.10 | 40 | 0.30 | 0.90 | 0.90 | none |",
     ]
 
 
 def test_the_curve_has_a_point_for_each_run_and_a_line_for_each_precision(reader, outcomes):
     over_steps, axes = reader.draw(outcomes).axes
-    assert [line.get_ydata()[-1] for line in over_steps.lines] == [pytest.approx(0.1), pytest.approx(0.9)]
+    assert [line.get_ydata()[-1] for line in over_steps.lines] == [pytest.approx(last) for last in (0.1, 0.9, 0.8)]
     points, lines = axes.lines[::2], axes.lines[1::2]
-    assert [list(each.get_ydata()) for each in points] == [[pytest.approx(0.1)], [pytest.approx(0.9)]]
-    assert [line.get_label() for line in lines] == ["BF16", "FP16"] and axes.get_xscale() == "log"
+    assert [list(each.get_ydata()) for each in points] == [[pytest.approx(last)] for last in (0.1, 0.9, 0.8)]
+    assert [line.get_label() for line in lines] == ["BF16", "FP16", "BF16, exact"]
+    assert axes.get_xscale() == "symlog", "exact has 0"

@@ -60,7 +60,7 @@ def test_an_arm_changes_what_it_says_and_nothing_else(name):
     found = {key.rpartition(".")[2] for key in keys if ".loss_scale" not in key}  # FP16 alone has one
     named = {"clipped": "", "shadow": "ratio_source", "ratio_one": "loss_mode", "unclipped": "loss_mode"}
     named |= {"off_grid": "initial_weights path served_model_name", "stochastic": "rounding stochastic_rounding_to"}
-    allowed = named.get(name, "dtype param_dtype reduce_dtype VERL_PRECISION_CPU_PRODUCTS").split()
+    allowed = named.get(name, "dtype param_dtype reduce_dtype VERL_PRECISION_ARITHMETIC").split()
     assert found - {"experiment_name", "default_local_dir"} <= set(allowed), found
 
 
@@ -75,8 +75,7 @@ def runs(write_run, tmp_path):
     """Write a stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
 
     def write(arm: str, seed: int, rewards: list[float], clipped: float) -> None:
-        # the last as 0.1 wrote it
-        same = {"phantom/final_token_clip_fraction": clipped, "phantom/fraction": clipped}
+        same = {"phantom/final_token_clip_fraction": clipped, "phantom/phantom_clipped_fraction": clipped}
         write_run(arm, seed, [{"critic/score/mean": reward, **same} for reward in rewards])
 
     for seed in (0, 1):

@@ -128,7 +128,7 @@ def test_the_moe_recipe_says_how_experts_are_computed_and_verl_builds_that(imple
 
 @pytest.mark.parametrize(("precision", "estimator", "name"), [
     ("bf16", "pg_seq_is", "bf16_pg_seq_is"),
-    ("bf16", "grpo", "bf16_grpo"),
+    ("bf16", "gspo", "bf16_gspo"),
     ("bf16", "grpo_seq_mis", "bf16_grpo_vp_seq_mis"),
     ("bf16_train_fp16_rollout", "grpo_token_tis", "bf16_train_fp16_rollout_grpo_vp_token_tis"),
 ])  # fmt: skip

@@ -16,18 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
 from verl_precision.check.verl_refusals import misspelt, refusals
-from verl_precision.integration.cpu.kernels import (
-    attention_head_sizes,
-    has_attention_kernel,
-    head_size,
-    kernel_library,
-)
+from verl_precision.integration.cpu import kernels
 from verl_precision.integration.trainer.found_checkpoints import removable_bytes
 
 
@@ -35,9 +31,11 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     """Look at everything that a rule may ask about; nothing is said about GPUs that are not named."""
     model = model_config(config)
     loaded = "verl_precision.plugin" in sys.modules
+    critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     return Environment(
-        vllm=installed_vllm(), gpus=gpus, model=model, refusals=refusals(config), misspelt=tuple(misspelt(config)),
-        tokenizer_problem=_tokenizer_problem(config, model),
+        vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
+        misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
+        adapter=_json(Path(str(config.actor_rollout_ref.model.lora_adapter_path)).expanduser() / "adapter_config.json"),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
         machine=_machine(config, model),
@@ -51,12 +49,12 @@ def gpus_here() -> tuple[str, ...]:
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
 
 
-def model_config(config: DictConfig) -> dict[str, Any]:
-    """Return the model's own `config.json`, or what is known of it where it is not on this machine.
+def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> dict[str, Any]:
+    """Return a model's own `config.json`, or what is known of it where it is not on this machine.
 
     Nothing is downloaded: of the recipes' own models the package knows what rules ask for, of others nothing.
     """
-    name = str(config.actor_rollout_ref.model.path)
+    name = str(config[owner].model.path)
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
@@ -69,6 +67,10 @@ def model_config(config: DictConfig) -> dict[str, Any]:
         if not isinstance(cached, str):
             return known_models().get(name, {})
         path = Path(cached)
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
 
 
@@ -196,15 +198,15 @@ def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None
 def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
     """Ask vLLM's library for kernels for this CPU, and for the model's attention heads."""
     try:
-        kernel_library()
+        kernels.kernel_library()
     except EnvironmentMismatchError as error:
         return {"kernel_problem": error}
-    size = head_size(model)
+    size = kernels.head_size(model)
     asked = config.actor_rollout_ref.rollout.dtype
     dtype = torch_dtype(asked if short(asked) in DTYPES else "bf16")  # auto: the model's, mostly BF16
-    if size is None or has_attention_kernel(size, dtype):
+    if size is None or kernels.has_attention_kernel(size, dtype):
         return {}
-    return {"head_size": size, "head_sizes": tuple(attention_head_sizes(dtype))}
+    return {"head_size": size, "head_sizes": tuple(kernels.attention_head_sizes(dtype))}
 
 
 def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPrecisionError | None:

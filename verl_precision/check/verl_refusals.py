@@ -133,7 +133,9 @@ def _values_of_verl() -> Any:
 
 def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     """Return the kind of value that belongs there; None if it is one, null or an interpolation."""
-    kinds = _kinds(float if setting in table("numbers or null") else hint)
+    hint = float if setting in table("numbers or null") else hint
+    hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds: set[Any] = {get_origin(each) or each for each in hints} - {None, type(None)}
     if not kinds or value is None or isinstance(value, str) and ("${" in value or value == "???"):
         return None
     if kinds <= {int, float, bool}:
@@ -153,12 +155,6 @@ def _fields(target: object) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours look at types themselves
         return {}
     return {field.name: field.type for field in dataclasses.fields(cls)}
-
-
-def _kinds(hint: Any) -> set[Any]:
-    """Return the types of a hint but for null, each without its arguments."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return {get_origin(kind) or kind for kind in kinds} - {None, type(None)}
 
 
 def _is_number(value: object, whole: bool) -> bool:
@@ -234,14 +230,10 @@ def _leaves(path: str, node: Any) -> Iterator[tuple[str, object]]:
             yield from _leaves(f"{path}.{key}", node[key])
 
 
-def _words(error: BaseException) -> str:
-    """Return the message of an error; of an assertion without one, its source line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return str(error) or (frames[-1].line if frames else "") or type(error).__name__
-
-
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
-    said = said if isinstance(said, str) else _words(said)
+    if isinstance(said, BaseException):  # an assertion without a message is told by its source line
+        frames = traceback.extract_tb(said.__traceback__)
+        said = str(said) or (frames[-1].line if frames else "") or type(said).__name__
     allowed = ", ".join(known) or "what verl's message asks for"
     remedy = f"Correct {setting}, or leave it as the recipe has it."
     return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

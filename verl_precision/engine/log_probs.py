@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_precision.engine.arithmetic.operations import log_softmax
 from verl_precision.engine.sampling_masks import KeptTokens
 
 # As in verl: a temperature of zero means greedy sampling, whose log-probs are a limit.
@@ -27,6 +28,7 @@ def log_probs_and_entropy(
     chunk_tokens: int,
     with_entropy: bool,
     kept: KeptTokens | None = None,
+    inner: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log π(label) = x_label - logsumexp(x) and H = -Σ p·log p, p = softmax(x), with x = logits / T, in FP32.
 
@@ -41,11 +43,13 @@ def log_probs_and_entropy(
             chunk_tokens·V·4 bytes.
         with_entropy: Whether to compute H.
         kept: The tokens that each was drawn from; logsumexp, p and H are then over these. None: over the vocabulary.
+        inner: What the log-softmax computes in, rounded once to FP32; None: FP32.
 
     Returns:
         Log-probs and entropy (None without), FP32, shape (N,), in nats.
     """
-    log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), chunk_tokens, with_entropy, kept)
+    settings = chunk_tokens, with_entropy, kept, inner
+    log_probs, entropy = _LogProbs.apply(logits_NV, labels_N, temperature_N.float(), *settings)
     return log_probs, entropy if with_entropy else None
 
 
@@ -59,6 +63,7 @@ class _LogProbs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
         kept: KeptTokens | None,
+        inner: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         temperature_N = temperature_N.clamp(min=_MIN_TEMPERATURE)
         normaliser_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
@@ -66,7 +71,10 @@ class _LogProbs(torch.autograd.Function):
         for rows in _chunks(logits_NV.shape[0], chunk_tokens):
             x = _scaled(logits_NV, temperature_N, rows, kept)
             normaliser_N[rows] = x.logsumexp(-1)
-            log_probs_N[rows] = x.gather(-1, labels_N[rows, None]).squeeze(-1) - normaliser_N[rows]
+            if inner is None:
+                log_probs_N[rows] = x.gather(-1, labels_N[rows, None]).squeeze(-1) - normaliser_N[rows]
+            else:
+                log_probs_N[rows] = log_softmax(x, inner=inner).gather(-1, labels_N[rows, None]).squeeze(-1)
             if with_entropy:
                 # -Σ p·log p: no difference of large numbers, and 0 where a logit is -inf
                 entropy_N[rows] = torch.special.entr(x.sub_(normaliser_N[rows, None]).exp_()).sum(-1)
@@ -76,10 +84,10 @@ class _LogProbs(torch.autograd.Function):
         return log_probs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None, None, None, None]:
         to_log_probs, to_entropy = gradients
         if to_log_probs is None and to_entropy is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         logits_NV, labels_N, temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
         gradient_NV = torch.empty_like(logits_NV)
         for rows in _chunks(logits_NV.shape[0], ctx.chunk_tokens):
@@ -92,7 +100,7 @@ class _LogProbs(torch.autograd.Function):
             if to_entropy is not None:
                 g.sub_(p.mul_(log_p.add_(entropy_N[rows, None])).mul_(to_entropy[rows, None].float()))
             gradient_NV[rows] = g.div_(temperature_N[rows, None]).to(gradient_NV.dtype)
-        return gradient_NV, None, None, None, None, None
+        return gradient_NV, None, None, None, None, None, None
 
 
 def _scaled(logits_NV: Tensor, temperature_N: Tensor, rows: slice, kept: KeptTokens | None) -> Tensor:

@@ -83,11 +83,9 @@ def run_name(_root_: DictConfig) -> str:
     in verl's Ray workers.)
     """
     from verl_precision.base.verl_config import engines, rollout_dtype
-    from verl_precision.losses.registry import FORMER_NAMES
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)
     precision = train if train == rollout else f"{train}_train_{rollout}_rollout"
     weights = (_root_.algorithm.get("rollout_correction") or {}).get("rollout_is")
     loss = _root_.actor_rollout_ref.actor.policy_loss.loss_mode
-    short = {now: former for former, now in FORMER_NAMES.items()}.get(loss, loss)
-    return "_".join([precision, short, *([weights] if weights else [])])
+    return "_".join([precision, loss.removeprefix("vp_"), *([weights] if weights else [])])

@@ -23,47 +23,28 @@ Numbers are equations of https://arxiv.org/abs/2510.26788; docs/math.md says whe
 import importlib
 import pkgutil
 
-from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.cispo import cispo
-from verl_precision.losses.dppo import dppo_kl, dppo_tv
-from verl_precision.losses.grpo import grpo, grpo_unclipped, ratio_one
-from verl_precision.losses.gspo import gspo
-from verl_precision.losses.metrics import LossOutput, Statistic
-from verl_precision.losses.off_policy_sequence_mask import off_policy_sequence_mask
-from verl_precision.losses.policy_gradient import pg_seq_is, pg_seq_mis, pg_seq_tis
-from verl_precision.losses.registry import POLICY_LOSSES, PolicyLoss, policy_loss
-from verl_precision.losses.rollout_weights import (
-    geo_mask_weights,
-    icepop_weights,
-    kpop_weights,
-    seq_mis_weights,
-    token_tis_weights,
-)
-
-__all__ = [
-    "POLICY_LOSSES",
-    "Aggregation",
-    "LossOutput",
-    "PolicyLoss",
-    "Statistic",
-    "cispo",
-    "dppo_kl",
-    "dppo_tv",
-    "geo_mask_weights",
-    "grpo",
-    "grpo_unclipped",
-    "gspo",
-    "icepop_weights",
-    "kpop_weights",
-    "off_policy_sequence_mask",
-    "pg_seq_is",
-    "pg_seq_mis",
-    "pg_seq_tis",
-    "policy_loss",
-    "ratio_one",
-    "seq_mis_weights",
-    "token_tis_weights",
-]
+from verl_precision.losses.aggregation import Aggregation as Aggregation
+from verl_precision.losses.cispo import cispo as cispo
+from verl_precision.losses.dppo import dppo_kl as dppo_kl
+from verl_precision.losses.dppo import dppo_tv as dppo_tv
+from verl_precision.losses.grpo import grpo as grpo
+from verl_precision.losses.grpo import grpo_unclipped as grpo_unclipped
+from verl_precision.losses.grpo import ratio_one as ratio_one
+from verl_precision.losses.gspo import gspo as gspo
+from verl_precision.losses.metrics import LossOutput as LossOutput
+from verl_precision.losses.metrics import Statistic as Statistic
+from verl_precision.losses.off_policy_sequence_mask import off_policy_sequence_mask as off_policy_sequence_mask
+from verl_precision.losses.policy_gradient import pg_seq_is as pg_seq_is
+from verl_precision.losses.policy_gradient import pg_seq_mis as pg_seq_mis
+from verl_precision.losses.policy_gradient import pg_seq_tis as pg_seq_tis
+from verl_precision.losses.registry import POLICY_LOSSES as POLICY_LOSSES
+from verl_precision.losses.registry import PolicyLoss as PolicyLoss
+from verl_precision.losses.registry import policy_loss as policy_loss
+from verl_precision.losses.rollout_weights import geo_mask_weights as geo_mask_weights
+from verl_precision.losses.rollout_weights import icepop_weights as icepop_weights
+from verl_precision.losses.rollout_weights import kpop_weights as kpop_weights
+from verl_precision.losses.rollout_weights import seq_mis_weights as seq_mis_weights
+from verl_precision.losses.rollout_weights import token_tis_weights as token_tis_weights
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)

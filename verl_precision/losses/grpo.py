@@ -13,18 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import NO_RATIO, Ratio
-from verl_precision.losses.metrics import (
-    LossOutput,
-    Statistic,
-    extremes,
-    fraction,
-    log_ratio_statistics,
-    mean,
-    silent_responses,
-    weight_statistics,
-)
+from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
@@ -157,7 +149,7 @@ def surrogate_loss(
     """
     advantages_BT = batch.advantages_BT
     objective_BT = slope_BT = bounded(ratio * advantages_BT)
-    metrics: dict[str, Statistic] = {}
+    metrics: dict[str, reported.Statistic] = {}
     if clip_range is not None:
         low, high = clip_range
         clipped_high_BT = (ratio > 1 + high) & (advantages_BT > 0)
@@ -175,7 +167,7 @@ def weighted_loss(
     slope_BT: Tensor,
     batch: Batch,
     aggregation: Aggregation,
-    metrics: Mapping[str, Statistic],
+    metrics: Mapping[str, reported.Statistic],
 ) -> LossOutput:
     """Return the loss of w times an objective with a given slope, and the metrics of every loss with a ratio.
 
@@ -185,20 +177,20 @@ def weighted_loss(
     if batch.weights_BT is not None:
         weights_BT = torch.where(batch.valid_BT, batch.weights_BT, 0).to(slope_BT.dtype)
         slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
-        metrics |= weight_statistics(weights_BT, batch.valid_BT)
-    metrics |= silent_responses(objective_BT, slope_BT, batch.valid_BT)
+        metrics |= reported.weight_statistics(weights_BT, batch.valid_BT)
+    metrics |= reported.silent_responses(objective_BT, slope_BT, batch.valid_BT)
     counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else batch.valid_BT
-    metrics["actor/ratio_mean"] = mean(ratio, counted)
-    metrics |= extremes(ratio, counted, "actor/ratio")
+    metrics["actor/ratio_mean"] = reported.mean(ratio, counted)
+    metrics |= reported.extremes(ratio, counted, "actor/ratio")
     return LossOutput(
         loss_with_slope(trainer_log_probs, objective_BT.expand_as(batch.valid_BT), slope_BT, batch, aggregation),
-        {**metrics, **log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite)},
+        {**metrics, **reported.log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite)},
     )
 
 
-def clip_fractions(high_BT: Tensor, low_BT: Tensor, batch: Batch) -> dict[str, Statistic]:
+def clip_fractions(high_BT: Tensor, low_BT: Tensor, batch: Batch) -> dict[str, reported.Statistic]:
     """Return the shares of tokens that have lost their gradient at A > 0 (`high_BT`) and at A < 0 (`low_BT`)."""
     return {
-        "actor/clip_fraction_high": fraction(high_BT & batch.valid_BT, batch.lengths_B),
-        "actor/clip_fraction_low": fraction(low_BT & batch.valid_BT, batch.lengths_B),
+        "actor/clip_fraction_high": reported.fraction(high_BT & batch.valid_BT, batch.lengths_B),
+        "actor/clip_fraction_low": reported.fraction(low_BT & batch.valid_BT, batch.lengths_B),
     }

@@ -10,16 +10,10 @@ Source of all three: https://arxiv.org/abs/2510.26788, section 2.1.
 import torch
 from torch import Tensor
 
+from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import Ratio
-from verl_precision.losses.metrics import (
-    LossOutput,
-    Statistic,
-    fraction,
-    log_ratio_statistics,
-    silent_responses,
-    weight_statistics,
-)
+from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_threshold
@@ -93,7 +87,7 @@ def pg_seq_tis(
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
     rho_B = batch.sequence_log_ratio_B.exp()
-    metrics = {"actor/truncated_fraction": fraction(rho_B > threshold, batch.rows_B)}
+    metrics = {"actor/truncated_fraction": reported.fraction(rho_B > threshold, batch.rows_B)}
     return _policy_gradient(trainer_log_probs, rho_B.clamp(max=threshold), batch, aggregation, metrics)
 
 
@@ -121,7 +115,7 @@ def pg_seq_mis(
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
     rho_B = batch.sequence_log_ratio_B.exp()
-    metrics = {"actor/rejected_fraction": fraction(rho_B > threshold, batch.rows_B)}
+    metrics = {"actor/rejected_fraction": reported.fraction(rho_B > threshold, batch.rows_B)}
     return _policy_gradient(trainer_log_probs, torch.where(rho_B > threshold, 0, rho_B), batch, aggregation, metrics)
 
 
@@ -130,7 +124,7 @@ def _policy_gradient(
     weight_B: Tensor,
     batch: Batch,
     aggregation: Aggregation,
-    metrics: dict[str, Statistic] | None = None,
+    metrics: dict[str, reported.Statistic] | None = None,
 ) -> LossOutput:
     """Return the loss with gradient w ∇log π(y) A."""
     weight_B = weight_B.to(batch.advantages_BT.dtype)
@@ -142,9 +136,9 @@ def _policy_gradient(
     return LossOutput(
         loss_with_slope(trainer_log_probs, objective_B, slope_BT, batch, aggregation),
         {
-            **weight_statistics(weight_B, batch.rows_B),
+            **reported.weight_statistics(weight_B, batch.rows_B),
             **(metrics or {}),
-            **silent_responses(slope_BT, slope_BT, batch.valid_BT),
-            **log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite),
+            **reported.silent_responses(slope_BT, slope_BT, batch.valid_BT),
+            **reported.log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite),
         },
     )

@@ -50,15 +50,6 @@ _listeners: list[Callable[[str, PolicyLoss], None]] = []
 POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(_losses)
 """Name (verl's `actor.policy_loss.loss_mode`) -> entry; read-only, see `policy_loss`."""
 
-_BEFORE_THE_PREFIX = ("grpo", "grpo_unclipped", "ratio_one", "pg_seq_is", "pg_seq_tis", "pg_seq_mis")
-FORMER_NAMES: Mapping[str, str] = {name: f"vp_{name}" for name in _BEFORE_THE_PREFIX}
-"""Names that a config may still have for a loss of this package, in this version for the last time -> name."""
-
-
-def find_loss(name: str) -> PolicyLoss | None:
-    """Return the entry of a loss by its name or its former one; None if it is none of `POLICY_LOSSES`."""
-    return POLICY_LOSSES.get(FORMER_NAMES.get(name, name))
-
 
 def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = None) -> Callable[[Loss], Loss]:
     """Add a loss to `POLICY_LOSSES`, so that `actor.policy_loss.loss_mode=<name>` chooses it.
@@ -118,5 +109,5 @@ def ratio_of(actor: Mapping[str, Any]) -> Ratio | None:
     name = settings.get("loss_mode", "vanilla")
     if name == "bypass_mode" and (settings.get("rollout_correction") or {}).get("loss_type") == "reinforce":
         return NO_RATIO
-    ours = find_loss(name)
+    ours = POLICY_LOSSES.get(name)
     return VERLS_RATIOS.get(name) if ours is None else ours.ratio

@@ -147,7 +147,7 @@ class MismatchAlarm:
         fresh = MismatchAlarm(self.settings)
         try:
             for name, detector in fresh._detectors.items():
-                detector.load(state[name if name in state else names.FORMER_ALARMS.get(name, name)])
+                detector.load(state[name])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointStateError(
                 f"the state of the mismatch alarm cannot be read ({error!r})",

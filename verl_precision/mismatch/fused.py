@@ -93,7 +93,8 @@ def _measure_piece(
     flat = [_flat(given[name], piece, lambda part: part.to(dtype)) for name in names]
     begins_of_none, sign_R = np.zeros(len(lengths_R), np.int64), np.zeros(len(lengths_R), np.int64)
     if "response_mask" in given:
-        flat.append(_flat(given["response_mask"], piece, _as_integers))
+        whole, binary = torch.int64, torch.uint8
+        flat.append(_flat(given["response_mask"], piece, lambda m: m if m.dtype == whole else m.bool().view(binary)))
     else:
         flat.append((np.zeros(0, np.int64), begins_of_none))
     advantages = given.get("advantages")
@@ -109,10 +110,6 @@ def _measure_piece(
         return kernel.measure_responses(*arguments)  # type: ignore[no-any-return]
     except OSError:  # compiled, but not saved for other processes: the disk is full
         return kernel.measure_responses(*arguments)  # type: ignore[no-any-return]
-
-
-def _as_integers(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.int64 else mask.bool().view(torch.uint8)
 
 
 def _flat(

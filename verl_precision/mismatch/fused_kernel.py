@@ -19,7 +19,7 @@ from verl_precision.mismatch.token_bins import CLASSES, LAST_BIN, NATS_TO_DECADE
 from verl_precision.mismatch.token_sums import LARGEST_GAP, LARGEST_GAP_SQUARED
 
 BLOCK = 1024  # tokens that stay in the nearest cache while they are read four times
-ADDED = 12  # sums that only add up, the first fields of `TokenSums`
+ADDED = 13  # sums that only add up, the first fields of `TokenSums`
 
 # e^x = 2ⁿ e^r with n = round(x / ln 2) and |r| ≤ ln 2 / 2. Adding 1.5 · 2^52 rounds to an integer, which is then in the
 # lowest bits. ln 2 is split in two, so that n times the first part is exact.
@@ -98,12 +98,13 @@ def exponential(x):  # type: ignore[no-untyped-def]
 def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
     """Add some tokens to the sums in the order of `TokenSums` (all but the first); return the sum of their gaps."""
     gaps = squares = k3 = distance = chi_square = mus = probs = 0.0
-    probs_squares = diffs = diff_abs = diff_squares = cross = 0.0
+    probs_squares = diffs = diff_abs = diff_squares = cross = equal = 0.0
     gap_min, gap_max, diff_min, diff_max = lows[0], highs[0], lows[1], highs[1]
     for i in range(len(pi)):  # a loop of its own: the sums of both do not fit the registers
         log_mu = np.float64(mu[i])
         gap = np.float64(pi[i]) - log_mu
         gaps, squares, mus = _plus(gaps, gap), _plus_product(squares, gap, gap), _plus(mus, log_mu)
+        equal = _plus(equal, 1.0 if gap == 0 else 0.0)
         gap_min, gap_max = _least(gap_min, gap), _most(gap_max, gap)
     for i in range(len(pi)):
         log_pi, log_mu = np.float64(pi[i]), np.float64(mu[i])
@@ -124,7 +125,7 @@ def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
         cross, diff_squares = _plus_product(cross, prob, diff), _plus_product(diff_squares, diff, diff)
         diffs, diff_abs = _plus(diffs, diff), _plus(diff_abs, abs(diff))
         diff_min, diff_max = _least(diff_min, diff), _most(diff_max, diff)
-    totals = squares, k3, distance, chi_square, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross
+    totals = squares, k3, distance, chi_square, mus, probs, probs_squares, diffs, diff_abs, diff_squares, cross, equal
     for k in range(len(totals)):
         added[1 + k] += totals[k]
     lows[0], highs[0], lows[1], highs[1] = gap_min, gap_max, diff_min, diff_max
@@ -175,7 +176,7 @@ def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ig
     int64, holds for all tokens of a response) are flat arrays. `begins` [4, B] int64 says where each response begins in
     them, `lengths` [B] int64 how long it is.
 
-    Returned are the 12 sums in the order of `TokenSums`; int64 [2 CLASSES] tokens of each class, those with a negative
+    Returned are the 13 sums in the order of `TokenSums`; int64 [2 CLASSES] tokens of each class, those with a negative
     gap apart, and their gaps; the int64 [2 HALF] counts of the histogram; [2], tokens that are not finite, and others
     above 0; [2] each, the smallest and the largest gap and difference, infinite without tokens; and [3, B], the sum of
     each response's gaps, its tokens (-1 if it is not whole), and the gap of the last one.

@@ -1,11 +1,10 @@
-"""Names of the metrics that the alarm and the report read, in one place, and the names that some had before.
+"""Names of the metrics that the alarm and the report read, in one place.
 
 verl puts `actor/` before what an update of the actor reports (`actor/precision/loss_scale`); `value_of` finds both.
 """
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
 K3_KL = "mismatch/k3_kl"
 LOG_PROB_GAP = "mismatch/log_prob_gap_abs_mean"
@@ -38,27 +37,6 @@ ACTOR = "actor/"
 # What is also measured of the responses of each version, where there are several.
 BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
 
-# Part of a metric's name -> the same in 0.1. For one version the old metrics are written too (`with_former_names`);
-# metrics files and checkpoints that have the old ones alone can be read.
-FORMER_NAMES = {
-    "/phantom_clipped_fraction": "/fraction",
-    "phantom/clipped_fraction": "phantom/clip_fraction",
-    WEIGHT_ESS: "is_weight_ess",
-    ACTIVE_ALARMS: "alarm/active",
-}
-FORMER_ALARMS = {"low_effective_sample_size": "few_effective_responses", "repeated_overflow": "skipped_step_storm"}
-ValueT = TypeVar("ValueT")
-
-
-def former_name(key: str) -> str | None:
-    """Return the name that a metric had in 0.1, or None if it is the same."""
-    return next((key.replace(new, old) for new, old in FORMER_NAMES.items() if new in key), None)
-
-
-def with_former_names(metrics: Mapping[str, ValueT]) -> dict[str, ValueT]:
-    """Return metrics, those that were renamed under both names."""
-    return {**metrics, **{old: value for key, value in metrics.items() if (old := former_name(key))}}
-
 
 def behind(versions: int, key: str) -> str:
     """Return the name of a metric of `BY_VERSION`, of the responses that are 0 to 3 versions behind; 3: 3 or more."""
@@ -72,12 +50,11 @@ def of_current_version(metrics: Mapping[str, object], key: str) -> float | None:
 
 
 def value_of(metrics: Mapping[str, object], key: str) -> float | None:
-    """Return a metric of a step, with or without verl's `actor/` before it, under its present name `key` or its former.
+    """Return a metric of a step, with or without verl's `actor/` before it.
 
     It may be NaN or infinite; NaN for a null (verl's file logger writes NaN so). None: it was not measured.
     """
-    former = former_name(key) or key
-    for name in (key, ACTOR + key, former, ACTOR + former):
+    for name in (key, ACTOR + key):
         if name in metrics:
             value = metrics[name]
             return math.nan if value is None else float(value)  # type: ignore[arg-type]

@@ -16,21 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.base.mergeable import (
-    Correlation,
-    Count,
-    Maximum,
-    Mean,
-    Minimum,
-    Perplexity,
-    RatioSampleSize,
-    Share,
-    Slope,
-    Statistic,
-    StatisticSet,
-    merge_by_name,
-    spread,
-)
+from verl_precision.base import mergeable
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
@@ -41,7 +27,7 @@ from verl_precision.mismatch.token_sums import LARGEST_GAP_SQUARED, TokenSums, s
 
 
 @dataclass(frozen=True)
-class MismatchStatistics(StatisticSet):
+class MismatchStatistics(mergeable.StatisticSet):
     """All `mismatch/...` metrics, mergeable.
 
     Example:
@@ -91,7 +77,7 @@ class MismatchStatistics(StatisticSet):
         tokens = _token_statistics(found.sums) if found.sums is not None else {}
         responses = _response_statistics(found.log_ratio_B, found.length_B, ratio_threshold)
         final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
-        final = Mean(final_gap_E.sum(), final_gap_E.new_full((), len(final_gap_E)))
+        final = mergeable.Mean(final_gap_E.sum(), final_gap_E.new_full((), len(final_gap_E)))
         return cls.on_cpu({**found.counts, **tokens, **responses, "final_token_gap_mean": final})
 
     def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -106,8 +92,8 @@ def _measure_with_torch(
     """Measure a batch on its device, chunk by chunk."""
     chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
     counts, sums, *of_responses = zip(*map(_measure_chunk, chunks), strict=True)
-    merged = merge_by_name({"": part} for part in sums if part is not None)
-    return Measured(merge_by_name(counts), merged.get(""), *map(torch.cat, of_responses))
+    merged = mergeable.merge_by_name({"": part} for part in sums if part is not None)
+    return Measured(mergeable.merge_by_name(counts), merged.get(""), *map(torch.cat, of_responses))
 
 
 def _measure_chunk(chunk: Chunk) -> Measured:
@@ -123,48 +109,51 @@ def _measure_chunk(chunk: Chunk) -> Measured:
     return Measured(chunk.counts, sums, whole_R.cpu(), *(part.cpu() for part in of_whole))
 
 
-def _token_statistics(sums: TokenSums) -> dict[str, Statistic]:
+def _token_statistics(sums: TokenSums) -> dict[str, mergeable.Statistic]:
     """Return metric -> statistic, of the tokens."""
     n, tokens_C, gap_C = sums.n, sums.tokens_C, sums.gap_C
     return {
         "log_prob_gap_mean": ClassMean(gap_C, tokens_C, by=("sign",)),
         "log_prob_gap_abs_mean": ClassMean(sums.gap_abs_C, tokens_C, by=("bin",)),
-        **spread("log_prob_gap", gap_C, n, sums.gap_squares, (sums.gap_min, sums.gap_max)),
+        **mergeable.spread("log_prob_gap", gap_C, n, sums.gap_squares, (sums.gap_min, sums.gap_max)),
         "log_prob_gap": GapHistogram(sums.histogram, sums.gap_min, sums.gap_max),
         "token_fraction": BinShares(tokens_C),
-        "trainer_perplexity": Perplexity(-sums.mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
-        "rollout_perplexity": Perplexity(-sums.mu, n),
-        "k1_kl": Mean(-gap_C, n),
-        "k3_kl": Mean(sums.k3, n),
-        "total_variation": Mean(sums.distance / 2, n),
-        "chi_square": Mean(sums.chi_square, n),
-        "probs_diff_abs_mean": Mean(sums.diff_abs, n),
-        "probs_diff_min": Minimum(sums.diff_min),
-        "probs_diff_max": Maximum(sums.diff_max),
-        "probs_pearson": Correlation(
+        "trainer_perplexity": mergeable.Perplexity(-sums.mu - gap_C.sum(), n),  # log π = log μ + g: one pass less
+        "rollout_perplexity": mergeable.Perplexity(-sums.mu, n),
+        "equal_fraction": mergeable.Mean(sums.equal, n),
+        "k1_kl": mergeable.Mean(-gap_C, n),
+        "k3_kl": mergeable.Mean(sums.k3, n),
+        "total_variation": mergeable.Mean(sums.distance / 2, n),
+        "chi_square": mergeable.Mean(sums.chi_square, n),
+        "probs_diff_abs_mean": mergeable.Mean(sums.diff_abs, n),
+        "probs_diff_min": mergeable.Minimum(sums.diff_min),
+        "probs_diff_max": mergeable.Maximum(sums.diff_max),
+        "probs_pearson": mergeable.Correlation(
             n, sums.probs, sums.probs_squares, sums.diff, sums.diff_squares, sums.probs_times_diff
         ),
     }
 
 
-def _response_statistics(log_ratio_B: Tensor, length_B: Tensor, ratio_threshold: float) -> dict[str, Statistic]:
+def _response_statistics(
+    log_ratio_B: Tensor, length_B: Tensor, ratio_threshold: float
+) -> dict[str, mergeable.Statistic]:
     """Return metric -> statistic, of whole responses: s = log ρ of each, and its tokens."""
     n = log_ratio_B.new_full((), len(log_ratio_B))
     if not n:
-        return {"responses": Count(n)}
+        return {"responses": mergeable.Count(n)}
     total, abs_B, (low, high) = log_ratio_B.sum(), log_ratio_B.abs(), log_ratio_B.aminmax()
     ratio_B, bound, bounds = (log_ratio_B - high).exp(), math.log(ratio_threshold), (ratio_threshold,)
     at_most, within = (log_ratio_B <= bound).sum(), (abs_B <= bound).sum()
     return {
-        "responses": Count(n),
-        "sequence_log_ratio_mean": Mean(total, n),
-        **spread("sequence_log_ratio", total, n, log_ratio_B.dot(log_ratio_B), (low, high)),
-        "sequence_log_ratio_abs_per_1k_tokens": Slope(
+        "responses": mergeable.Count(n),
+        "sequence_log_ratio_mean": mergeable.Mean(total, n),
+        **mergeable.spread("sequence_log_ratio", total, n, log_ratio_B.dot(log_ratio_B), (low, high)),
+        "sequence_log_ratio_abs_per_1k_tokens": mergeable.Slope(
             1000.0, n, length_B.sum(), length_B.dot(length_B), abs_B.sum(), length_B.dot(abs_B)
         ),
-        "sequence_ratio_at_most_c": Share(at_most, n, bounds),
-        "sequence_ratio_within_c": Share(within, n, bounds),
+        "sequence_ratio_at_most_c": mergeable.Share(at_most, n, bounds),
+        "sequence_ratio_within_c": mergeable.Share(within, n, bounds),
         # a response beyond e^300 counts as e^300, so that the sum of squares stays finite
-        "sequence_chi_square": Mean((2 * log_ratio_B.clamp(max=LARGEST_GAP_SQUARED)).expm1().sum(), n),
-        "sequence_ess": RatioSampleSize(n, high, ratio_B.sum(), ratio_B.dot(ratio_B)),
+        "sequence_chi_square": mergeable.Mean((2 * log_ratio_B.clamp(max=LARGEST_GAP_SQUARED)).expm1().sum(), n),
+        "sequence_ess": mergeable.RatioSampleSize(n, high, ratio_B.sum(), ratio_B.dot(ratio_B)),
     }

@@ -36,6 +36,7 @@ class TokenSums(Statistic):
     diff_abs: Tensor = added()  # abs(π - μ)
     diff_squares: Tensor = added()  # (π - μ)²
     probs_times_diff: Tensor = added()  # μ (π - μ)
+    equal: Tensor = added()  # the number of tokens with g = 0
     gap_min: Tensor = smallest()  # the smallest g
     diff_min: Tensor = smallest()  # the smallest π - μ
     gap_max: Tensor = largest()  # the largest g
@@ -66,7 +67,7 @@ def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | No
     diff_min, diff_max = diff_N.aminmax()
     n, k3 = gap_N.new_full((), len(gap_N)), excess - capped_N.sum()
     of_probs = mu_N.sum(), probs_N.sum(), probs_N.dot(probs_N)
-    of_diff = diff_N.sum(), diff_N.abs().sum(), diff_N.dot(diff_N), probs_N.dot(diff_N)
+    of_diff = diff_N.sum(), diff_N.abs().sum(), diff_N.dot(diff_N), probs_N.dot(diff_N), (gap_N == 0).sum().double()
     extremes = gap_min, diff_min, gap_max, diff_max
     # in the order of the fields
     return TokenSums(n, squares, k3, distance, chi_square, *of_probs, *of_diff, *extremes, *of_classes, histogram)

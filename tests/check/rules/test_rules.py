@@ -34,6 +34,7 @@ COMPANIONS = {
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
+    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor", "setting-ignored"},
     "separate-async-transport": {"value-out-of-range"},  # it has no hosts either
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
@@ -68,6 +69,8 @@ A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable
 KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
 EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
 EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
@@ -85,6 +88,16 @@ ENVIRONMENTS = [
     ("router-replay", Environment(model={"model_type": "qwen3"}), "REPLAY", True),
     ("router-replay", Environment(model={"model_type": "qwen3_moe"}), "REPLAY", False),
     ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
+    ("not-exact", Environment(model={"model_type": "mixtral"}), "EXACT", True),
+    ("not-exact", Environment(critic={"model_type": "mixtral"}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "qwen3", "quantization_config": {"bits": 4}}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "qwen3", "rope_scaling": YARN}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "qwen2", "use_sliding_window": True}), "EXACT", True),
+    ("not-exact", Environment(model={"model_type": "llama", "attention_dropout": 0.1}), "EXACT", True),
+    ("not-exact", Environment(model=OWN_CODE), "EXACT model.trust_remote_code=True", True),
+    ("not-exact", Environment(model=OWN_CODE), "EXACT", False),
+    ("not-exact", Environment(adapter={"r": 4, "use_dora": False, "bias": "none"}), "EXACT", False),
+    *(("not-exact", Environment(adapter={x: True}), "EXACT", True) for x in ("lora_dropout", "use_dora", "lora_bias")),
     ("cascade-attention", Environment("0.11.0", A100), "", True),
     ("cascade-attention", Environment("0.28.0", A100), "", False),
     ("cascade-attention", Environment("0.11.0", ("NVIDIA H100 80GB HBM3",)), "", False),
@@ -147,6 +160,8 @@ ROWS = [line.split() for line in FAULTS.splitlines()]
 SHORT = {
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
+    "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True "
+    f"rollout.tensor_model_parallel_size=1 {CPU.partition(' ')[2]}",
     "SDPA": "model.override_config.attn_implementation=sdpa",
     "ULYSSES": "ulysses_sequence_parallel_size",
     "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True "
@@ -225,6 +240,9 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
     "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
     "+precision=bf16 fsdp.ULYSSES=2",
+    "EXACT",
+    "EXACT model.lora_rank=8 model.lora.merge=True",
+    "+precision=bf16 +arithmetic=rounded_once",
     "actor.strategy=fsdp2 fsdp.offload_policy=True",
     "trainer.total_training_steps=100 trainer.save_freq=20 actor.optim.lr_warmup_steps=10 trainer.total_epochs=1",
     "trainer.total_training_steps=99 trainer.save_freq=99 +checkpoint.every_minutes=60 trainer.v1.trainer_mode=vp_sync",

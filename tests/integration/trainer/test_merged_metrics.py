@@ -54,7 +54,6 @@ def test_a_step_of_verl_gives_what_the_whole_batch_has():
     whole = [gap for gaps in GAPS for gap in gaps]
     for name, statistic in weights_of(whole).items():
         assert found[name] == pytest.approx(statistic.value(), rel=1e-6), name
-    assert found["actor/is_weight_ess"] == found["actor/is_weight_ess_fraction"], "its former name"
     mismatch, expected = found["actor/" + MISMATCH].metrics(), measured(whole).metrics()
     for key in ("mismatch/log_prob_gap_mean", "mismatch/k3_kl", "mismatch/log_prob_gap_max", "mismatch/tokens"):
         assert mismatch[key] == pytest.approx(expected[key], rel=1e-12)

@@ -151,15 +151,13 @@ def test_the_record_is_plain_yaml(claim):
     assert run_identity.run_in(path.parent).settings == record["settings"]
 
 
-def as_before(record_file, digest="2ad1a612"):
-    """Rewrite a record as the version before wrote it: all settings, those that are ignored today among them."""
-    settings = yaml.safe_load(record_file.read_text())["settings"] | {"actor_rollout_ref.nccl_timeout": 600}
-    record_file.write_text(yaml.safe_dump({"digest": digest, "settings": settings}))
-
-
 def test_a_folder_that_another_version_has_named_is_found_again(claim, tmp_path):
     base = tmp_path / "fp16_pg_seq_is"
-    as_before(claim(name=f"{base.name}-2ad1a612"))
+    record_file = claim(name=f"{base.name}-2ad1a612")
+    record = yaml.safe_load(record_file.read_text()) | {"digest": "2ad1a612"}
+    record["settings"]["actor_rollout_ref.nccl_timeout"] = 600  # ignored today
+    record["chosen"].append("actor_rollout_ref.nccl_timeout")
+    record_file.write_text(yaml.safe_dump(record))
     claim("actor_rollout_ref.actor.optim.lr=2e-6", name=f"{base.name}-00000000")
     claim("actor_rollout_ref.actor.optim.lr=1e-6", name=f"{base.name}-2ad1a612-2")  # a name of the user's own
     own_name = f"trainer.default_local_dir={tmp_path}/${{trainer.experiment_name}}"
@@ -170,12 +168,12 @@ def test_a_folder_that_another_version_has_named_is_found_again(claim, tmp_path)
     assert fixed.trainer.experiment_name == f"{base.name}-2ad1a612", "and its metrics go on in the same file"
 
 
-def test_a_record_of_before_gets_the_content_that_it_lacks(claim, tmp_path):
+def test_a_record_gets_the_content_of_a_file_that_came_later(claim, tmp_path):
     data = tmp_path / "data.jsonl"
+    before = yaml.safe_load(claim(f"data.train_files={data}").read_text())
     data.write_text("{}")
-    as_before(claim(f"data.train_files={data}"))
     record = yaml.safe_load(claim(f"data.train_files={data}").read_text())
-    assert "data.train_files" in record["content"] and record["digest"] == "2ad1a612"
+    assert record["content"].keys() - before["content"].keys() == {"data.train_files"}
     data.write_text("{}{}")
     with pytest.raises(ConfigurationError, match=r"data\.train_files='.*data\.jsonl' has another content than it had"):
         claim(f"data.train_files={data}")

@@ -12,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
 from verl_precision.integration.trainer import run_monitor
@@ -22,7 +23,7 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.staleness import MismatchByVersion
 from verl_precision.mismatch.statistics import MismatchStatistics
 
-ACTOR = {"strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "grpo"}}
+ACTOR = {"strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "vp_grpo"}}
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28}
 ROLLOUT = {"name": "vllm", "dtype": "bfloat16", "response_length": 4}
 MINIMAL = {
@@ -65,7 +66,7 @@ ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
     pytest.param((), None, id="the driver has all of it"),
     pytest.param((BYPASS,), (True, True, True, GRPO, True), id="bypass"),
     pytest.param((BYPASS, SHADOW), (True, False, True, GRPO, True), id="bypass with a shadow"),
-    pytest.param((BYPASS, loss("ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
+    pytest.param((BYPASS, loss("vp_ratio_one")), (True, True, True, None, True), id="bypass, no clip"),
     pytest.param((SHADOW,), (False, False, False, None, True), id="a shadow, the ratio against the trainer's own"),
     pytest.param((SHADOW_RATIO,), (True, False, False, None, False), id="the old log-probs are the shadow's"),
 ])  # fmt: skip
@@ -115,6 +116,20 @@ def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
     assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
 
 
+@pytest.mark.parametrize(
+    ("arithmetic", "rollout", "said"), [("exact", 0, 1), ("integer", 0, 1), ("exact", 1, 0), ("native", 0, 0)]
+)
+def test_exact_arithmetic_that_is_not_is_said_once(monkeypatch, caplog, arithmetic, rollout, said):
+    """Of responses of the current version alone: others were sampled with other weights."""
+    stored(monkeypatch, (-1.0, -2.0), (-1.0, -2.0))
+    judge = monitor(OmegaConf.from_dotlist([f"{IN_CONFIG}={arithmetic}"]))
+    for _ in range(2):
+        metrics = measured_by(judge, batch_of(0, 0), step=1 + rollout)
+    assert metrics["mismatch/equal_fraction"] == 0.5
+    texts = [record.getMessage() for record in caplog.records if "only 50.00%" in record.getMessage()]
+    assert len(texts) == said
+
+
 def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):
     """Of at most 4 tokens; in a response of one token the first, which has the gap, is the final one."""
     stored(monkeypatch, (-1.0,), (-1.0, -2.0), (-1.0, -1.0, -1.0, -1.0))
@@ -122,7 +137,7 @@ def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):
     assert metrics["mismatch/final_token_gap_mean"] == 0.25 and metrics["mismatch/responses"] == 3
 
 
-@pytest.mark.parametrize("name", ["grpo", "ratio_one", "grpo_unclipped", "vp_gspo", "vanilla", "gspo"])
+@pytest.mark.parametrize("name", ["vp_grpo", "vp_ratio_one", "vp_grpo_unclipped", "vp_gspo", "vanilla", "gspo"])
 def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, name):
     """The ratio is 1 at the first update, however large the gap: nothing to alarm anybody."""
     stored(monkeypatch, *[(-1.0, -2.0)] * 8)
@@ -326,7 +341,7 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     judge = monitor()
     errors, metrics = judged(judge)
     assert errors == [] and metrics["timing_s/mismatch"] < 1
-    assert metrics["alarm/active_count"] == metrics["alarm/active"] == 2, "under its former name too"
+    assert metrics["alarm/active_count"] == 2
     assert sum("ALARM repeated_overflow" in record.getMessage() for record in caplog.records) == 1
     judge.save(str(tmp_path))
     assert json.loads((tmp_path / ALARM_FILE).read_text())

@@ -90,18 +90,6 @@ def test_a_new_setting_counts_if_it_has_another_value_than_its_default(setting, 
     assert (run.digest == plain_run().digest) == same
 
 
-def test_a_record_of_before_has_all_settings_and_the_former_name_of_a_loss():
-    config = compose_recipe(SANITY, "estimator=grpo")
-    new = settings_of_run(config)
-    before = {**new.settings, "actor_rollout_ref.nccl_timeout": 600, f"{ROLLOUT}.enable_prefix_caching": True}
-    before[f"{ACTOR}.policy_loss.loss_mode"] = "grpo"
-    assert new.settings[f"{ACTOR}.policy_loss.loss_mode"] == "vp_grpo"
-    old = settings_of_record({"digest": "2ad1a612", "settings": before})
-    assert changed_settings(old, new) == []
-    config.actor_rollout_ref.actor.policy_loss.loss_mode = "grpo"
-    assert settings_of_run(config).digest == new.digest
-
-
 @pytest.fixture
 def files(tmp_path):
     """Data, a reward and a model, each in its file; and a run that names them."""

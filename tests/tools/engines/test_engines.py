@@ -11,10 +11,9 @@ from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchEr
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.tiny_model import IM_START
 from verl_precision.tools.engines import model as model_module
-from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.tools.engines.ray_engines import RayEngines, engines_that_fit, spread
-from verl_precision.tools.sanity_set.session import RecordedEngine
 
 CHAT = [{"role": "user", "content": "2+2="}]
 
@@ -95,23 +94,33 @@ def test_requests_go_where_least_is_in_flight(count, in_flight):
 
 
 def test_engines_that_fit():
-    assert engines_that_fit(8, None) == 8
-    assert engines_that_fit(8, 3) == 3
-    with pytest.raises(EnvironmentMismatchError, match="--engines 9: .* has 8 GPU.*Allowed: 1 to 8"):
-        engines_that_fit(8, 9)
-    with pytest.raises(EnvironmentMismatchError, match="0 GPU"):
-        engines_that_fit(0, None)
+    assert engines_that_fit(8) == 8
+    with pytest.raises(EnvironmentMismatchError, match=r"has 0\.5 GPU.*another --ray-address"):
+        engines_that_fit(0.5)
 
 
-def test_requests_come_back_once_from_two_engines_on_logical_gpus(tmp_path, write_rows):
+def test_requests_come_back_once_from_two_engines_on_logical_gpus():
     ray = pytest.importorskip("ray")
     wanted = sorted((str(problem), index) for problem in range(5) for index in range(3))
-    lines = [{"problem": problem, "response": index, "tokens": 1, "correct": True} for problem, index in wanted]
+
+    class Answers:
+        """An engine that answers everything at once; local, so that Ray takes it along."""
+
+        def __init__(self, missing: str | None = None) -> None:
+            self.asked = [] if missing is None else open(missing)
+
+        def submit(self, requests):
+            self.asked += requests
+
+        def poll(self):
+            answered, self.asked = [Response(*each.key, 1) for each in self.asked], []
+            return answered
+
     ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with pytest.raises(RunFailedError, match=r"(?s)an engine on Ray failed.*FileNotFoundError"):
-            RayEngines(partial(RecordedEngine, tmp_path / "nowhere.jsonl"), "local", engines=1)
-        engine = RayEngines(partial(RecordedEngine, write_rows(tmp_path / "r.jsonl", lines)), "local", engines=None)
+            RayEngines(partial(Answers, "nowhere"), "local")
+        engine = RayEngines(Answers, "local")
         assert engine.engines == 2
         for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
             engine.submit([Request(problem, index, ()) for problem, index in share])

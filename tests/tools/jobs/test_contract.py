@@ -14,7 +14,6 @@ from verl_precision.tools.jobs import frame
 
 FEW = "evaluate tiny:qwen3 --data DATA --context 64"
 SET = "sanity-set DATA --model tiny:qwen3"
-REPLAY = "sanity-set DATA --model recorded --responses"
 # verb -> its answers, how often it dies, its results, its options
 VERBS = {
     "mismatch": (two_tokens, (4, 15), "table.md summary.json", "--max-prompts 2 --responses 3"),
@@ -105,6 +104,13 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
     ("mismatch --max-response-tokens 5000", "model's context 2048. Allowed: up to "),
     ("mismatch --model VLLM_REFUSES", "--rollout-dtype fp16 with model gemma: vLLM refuses FP16"),
+    ("mismatch --arithmetic exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
+    ("mismatch --arithmetic exact --ray-address local", "vLLM's operations are replaced on a CPU alone"),
+    ("mismatch --full-vocabulary 1025", "8 positions of a response are compared. Allowed: 0 to 1024"),
+    ("mismatch --full-vocabulary 1 --ray-address local", "engines on Ray write no files here"),
+    ("explain --exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
+    ("explain --exact --train-dtype fp16", "Allowed: --train-dtype as --rollout-dtype"),
+    ("explain --arithmetic exact --fp32-output-head", "Allowed: --fp32-log-probs and no --fp32-output-head"),
     ("explain --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
     ("explain --top-p 0", "--top-p 0"),
     ("explain --max-response-tokens 5000", "the model's context 2048"),
@@ -131,19 +137,16 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     (f"{SET} --low few", "--low few: this cannot work. Allowed: a share such as 0.2, 20% or 1/5"),
     (f"{SET} --low 0.8 --high 20%", "--low 0.8 --high 0.2"),
     (f"{SET} --max-prompt-length 8", "--max-prompt-length 8: every prompt is longer. Allowed: "),
-    (f"{REPLAY} nowhere.jsonl", "--responses nowhere.jsonl: no such file"),
-    (f"{REPLAY} x --ray-address local", "needs no --ray-address"),
-    (f"{SET} --engines 2", "--engines 2 needs --ray-address"),
 ])  # fmt: skip
 def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").touch()
     write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
-    gemma = tmp_path / "gemma"
-    gemma.mkdir()
-    (gemma / "config.json").write_text('{"model_type": "gemma3"}')
-    (gemma / "model.safetensors").touch()
-    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").split()
+    for name, kind in (("gemma", "gemma3"), ("others", "gpt2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
+        (tmp_path / name / "model.safetensors").touch()
+    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").replace("OTHERS", "others").split()
     code, shown = typed(*given, "--output", "out")
     assert code == 1 and words in shown, shown
     assert not (tmp_path / "out").exists() and not made_up.seen

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_precision.tools.engines.engine import Request, Response
-from verl_precision.tools.jobs.frame import FixedWork, complete, work_through
+from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.jobs import frame
+from verl_precision.tools.jobs.frame import FixedWork, work_through
 
 
 class Slow:
@@ -53,13 +55,15 @@ def test_everything_once_and_engines_are_kept_full(count, batch, in_flight):
     assert engine.most == min(2 * in_flight, count)
 
 
-def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed():
+def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed(monkeypatch):
     keys = [("a", 0), ("a", 1), ("b", 0)]
     half, done, engine = Known(keys, keys[1:2]), Known(keys, list(keys)), Slow(2)
     start = Mock(return_value=engine)
-    complete([done], start, 4, Console(quiet=True))
+    monkeypatch.setattr(frame, "start_engine", start)
+    under_way = frame.Frame(MismatchJob(in_flight=4), Console(quiet=True))
+    under_way.complete("made up", [done], Mock())
     start.assert_not_called()
-    complete([done, half, Known(keys, [])], start, 4, Console(quiet=True))
+    under_way.complete("made up", [done, half, Known(keys, [])], Mock())
     assert half.missing == [("a", 0), ("b", 0)] and sorted(half.back) == keys
     start.assert_called_once()
     assert engine.total == 2 + 3 and engine.closed

@@ -141,8 +141,8 @@ def test_a_mismatch_of_zero_has_a_linear_axis():
     assert draw([PANEL["k3"]], [zero, small]).axes[0].get_yscale() == "log"
 
 
-def test_keys_of_before_prefixed_and_plain_are_one_and_a_shorter_run_leaves_cells_empty():
-    runs = [run_of("a", steps=1, **{"actor/phantom/fraction": 0.1}), run_of("b", steps=2, **{PHANTOM_CLIPPED: 0.2})]
+def test_keys_with_verls_prefix_and_without_are_one_and_a_shorter_run_leaves_cells_empty():
+    runs = [run_of("a", steps=1, **{f"actor/{PHANTOM_CLIPPED}": 0.1}), run_of("b", steps=2, **{PHANTOM_CLIPPED: 0.2})]
     rows = rows_of(figure_of(page(runs), "phantom"))
     assert rows == [["step", "a", "b"], ["1", "0.1", "0.2"], ["2", "", "0.2"]]
 

@@ -8,38 +8,37 @@ from pyarrow import parquet
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.jobs.problems import read_data_set
-from verl_precision.tools.sanity_set import session
-from verl_precision.tools.sanity_set.session import RecordedEngine, build_sanity_set
+from verl_precision.tools.sanity_set.session import build_sanity_set
 from verl_precision.tools.sanity_set.settings import SanitySet
 
 EASY, HARD, FLIP = [True] * 40, [False] * 40, [index % 2 == 0 for index in range(40)]
 
 
 @pytest.fixture
-def recorded(tmp_path, row, write_rows):
-    """Write a data set, and a response of ten tokens for each verdict: one row a problem, one column a response."""
+def drawn(tmp_path, row, write_rows, made_up, write_reward):
+    """Write a data set whose responses have these verdicts and ten tokens each; return the options of a job on it."""
 
-    def write(verdicts):
+    def of(verdicts):
         data = write_rows(tmp_path / "data.jsonl", [row(number) for number in range(len(verdicts))])
-        lines = [
-            {"problem": problem.identifier, "response": index, "correct": correct, "tokens": 10}
-            for problem, each in zip(read_data_set(data).problems, verdicts, strict=True)
-            for index, correct in enumerate(each)
-        ]
-        return data, write_rows(tmp_path / "recorded.jsonl", lines)
+        names = [problem.identifier for problem in read_data_set(data).problems]
+        texts = {
+            (name, n): str(right) for name, each in zip(names, verdicts, strict=True) for n, right in enumerate(each)
+        }
+        made_up.answer = lambda name, request: Response(*request.key, 10, texts[request.key])
+        right = write_reward("return solution_str == 'True'")
+        return {"data": data, "model": "tiny:qwen3", "output": tmp_path / "out", "reward": right}
 
-    return write
+    return of
 
 
 @pytest.fixture
-def replay(tmp_path, recorded):
+def build(drawn, tmp_path):
     """Build a sanity set from verdicts; returns the summary and the folder."""
 
     def run(verdicts, **options):
-        data, replayed = recorded(verdicts)
-        values = {"data": data, "model": "recorded", "output": tmp_path / "out", "replayed": replayed}
-        job = SanitySet(**{**values, "responses_per_problem": len(verdicts[0]), **options})
+        job = SanitySet(**{**drawn(verdicts), "responses_per_problem": len(verdicts[0]), **options})
         return build_sanity_set(job, Console(quiet=True)), tmp_path / "out"
 
     return run
@@ -49,9 +48,9 @@ def kept_rows(folder):
     return [row["extra_info"]["index"] for row in parquet.read_table(folder / "kept.parquet").to_pylist()]
 
 
-def test_summary_by_hand_and_no_engine_for_a_finished_run(replay, monkeypatch):
+def test_summary_by_hand_and_no_engine_for_a_finished_run(build, made_up):
     """In flight 1: 33 + 33 + 16 responses of 120; 10 tokens each."""
-    summary, folder = replay([EASY, HARD, FLIP], in_flight=1)
+    summary, folder = build([EASY, HARD, FLIP], in_flight=1)
     assert kept_rows(folder) == [2]
     assert (summary.kept, summary.too_easy, summary.too_hard) == (1, 1, 1)
     assert (summary.responses_drawn, summary.responses_saved) == (82, 38)
@@ -63,15 +62,15 @@ def test_summary_by_hand_and_no_engine_for_a_finished_run(replay, monkeypatch):
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
     before = (folder / "journal.jsonl").read_bytes()
-    monkeypatch.setattr(session, "RecordedEngine", lambda path: pytest.fail("engine started"))
-    again, _ = replay([EASY, HARD, FLIP], in_flight=64)  # how many are in flight is no part of the experiment
-    assert again == summary
+    made_up.seen.clear()
+    again, _ = build([EASY, HARD, FLIP], in_flight=64)  # how many are in flight is no part of the experiment
+    assert again == summary and not made_up.seen
     assert (folder / "journal.jsonl").read_bytes() == before
 
 
-def test_the_command_says_what_it_saved_and_resumes_with_shares_written_otherwise(recorded, tmp_path, typed):
-    data, responses = recorded([FLIP] * 3)
-    words = ["sanity-set", data, "--model", "m", "--output", tmp_path / "out", "--responses", responses]
+def test_the_command_says_what_it_saved_and_resumes_with_shares_written_otherwise(drawn, typed):
+    given = drawn([FLIP] * 3)
+    words = ["sanity-set", given.pop("data"), *(word for name in given for word in (f"--{name}", given[name]))]
     for shares, said in (
         # 24 of 40 are saved each.
         (("--in-flight", "1", "--low", "20%", "--high", "4/5"), "3/3 problems decided, 3 kept, 48 responses.*72 .60%"),
@@ -81,39 +80,20 @@ def test_the_command_says_what_it_saved_and_resumes_with_shares_written_otherwis
         assert code == 0 and re.search(said, shown), shown
 
 
-def test_a_window_that_keeps_everything_draws_nothing(replay):
-    summary, folder = replay([EASY, HARD], low=0, high=1)
+def test_a_window_that_keeps_everything_draws_nothing(build):
+    summary, folder = build([EASY, HARD], low=0, high=1)
     assert (summary.kept, summary.responses_drawn, summary.responses_saved) == (2, 0, 80)
     assert kept_rows(folder) == [0, 1] and sum(summary.histogram) == 0
 
 
-def test_a_window_that_keeps_nothing_shows_the_histogram(replay, tmp_path):
-    with pytest.raises(ConfigurationError, match="keeps none of 3 problems") as caught:
-        replay([EASY, EASY, HARD])
-    assert "  0- 10%       1  ####################\n" in str(caught.value)
-    assert f" 90-100%       2  {'#' * 40}\n" in str(caught.value)
+def test_a_window_that_keeps_nothing_shows_the_histogram(build, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"keeps none of 3 problems.*: 1, 0, 0, 0, 0, 0, 0, 0, 0, 2\. Choose"):
+        build([EASY, EASY, HARD])
     assert (tmp_path / "out" / "summary.json").is_file()
     assert not (tmp_path / "out" / "kept.parquet").exists()
 
 
-def test_recorded_responses_that_run_out_are_named(replay):
-    with pytest.raises(ConfigurationError, match="response 10 to problem .* is not in it"):
-        replay([FLIP[:10]], responses_per_problem=40)
-
-
-@pytest.mark.parametrize("line", [{"problem": "a"}, {"problem": "a", "response": 0, "tokens": 3, "correct": "yes"}])
-def test_recorded_lines_that_are_not_responses_are_named(tmp_path, write_rows, line):
-    with pytest.raises(ConfigurationError, match="line 1"):
-        RecordedEngine(write_rows(tmp_path / "r.jsonl", [line]))
-
-
-def test_recorded_text_is_judged_by_the_reward_and_kept_if_asked(tmp_path, row, write_rows):
-    data = write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
-    name, texts = read_data_set(data).problems[0].identifier, [f"It is \\boxed{{{number}}}." for number in range(4)]
-    lines = [{"problem": name, "response": index, "tokens": 3, "text": text} for index, text in enumerate(texts)]
-    values = {"data": data, "model": "recorded", "replayed": write_rows(tmp_path / "r.jsonl", lines)}
-    values |= {"output": tmp_path / "out", "responses_per_problem": 4, "keep_text": True, "all_responses": True}
-    assert build_sanity_set(SanitySet(**values), Console(quiet=True)).kept == 1
-    journal = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()[1:]]
-    judged = [*zip(texts, [False, False, True, False], strict=True)]
-    assert [(line["text"], line["correct"]) for line in journal] == judged
+def test_the_text_is_kept_if_asked_and_decided_problems_are_drawn_on(build):
+    _, folder = build([HARD[:4]], keep_text=True, all_responses=True, low=0)
+    journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()[1:]]
+    assert [(line["text"], line["correct"]) for line in journal] == [("False", False)] * 4

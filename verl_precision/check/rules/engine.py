@@ -8,7 +8,7 @@ from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings
-from verl_precision.losses.registry import find_loss
+from verl_precision.losses.registry import POLICY_LOSSES
 
 TARGET = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
@@ -46,7 +46,7 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
 def learning_rate_without_weights(config: DictConfig, environment: Environment) -> Faults:
     """The effective sample size that scales the rate is one of importance weights, which a loss has or is given."""
     setting, loss = f"{ACTOR}.learning_rate_ess_base", config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
-    ours = find_loss(loss or "vanilla")
+    ours = POLICY_LOSSES.get(loss or "vanilla")
     needs = frozenset() if ours is None else ours.parameters
     weighted = "rollout_is_weights" in needs and OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
     if OmegaConf.select(config, setting) is not None and not weighted and "rollout_log_probs" not in needs:

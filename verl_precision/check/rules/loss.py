@@ -8,20 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule
-from verl_precision.losses.registry import POLICY_LOSSES, find_loss, ratio_of
+from verl_precision.losses import settings as limits
+from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
-from verl_precision.losses.settings import (
-    NORM_MODE,
-    REJECTION_THRESHOLD,
-    THRESHOLD,
-    WEIGHT_THRESHOLD,
-    require_bypass,
-    require_clip_range,
-    require_divergence,
-    require_normalizer,
-    require_plain_weights,
-    require_threshold,
-)
 
 CORRECTION = "algorithm.rollout_correction"
 LOSS_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
@@ -36,8 +25,8 @@ TYPICAL_WEIGHT = 0.02  # in size, of a language model
 def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
     """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch."""
     actor = config.actor_rollout_ref.actor
-    if actor.loss_agg_mode == NORM_MODE:
-        yield from as_faults(require_normalizer, actor.get("loss_scale_factor"))
+    if actor.loss_agg_mode == limits.NORM_MODE:
+        yield from as_faults(limits.require_normalizer, actor.get("loss_scale_factor"))
 
 
 @rule("bypass-loss-unconfigured")
@@ -111,16 +100,16 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
     """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93."""
     # this package's losses and weights say it in their own words
     own = {
-        LOSS_CORRECTION: (THRESHOLD, "threshold" in _needs(config)),
-        CORRECTION: (WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
+        LOSS_CORRECTION: (limits.THRESHOLD, "threshold" in _needs(config)),
+        CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
     }
     for path, correction in _corrections(config):
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
         level = LEVELS.get(correction.get("rollout_is"))
-        bounds = level.bounds if level else require_threshold
+        bounds = level.bounds if level else limits.require_threshold
         said = list(as_faults(bounds, value, setting)) if ours else []
         yield from said
-        bounds_ratio = bounds is require_threshold and correction.get("rollout_is")
+        bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
         if said or not bounds_ratio or not isinstance(value, int | float):
             continue
         if value < 1 or value > MAX_USUAL_THRESHOLD:
@@ -176,7 +165,7 @@ def _band(text: str) -> tuple[float, float] | None:
 def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults:
     """The losses of this package have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
-    if find_loss(_loss(config)) is not None and value != VERLS_CLIP_RATIO_C:
+    if _loss(config) in POLICY_LOSSES and value != VERLS_CLIP_RATIO_C:
         problem = f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does"
         allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
         remedy = "Remove the setting, or choose estimator=dapo."
@@ -188,10 +177,10 @@ def clip_range(config: DictConfig, environment: Environment) -> Faults:
     """The clip range of a loss of this package, and its threshold of rejection."""
     if "clip_low" in _needs(config):
         actor = config.actor_rollout_ref.actor
-        yield from as_faults(require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
+        yield from as_faults(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
     if "rejection_threshold" in _needs(config):
         value = _loss_correction(config).get("rollout_rs_threshold")
-        yield from as_faults(require_divergence, value, REJECTION_THRESHOLD)
+        yield from as_faults(limits.require_divergence, value, limits.REJECTION_THRESHOLD)
 
 
 @rule("loss-settings")
@@ -201,7 +190,7 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
         return
     loss, bypass = _loss(config), _correction(config).get("bypass_mode", False)
     if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
-        yield from as_faults(require_bypass, _loss_correction(config).get("bypass_mode"), loss)
+        yield from as_faults(limits.require_bypass, _loss_correction(config).get("bypass_mode"), loss)
     else:
         problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
         remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
@@ -230,7 +219,7 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
     if correction.get("rollout_rs") is not None:
         problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
         yield Fault(setting=f"{CORRECTION}.rollout_rs", problem=problem, allowed="null")
-    yield from as_faults(require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
+    yield from as_faults(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 
 def _loss(config: DictConfig) -> str:
@@ -239,7 +228,7 @@ def _loss(config: DictConfig) -> str:
 
 def _needs(config: DictConfig) -> frozenset[str]:
     """Return what the chosen loss is called with, if it is one of this package."""
-    entry = find_loss(_loss(config))
+    entry = POLICY_LOSSES.get(_loss(config))
     return frozenset() if entry is None else entry.parameters
 
 

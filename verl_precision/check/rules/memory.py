@@ -12,24 +12,7 @@ from typing import Literal
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
-from verl_precision.check.rules.gpu_memory import (
-    GIB,
-    HALF,
-    MASK,
-    MASK_FP32,
-    REST,
-    SINGLE,
-    STATE,
-    ModelShape,
-    activation_bytes,
-    gathered_bytes,
-    gpu_memory,
-    kv_tokens,
-    rollout_bytes,
-    routing_bytes,
-    shape_of,
-    state_bytes,
-)
+from verl_precision.check.rules import gpu_memory as gpu
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
 
 FILLED, FAR_OVER = 0.9, 1.1  # Shares of a GPU: the arithmetic is good to some GiB either way.
@@ -47,7 +30,7 @@ class Layout:
     """What the settings make of a model on one GPU."""
 
     config: DictConfig
-    model: ModelShape
+    model: gpu.ModelShape
     memory: int  # bytes of the GPU
     gpus: int  # number of GPUs over which the state is sharded
     longest: int  # tokens of the longest sequence
@@ -65,9 +48,9 @@ class Layout:
         return {
             "weights, gradients and Adam's moments": self.state,
             "whole gradients until the last micro-batch": self.unreduced,
-            "gathered layers": gathered_bytes(self.model, self.width),
+            "gathered layers": gpu.gathered_bytes(self.model, self.width),
             "activations": self.activations(self.tokens),
-            "CUDA, NCCL and a sleeping vLLM": REST,
+            "CUDA, NCCL and a sleeping vLLM": gpu.REST,
             "a vLLM that keeps its memory": self.awake,
         }
 
@@ -75,9 +58,9 @@ class Layout:
         """Return bytes of a micro-batch of some tokens."""
         model = self.config.actor_rollout_ref.model
         checkpointing = bool(model.get("enable_gradient_checkpointing", True))
-        used = activation_bytes(self.model, tokens, self.width, checkpointing)
+        used = gpu.activation_bytes(self.model, tokens, self.width, checkpointing)
         if (model.get("override_config") or {}).get("attn_implementation") == "sdpa" and model.use_remove_padding:
-            used += (MASK if self.width == HALF else MASK_FP32) * tokens * tokens
+            used += (gpu.MASK if self.width == gpu.HALF else gpu.MASK_FP32) * tokens * tokens
         return used
 
     def savings(self) -> list[str]:
@@ -88,7 +71,7 @@ class Layout:
         found += [] if self.on_host else ["actor_rollout_ref.actor.fsdp_config.offload_policy=True"]
         found += [f"{NO_SYNC}=False"] if self.unreduced else []
         found += ["actor_rollout_ref.rollout.free_cache_engine=True"] if self.awake else []
-        return [*found, "a precision of 16 bits"] if self.width == SINGLE else found
+        return [*found, "a precision of 16 bits"] if self.width == gpu.SINGLE else found
 
     def largest_budget(self) -> int:
         """Return the most tokens of a micro-batch that leave a tenth of the GPU free."""
@@ -104,7 +87,7 @@ class Layout:
 def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
     """Return the layout of a run, or None where the arithmetic does not hold or something is not known."""
     engine, *others = engines(config)
-    model, memory = shape_of(environment.model), gpu_bytes(config, environment)
+    model, memory = gpu.shape_of(environment.model), gpu_bytes(config, environment)
     if model is None or memory is None or engine.strategy not in FSDP or config.trainer.device != "cuda":
         return None
     if any(other.role == "critic" for other in others):
@@ -124,15 +107,15 @@ def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
     state = kept = 0
     if not (on_host := engine.strategy == "fsdp2" and bool(fsdp.get("offload_policy"))):
         # of frozen weights there are neither gradients nor moments, and no reference of its own
-        state = state_bytes(model, gpus, SINGLE if lora else STATE)
-        state += state_bytes(model, gpus, SINGLE) if others and not lora else 0
-        kept = 0 if fsdp.get("param_offload") else SINGLE
-        kept += 0 if fsdp.get("optimizer_offload") or lora else 2 * SINGLE
-    width = SINGLE if engine.compute == "fp32" else HALF
+        state = gpu.state_bytes(model, gpus, gpu.SINGLE if lora else gpu.STATE)
+        state += gpu.state_bytes(model, gpus, gpu.SINGLE) if others and not lora else 0
+        kept = 0 if fsdp.get("param_offload") else gpu.SINGLE
+        kept += 0 if fsdp.get("optimizer_offload") or lora else 2 * gpu.SINGLE
+    width = gpu.SINGLE if engine.compute == "fp32" else gpu.HALF
     unreduced = 0
     if fsdp.get("use_no_sync_for_gradient_accumulation", True) and tokens < of_mini_batch and not lora:
         # FSDP2 adds them up in the dtype of the reduction (`to_accumulated_grad_if_needed` of torch's `_fsdp_param.py`)
-        unreduced = (SINGLE if engine.strategy == "fsdp2" and engine.reduce == "fp32" else width) * model.parameters
+        unreduced = (gpu.SINGLE if engine.strategy == "fsdp2" and engine.reduce == "fp32" else width) * model.parameters
     awake = 0 if config.actor_rollout_ref.rollout.get("free_cache_engine", True) else int(_share(config) * memory)
     return Layout(config, model, memory, gpus, longest, tokens, width, on_host, state, kept, unreduced, awake)
 
@@ -140,11 +123,11 @@ def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
 def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
     """Return the memory of the GPU that a run is meant for: by its name, or by the scale that was chosen."""
     if environment.gpus:
-        known = [gpu_memory(name) for name in environment.gpus]
+        known = [gpu.gpu_memory(name) for name in environment.gpus]
         return None if None in known else min(known)  # type: ignore[type-var]
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
     scale = next((choice for group, choice in choices.items() if group.partition("@")[0] == "scale"), None)
-    return gpu_memory(str(scale).replace("_", " "))
+    return gpu.gpu_memory(str(scale).replace("_", " "))
 
 
 def _share(config: DictConfig) -> float:
@@ -160,8 +143,8 @@ def _judged(peak: int, memory: int) -> Severity | Literal[""]:
 
 
 def _sum(parts: dict[str, int], memory: int) -> str:
-    terms = " + ".join(f"{size / GIB:.0f} ({name})" for name, size in parts.items() if size)
-    return f"{terms} = {sum(parts.values()) / GIB:.0f} GiB of the GPU's {memory / GIB:.0f}, by arithmetic"
+    terms = " + ".join(f"{size / gpu.GIB:.0f} ({name})" for name, size in parts.items() if size)
+    return f"{terms} = {sum(parts.values()) / gpu.GIB:.0f} GiB of the GPU's {memory / gpu.GIB:.0f}, by arithmetic"
 
 
 @rule("memory-training")
@@ -195,20 +178,24 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
     if layout is None:
         return
     model, memory, share = layout.model, layout.memory, _share(config)
-    beside = rollout_bytes(model, layout.gpus, 0, memory, layout.kept)
-    width = SINGLE if rollout_dtype(config) == "fp32" else HALF
+    beside = gpu.rollout_bytes(model, layout.gpus, 0, memory, layout.kept)
+    width = gpu.SINGLE if rollout_dtype(config) == "fp32" else gpu.HALF
     longest = rollout.max_model_len or layout.longest
     parallel = max(rollout.tensor_model_parallel_size, 1)  # value-out-of-range
     most = int(100 * (FILLED - beside / memory)) / 100
     if severity := _judged(beside + int(share * memory), memory):
-        parts = {"vLLM's share": int(share * memory), "the trainer's state": beside - REST, "CUDA and NCCL": REST}
+        parts = {
+            "vLLM's share": int(share * memory),
+            "the trainer's state": beside - gpu.REST,
+            "CUDA and NCCL": gpu.REST,
+        }
         problem = f"while vLLM works it takes {_sum(parts, memory)}"
         allowed = f"at most {most:.2f}" if most > 0 else "no share: the trainer's state leaves no room"
         way = f"Set {SHARE}={most:.2f}" if most > 0 else "Take more GPUs"
         remedy = f"{way}, or offload the state: actor_rollout_ref.actor.fsdp_config.offload_policy=True."
         yield Fault("", severity, SHARE, None, problem, allowed, remedy)
-    elif kv_tokens(model, parallel, share, memory, width) < longest:
-        weights = width * model.parameters / parallel / GIB
+    elif gpu.kv_tokens(model, parallel, share, memory, width) < longest:
+        weights = width * model.parameters / parallel / gpu.GIB
         problem = f"{weights:.0f} GiB of weights and a tenth for vLLM leave no room for a sequence of {longest} tokens"
         remedy = f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel})."
         yield Fault(setting=SHARE, problem=problem, allowed=f"up to {most:.2f}, or more GPUs a replica", remedy=remedy)
@@ -217,14 +204,16 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
 @rule("router-replay-memory", "warning")
 def router_replay_memory(config: DictConfig, environment: Environment) -> Faults:
     """The experts that a step's tokens went through lie in the hosts' memory, in TransferQueue, until it ends."""
-    model, data = shape_of(environment.model), config.data
+    model, data = gpu.shape_of(environment.model), config.data
     if model is None or model.experts == 1 or not OmegaConf.select(config, SENT):
         return
     tokens = data.train_batch_size * config.actor_rollout_ref.rollout.n
     tokens *= data.max_prompt_length + data.max_response_length
-    held = routing_bytes(model, tokens)
-    if (of_host := held / GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
+    held = gpu.routing_bytes(model, tokens)
+    if (of_host := held / gpu.GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
         problem = f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts ("
-        problem += f"{routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of a host's memory"
+        problem += (
+            f"{gpu.routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of a host's memory"
+        )
         remedy = "Have that much free, take more hosts or a smaller data.train_batch_size, or no router_replay."
         yield Fault(setting=SENT, problem=problem, allowed=f"at most {ROUTING_GIB} GiB a host", remedy=remedy)

@@ -5,7 +5,7 @@ import re
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from verl_precision.base.dtypes import HALF
+from verl_precision.base.dtypes import EXACT, HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
     BACKEND,
@@ -23,7 +23,8 @@ from verl_precision.base.verl_config import (
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_where, rule
-from verl_precision.losses.registry import find_loss
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.losses.registry import POLICY_LOSSES
 
 # What leaves the distribution as it is.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
@@ -60,7 +61,7 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
         setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
-        severity: Severity = "error" if ratios else "warning"
+        severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) in EXACT else "warning"
         problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
         remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}."
         yield Fault("", severity, setting, None, problem, f"{allowed}, or sampling masks", remedy)
@@ -211,7 +212,7 @@ def importance_ratios(config: DictConfig) -> str | None:
         if correction.get(key):
             return f"algorithm.rollout_correction.{key}={correction[key]}"
     loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    ours = find_loss(loss)
+    ours = POLICY_LOSSES.get(loss)
     if loss == "bypass_mode" or (ours is not None and "rollout_log_probs" in ours.parameters):
         return f"loss_mode={loss}"
     return None

@@ -78,6 +78,8 @@ class Environment:
     gpus: tuple[str, ...] = ()  # names of the GPUs
     # content of the model's `config.json`; empty where it is not at hand
     model: Mapping[str, Any] = field(default_factory=dict)
+    critic: Mapping[str, Any] = field(default_factory=dict)  # the same of the critic's model, where there is a critic
+    adapter: Mapping[str, Any] = field(default_factory=dict)  # of `adapter_config.json`; empty where none is loaded
     tokenizer_problem: VerlPrecisionError | None = None  # why verl cannot build prompts with the tokenizer, or None
     refusals: tuple[VerlPrecisionError, ...] = ()  # what verl's own validators and registries refuse
     misspelt: tuple[VerlPrecisionError, ...] = ()  # settings that verl does not have, almost spelt as one that it has

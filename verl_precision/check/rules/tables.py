@@ -1,14 +1,20 @@
 """Rules that are rows of tables.yaml: numbers, names, settings that nothing reads, lengths, what has to repeat."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
+from verl_precision.base.dtypes import EXACT, long
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -99,13 +105,65 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     if not is_repeatable(config):
         return
     asked = f"{SEEDED}=True asks for a run that repeats bit for bit, but"
-    for setting, needed, differs in table("fixed"):
-        if OmegaConf.select(config, setting) not in needed:
-            allowed, remedy = " or ".join(map(str, needed)), f"Set {setting}={needed[-1]}, as +repeatable=bitwise does."
-            yield Fault(setting=setting, problem=f"{asked} {differs}", allowed=allowed, remedy=remedy)
+    yield from _unlike(config, "fixed", asked, "as +repeatable=bitwise does")
     if config.data.shuffle and config.data.seed is None:
         problem, remedy = f"{asked} prompts are shuffled at random", "Set data.seed=0."
         yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy=remedy)
+
+
+@rule("not-exact")
+def not_exact(config: DictConfig, environment: Environment) -> Faults:
+    """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
+    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) not in EXACT:
+        return
+    asked, remedy = f"arithmetic={arithmetic} asks for equal log-probs, but", "or choose arithmetic=native"
+    yield from _unlike(config, "exact", asked, remedy)
+    for engine in engines(config):
+        yield from _unlike(config, "exact engine", asked, remedy, f"{engine.setting}.")
+        if engine.ulysses[1] > 1:
+            problem = f"{asked} each rank rounds its part of a sequence"
+            yield Fault(setting=engine.ulysses[0], problem=problem, allowed="1")
+    models = [("actor_rollout_ref.model", environment.model), ("critic.model", environment.critic)]
+    for setting, model in models:
+        if refusal := _model_refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
+            problem, allowed, remedy = f"{asked} {refusal.problem}", refusal.allowed, refusal.remedy
+            yield Fault(setting=f"{setting}.path", problem=problem, allowed=allowed, remedy=remedy)
+    if uses_adapter(config):
+        problem = f"{asked} vLLM rounds an adapter's products apart"
+        yield Fault(setting="actor_rollout_ref.model.lora.merge", problem=problem, allowed="True")
+    if others := beyond_merging(environment.adapter):
+        problem, allowed = f"{asked} the adapter is not merged by W + s·B·A: {others}", "an adapter without these"
+        remedy = "Choose arithmetic=native."
+        yield Fault("", "", "actor_rollout_ref.model.lora_adapter_path", None, problem, allowed, remedy)
+    if (trained := engines(config)[0].compute) != rollout_dtype(config):
+        problem = f"{asked} the trainer rounds to {trained}"
+        yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))
+
+
+def _model_refusal(model: Mapping[str, Any], brings_code: bool) -> ConfigurationError | None:
+    """Return why a model, by its `config.json`, has operations that are not rounded once; None also if it has none."""
+    from transformers import AutoConfig
+
+    if not (kind := model.get("model_type")):
+        return None
+    try:
+        if model.get("quantization_config"):
+            raise refused("the model's weights are quantised", "weights of 16 or 32 bits")
+        if brings_code and model.get("auto_map"):
+            raise refused("the model brings modules of its own", "trust_remote_code=False")
+        require_family(AutoConfig.for_model(**model) if kind in FAMILIES else SimpleNamespace(model_type=kind))
+    except ConfigurationError as error:
+        return error
+    return None
+
+
+def _unlike(config: DictConfig, name: str, asked: str, remedy: str, place: str = "") -> Faults:
+    """Yield the settings of a table (setting, what it may be, why) that have another value."""
+    for setting, needed, differs in table(name):
+        if OmegaConf.select(config, place + setting) not in needed:
+            allowed = ["null" if value is None else str(value) for value in needed]
+            remedy_here = f"Set {place}{setting}={allowed[-1]}, {remedy}."
+            yield Fault("", "", place + setting, None, f"{asked} {differs}", " or ".join(allowed), remedy_here)
 
 
 def _is_read(config: DictConfig, condition: list) -> bool:

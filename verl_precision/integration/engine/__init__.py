@@ -1,6 +1,7 @@
 """This package's FSDP engine under verl.
 
 fsdp_engine      the one mixin: which phase comes when, and the engines that are registered
+arithmetic       a model's operations, rounded once
 engine_config    verl's engine config with our settings
 model_outputs    FP32 log-probs and entropy
 measurement      the mismatch, measured while the worker updates

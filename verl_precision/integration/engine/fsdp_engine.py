@@ -26,6 +26,7 @@ from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
+from verl_precision.integration.engine.arithmetic import round_once
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.learning_rate import ScaledLearningRate
 from verl_precision.integration.engine.measurement import REQUEST, MeasuredUpdates, measure, with_metrics
@@ -64,6 +65,7 @@ class PrecisionFSDPEngine:
     # Building: shadow, routers, actor; each before its model is sharded.
 
     def _build_fsdp_module(self, module):
+        round_once(self, module)
         if not self._has_precision_config:
             return super()._build_fsdp_module(module)
         config = self.engine_config

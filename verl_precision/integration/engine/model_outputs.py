@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 
+from verl_precision.engine.arithmetic.chosen import inner_dtype
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.sampling_masks import MASK_FIELD, KeptTokens, unpack
 
@@ -44,6 +45,7 @@ def fp32_outputs(
         chunk_tokens=engine.engine_config.log_prob_chunk_tokens,
         with_entropy=bool(ask(key="calculate_entropy")),
         kept=kept_tokens(micro_batch, labels_N),
+        inner=inner_dtype(),
     )
     outputs = {"log_probs": log_probs, **({} if entropy is None else {"entropy": entropy})}
     if packed:

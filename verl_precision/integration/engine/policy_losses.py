@@ -13,17 +13,9 @@ from torch import Tensor
 
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
+from verl_precision.losses import settings as limits
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.registry import FORMER_NAMES, PolicyLoss, on_registration
-from verl_precision.losses.settings import (
-    NORM_MODE,
-    REJECTION_THRESHOLD,
-    THRESHOLD,
-    require_bypass,
-    require_divergence,
-    require_normalizer,
-    require_threshold,
-)
+from verl_precision.losses.registry import PolicyLoss, on_registration
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -31,17 +23,16 @@ def register_losses(core_algos: ModuleType) -> None:
     keep_merged_metrics()
 
     def register(name: str, entry: PolicyLoss) -> None:
-        for each in (name, *(former for former, now in FORMER_NAMES.items() if now == name)):
-            owner = core_algos.POLICY_LOSS_REGISTRY.get(each)
-            if owner is None:
-                core_algos.register_policy_loss(each)(AdaptedLoss(each, entry))
-            elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
-                where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
-                raise RegistrationError(
-                    f"policy loss {each!r} is already registered with verl by {where}",
-                    allowed="one owner per name",
-                    remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
-                )
+        owner = core_algos.POLICY_LOSS_REGISTRY.get(name)
+        if owner is None:
+            core_algos.register_policy_loss(name)(AdaptedLoss(name, entry))
+        elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
+            where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
+            raise RegistrationError(
+                f"policy loss {name!r} is already registered with verl by {where}",
+                allowed="one owner per name",
+                remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
+            )
 
     if not any(isinstance(owner, AdaptedLoss) for owner in core_algos.POLICY_LOSS_REGISTRY.values()):
         on_registration(register)
@@ -81,9 +72,9 @@ class AdaptedLoss:
             )
         correction = config.policy_loss.get("rollout_correction", None) or {}
         if "rollout_log_probs" in self._needs:
-            require_bypass(correction.get("bypass_mode", None), self.name)
-        if loss_agg_mode == NORM_MODE:
-            require_normalizer(config.loss_scale_factor)
+            limits.require_bypass(correction.get("bypass_mode", None), self.name)
+        if loss_agg_mode == limits.NORM_MODE:
+            limits.require_normalizer(config.loss_scale_factor)
         info = config.global_batch_info
         offered = {
             "trainer_log_probs": log_prob,
@@ -102,10 +93,12 @@ class AdaptedLoss:
         }
         arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
         if "threshold" in self._needs:
-            arguments["threshold"] = require_threshold(correction.get("rollout_is_threshold", None), THRESHOLD)
+            arguments["threshold"] = limits.require_threshold(
+                correction.get("rollout_is_threshold", None), limits.THRESHOLD
+            )
         if "rejection_threshold" in self._needs:
             value = correction.get("rollout_rs_threshold", None)
-            arguments["rejection_threshold"] = require_divergence(value, REJECTION_THRESHOLD)
+            arguments["rejection_threshold"] = limits.require_divergence(value, limits.REJECTION_THRESHOLD)
         for side in ("low", "high"):
             if f"clip_{side}" in self._needs:
                 value = config.get(f"clip_ratio_{side}", None)

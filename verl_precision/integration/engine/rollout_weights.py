@@ -16,7 +16,6 @@ from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.losses.metrics import weight_statistics
 from verl_precision.losses.rollout_weights import LEVELS
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
-from verl_precision.mismatch.metric_names import with_former_names
 
 # The log-probs of trainer and rollout whose weights are being made: verl hands their difference on.
 _log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
@@ -61,7 +60,7 @@ def _own_weights(
         log_of = torch.where(valid_BT, log_ratio, 0)
         log_of = log_of.sum(dim=-1, dtype=torch.float64) if level.of_responses else log_of
         beyond = log_of > math.log(require_threshold(rollout_is_threshold))
-    statistics = with_former_names(weight_statistics(weights, counted & weights.isfinite()))
+    statistics = weight_statistics(weights, counted & weights.isfinite())
     numbers = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
     metrics = {name: number for name, number in numbers.items() if not math.isnan(number)}
     metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)

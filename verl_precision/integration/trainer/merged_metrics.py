@@ -17,7 +17,6 @@ from verl.utils.metric import AggregationType, Metric
 
 from verl_precision.base.mergeable import Mergeable, Statistic
 from verl_precision.integration.ledger import set_within, wrap_once
-from verl_precision.mismatch.metric_names import with_former_names
 
 WANDB_BINS = 512  # the most that wandb takes
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
@@ -60,7 +59,7 @@ class MergedMetric(Metric):
 
 def metrics_of_loss(statistics: Mapping[str, Statistic]) -> dict[str, MergedMetric]:
     """Return what a loss reports as metrics for verl: on the CPU, because they travel between processes."""
-    return {name: MergedMetric([piece.on_cpu()]) for name, piece in with_former_names(statistics).items()}
+    return {name: MergedMetric([piece.on_cpu()]) for name, piece in statistics.items()}
 
 
 def keep_merged_metrics() -> None:

@@ -87,7 +87,7 @@ def claim_folder(config: DictConfig) -> None:
         if beside:
             logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
         write_file(folder / RUN_FILE, yaml.safe_dump(as_record(run)))
-    elif run.content.items() - known.content.items():  # by a version that knew none, or before a model was downloaded
+    elif run.content.items() - known.content.items():  # before a model was downloaded
         record = {**as_record(known), "content": {**known.content, **run.content}}
         write_file(folder / RUN_FILE, yaml.safe_dump(record), replace=True)
 

@@ -13,28 +13,23 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
 from verl_precision.integration.trainer.merged_metrics import log_histograms
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
+from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.metric_names import (
-    ACTIVE_ALARMS,
-    ACTOR,
-    FAILED_MEASUREMENTS,
-    KEPT_RESPONSES,
-    KEPT_TOKENS,
-    REJECTED_RESPONSES,
-    with_former_names,
-)
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.statistics import MismatchStatistics
 
 ALARM_FILE = "mismatch_alarm.json"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
@@ -73,6 +68,9 @@ class RunMonitor:
             longest_response=self.longest_response,
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
+        # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
+        least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
+        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) in EXACT else 0.0
         self._rejects = bool(correction.get("rollout_rs")) and not bypass
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self._mask: Any = None
@@ -113,9 +111,9 @@ class RunMonitor:
         # [4]: responses and tokens before, and of both those that are left
         counts = torch.tensor([[a.any(), b.any(), a.sum(), b.sum()] for a, b in rows], dtype=torch.float64).sum(dim=0)
         found = {
-            REJECTED_RESPONSES: Count(counts[0] - counts[1]),
-            KEPT_RESPONSES: Mean(counts[1], counts[0]),
-            KEPT_TOKENS: Mean(counts[3], counts[2]),
+            names.REJECTED_RESPONSES: Count(counts[0] - counts[1]),
+            names.KEPT_RESPONSES: Mean(counts[1], counts[0]),
+            names.KEPT_TOKENS: Mean(counts[3], counts[2]),
         }
         self._losses = merge_by_name([self._losses, found])
 
@@ -135,26 +133,36 @@ class RunMonitor:
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
         """Take an update's statistics (`merged_metrics.statistics_kept`), and give our metrics their own names."""
         for key in (MISMATCH, PHANTOM):
-            if ACTOR + key in metrics:
-                self._add(key, metrics.pop(ACTOR + key))
-        for key in [key for key in metrics if key.startswith(tuple(ACTOR + ours for ours in METRIC_PREFIXES))]:
-            metrics[key.removeprefix(ACTOR)] = metrics.pop(key)
+            if names.ACTOR + key in metrics:
+                self._add(key, metrics.pop(names.ACTOR + key))
+        for key in [key for key in metrics if key.startswith(tuple(names.ACTOR + ours for ours in METRIC_PREFIXES))]:
+            metrics[key.removeprefix(names.ACTOR)] = metrics.pop(key)
         found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
         self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
 
     def measured(self) -> dict[str, float]:
         """Return the metrics of all updates of the step so far; what is undefined on them is absent."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
-        failed = self._failures + int(numbers.pop(ACTOR + measurement.FAILED, 0))
+        failed = self._failures + int(numbers.pop(names.ACTOR + measurement.FAILED, 0))
         found = {key: value for key, value in numbers.items() if not math.isnan(value)}
         for part in self._sets.values():
             found |= part.metrics()
-        return {**with_former_names(found), FAILED_MEASUREMENTS: failed}
+        return {**found, names.FAILED_MEASUREMENTS: failed}
 
     def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
         """Add what was measured to the metrics of the step, which ends."""
         metrics.update(self.measured())
         self._losses, self._failures = {}, 0
+        mismatch = self._sets.get(MISMATCH)
+        current = mismatch.groups.get(0, MismatchStatistics()).metrics() if mismatch is not None else {}
+        share = current.get("mismatch/equal_fraction", 1.0)
+        if share < self._least_equal:
+            self._least_equal = 0.0  # said once
+            text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine "
+            text += (
+                "rounds otherwise. verl-precision explain --recipe, with the run's overrides, names step and operation."
+            )
+            logger.warning(text, 100 * share)
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
@@ -168,7 +176,7 @@ class RunMonitor:
             act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
-        metrics.update(with_former_names({ACTIVE_ALARMS: len(self.alarm.active)}))
+        metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 

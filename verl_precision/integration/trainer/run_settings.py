@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from pydantic.fields import FieldInfo
 
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.losses.registry import FORMER_NAMES
 
 # What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
 IDENTITY_BLOCKS = "actor_rollout_ref algorithm critic custom_reward_function data distillation reward".split()
@@ -43,7 +42,7 @@ IGNORED_SETTINGS = frozenset(
     trace use_shm use_torch_compile val_batch_size val_files val_kwargs val_max_samples validation_shuffle
     """.split()
 )
-_TRAINER_MODE, _LOSS = "trainer.v1.trainer_mode", "actor_rollout_ref.actor.policy_loss.loss_mode"
+_TRAINER_MODE = "trainer.v1.trainer_mode"
 _NOT_SET: tuple[Any, ...] = (None, [])
 _SCRATCH = "default_of_a_setting"
 
@@ -54,17 +53,15 @@ class RunSettings:
 
     Attributes:
         settings: Every setting that counts, resolved, by its full name.
-        chosen: Those that have not their default; of a record without such a list, those that are set.
+        chosen: Those that have not their default.
         content: Digest of the files that a setting names, where they are on this machine.
         digest: Eight digits of what is chosen and of the local files' content, for the folder's name.
-        defaults: Defaults as texts of the config, interpolations included; none of a record.
     """
 
     settings: Mapping[str, Any]
     chosen: frozenset[str]
     content: Mapping[str, str]
     digest: str
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def settings_of_run(config: DictConfig) -> RunSettings:
@@ -81,18 +78,17 @@ def settings_of_run(config: DictConfig) -> RunSettings:
     chosen = local.union(_chosen(config, settings, written, defaults))
     named = {name: content[name] if name in local else settings[name] for name in chosen}
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
-    return RunSettings(settings, frozenset(chosen), content, digest, defaults)
+    return RunSettings(settings, frozenset(chosen), content, digest)
 
 
 def settings_of_record(record: Mapping[str, Any]) -> RunSettings:
-    """Return the run of a record of `run_identity`; those of earlier versions have neither `chosen` nor `content`.
+    """Return the run of a record of `run_identity`, but for settings that are ignored today.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: If it is none.
     """
-    settings = _same_names({k: v for k, v in record["settings"].items() if IGNORED_SETTINGS.isdisjoint(k.split("."))})
-    chosen = record.get("chosen", [name for name, value in settings.items() if value not in _NOT_SET])
-    return RunSettings(settings, frozenset(chosen), dict(record.get("content", {})), str(record["digest"]))
+    settings = {k: v for k, v in record["settings"].items() if IGNORED_SETTINGS.isdisjoint(k.split("."))}
+    return RunSettings(settings, frozenset(record["chosen"]), dict(record["content"]), str(record["digest"]))
 
 
 def as_record(run: RunSettings) -> dict[str, Any]:
@@ -122,18 +118,13 @@ def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
         if name in old.content and name in new.content:
             return old.content[name] == new.content[name]
         return old.settings[name] == new.settings[name]
-    if name in new.settings:
-        return name not in new.chosen
-    return name not in old.chosen or (name in new.defaults and new.defaults[name] == old.settings[name])
+    return name not in (new if name in new.settings else old).chosen
 
 
 def _same_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with today's name of the loss, and with verl's of the trainer: the one that measures is alike."""
-    same: dict[str, Callable[[Any], Any]] = {
-        _TRAINER_MODE: lambda mode: str(mode).removeprefix("vp_"),
-        _LOSS: lambda loss: FORMER_NAMES.get(loss, loss),
-    }
-    return {name: same[name](value) if name in same else value for name, value in settings.items()}
+    """Return settings with verl's name of the trainer: the one that measures is alike."""
+    same = {name: str(settings[name]).removeprefix("vp_") for name in (_TRAINER_MODE,) if name in settings}
+    return {**settings, **same}
 
 
 def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
@@ -218,7 +209,7 @@ def _chosen(
     OmegaConf.set_struct(probe, False)
     for name, value in settings.items():
         paths = itertools.accumulate(name.split("."), "{}.{}".format)
-        origin = next((path for path in paths if _derived(defaults.get(path))), "")
+        origin = next((each for each in paths if isinstance(text := defaults.get(each), str) and "${" in text), "")
         default = defaults.get(origin or name)
         if origin and written.get(origin) == default:
             continue  # derived from other settings, as in verl's YAML
@@ -227,10 +218,6 @@ def _chosen(
             default = OmegaConf.select(probe, _SCRATCH + name.removeprefix(origin))
         if value != default and not (default is None and value in _NOT_SET):
             yield name
-
-
-def _derived(text: Any) -> bool:
-    return isinstance(text, str) and "${" in text
 
 
 def _content(name: str, value: Any) -> str | None:

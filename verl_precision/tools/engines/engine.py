@@ -26,6 +26,7 @@ class Request(_OfResponse):
     seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
     record_to: str = ""  # a file for what every operation of the forward gets and gives
+    vocabulary: str = ""  # a file of all log-probs [tokens, V]: written when drawn, compared when scored
     routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
 
 
@@ -35,11 +36,11 @@ class Response(_OfResponse):
 
     length: int  # number of its tokens
     text: str | None = None
-    correct: bool | None = None  # the recorded verdict, where a recorded response has one
     token_ids: tuple[int, ...] | None = None
     log_probs: tuple[float, ...] | None = None  # one for each token, in nats
     finish_reason: str | None = None  # why the response ended, in vLLM's words
     routed_experts: Any = None  # which experts computed each token of prompt and response, as in `Request`
+    equal: tuple[int, int] | None = None  # log-probs equal to those in the file of the vocabulary, and all
 
 
 class Engine(Protocol):
@@ -61,10 +62,13 @@ class Engine(Protocol):
         """Give back what the engine holds."""
 
 
-def prepare_process() -> bool:
+def prepare_process(arithmetic: str | None = None) -> bool:
     """Set what verl and vLLM read from the environment, before they are imported; return whether there is a GPU."""
     import torch
 
+    from verl_precision.engine.arithmetic.chosen import VARIABLE
+
+    os.environ.update({} if arithmetic is None else {VARIABLE: arithmetic})
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         os.environ["VERL_PLATFORM"] = "cpu"

@@ -5,8 +5,11 @@ One rank, FP32 master weights, the engine and the settings of `precision=<dtype>
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from verl_precision.base.dtypes import long
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
@@ -28,6 +31,7 @@ class TrainerEngine:
         adapter: str | None = None,
         fp32_output_head: bool = False,
         router_replay: str = "disabled",
+        arithmetic: str | None = None,
     ) -> None:
         """Load a model as in `find_model`, for a forward in bf16, fp16 or fp32.
 
@@ -36,8 +40,9 @@ class TrainerEngine:
         `fp32_log_probs` are taken in FP32, as our engine does it; with `fp32_output_head` the logits are computed in
         FP32, too. `adapter` is the folder of a LoRA adapter. `router_replay` is verl's mode of a mixture of experts:
         with R2 a response tells the experts that its routers choose, with R3 they take those of the request.
+        `arithmetic` is that of the operations, None the process's own.
         """
-        on_gpu = prepare_process()
+        on_gpu = prepare_process(arithmetic)
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine import EngineRegistry
@@ -57,6 +62,7 @@ class TrainerEngine:
                 enable_gradient_checkpointing=False,
                 lora_adapter_path=adapter,
                 lora_rank=rank,  # without it verl loads no adapter
+                lora={"merge": True},  # nothing is sent here, but exact arithmetic multiplies by the merged weight
                 override_config={"attn_implementation": attention},
             ),
             engine_config=PrecisionFSDPConfig(
@@ -83,8 +89,28 @@ class TrainerEngine:
         """Score everything that waits; an empty response has no log-probs."""
         requests, self._waiting = self._waiting, []
         empty = [Response(*r.key, 0, log_probs=()) for r in requests if not r.response_token_ids]
-        filled = [request for request in requests if request.response_token_ids]
-        return empty + (self._scored(filled) if filled else [])
+        filled = [request for request in requests if request.response_token_ids and not request.vocabulary]
+        whole = [self._compared(request) for request in requests if request.response_token_ids and request.vocabulary]
+        return empty + whole + (self._scored(filled) if filled else [])
+
+    def _compared(self, request: Request) -> Response:
+        """Score a response alone, and compare all log-probs of its positions with those in the file."""
+        import torch
+
+        from verl_precision.engine.arithmetic.chosen import inner_dtype
+        from verl_precision.engine.arithmetic.operations import log_softmax
+
+        kept: list[Any] = []
+        hook = self._engine.module.register_forward_hook(lambda module, args, output: kept.append(output.logits))
+        try:
+            (response,) = self._scored([request])
+        finally:
+            hook.remove()
+        x = kept[0][0, len(request.prompt_token_ids) - 1 :][: response.length].float() / self._temperature
+        inner = inner_dtype()
+        ours = x - x.logsumexp(-1, keepdim=True) if inner is None else log_softmax(x, inner=inner)
+        theirs = torch.from_numpy(np.load(request.vocabulary))
+        return replace(response, equal=(int((ours.cpu() == theirs).sum()), theirs.numel()))
 
     def _scored(self, requests: list[Request]) -> list[Response]:
         """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""

@@ -43,6 +43,24 @@ class Model:
             remedy = f"Choose another {option}."
             raise ConfigurationError(f"{problem}, whose activations overflow it", allowed="bf16, fp32", remedy=remedy)
 
+    def require_arithmetic(self, arithmetic: str, ray_address: str | None) -> None:
+        """Refuse operations that are rounded once on GPUs, which have others, and for a model that has others."""
+        if arithmetic == "native":
+            return
+        import torch
+        from transformers import AutoConfig
+
+        from verl_precision.engine.arithmetic.chosen import require_family
+
+        given: Any = {"setting": "--arithmetic", "value": arithmetic, "remedy": "Use --arithmetic native."}
+        if torch.cuda.is_available() or ray_address is not None:
+            problem, allowed = "vLLM's operations are replaced on a CPU alone", "native on GPUs"
+            raise ConfigurationError(problem, allowed=allowed, **given)
+        try:
+            require_family(AutoConfig.from_pretrained(model_location(self.name)))
+        except ConfigurationError as error:
+            raise ConfigurationError(error.problem, allowed=error.allowed, **given) from None
+
 
 def model_location(model: str) -> str:
     """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is."""

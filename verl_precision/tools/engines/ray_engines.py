@@ -13,7 +13,7 @@ class RayEngines:
     Every method raises `RunFailedError` if an engine fails.
     """
 
-    def __init__(self, build: Callable[[], Any], address: str, engines: int | None) -> None:
+    def __init__(self, build: Callable[[], Any], address: str) -> None:
         """Start the engines and wait until all are ready; the address `local` starts a cluster."""
         import ray
 
@@ -29,7 +29,7 @@ class RayEngines:
                 remedy = "Start one with `ray start --head`, or leave --ray-address out."
                 raise EnvironmentMismatchError(problem, allowed=allowed, remedy=remedy) from error
         try:
-            self.engines = engines_that_fit(ray.cluster_resources().get("GPU", 0), engines)
+            self.engines = engines_that_fit(ray.cluster_resources().get("GPU", 0))
             actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)
             self._actors = [actor.remote(build) for _ in range(self.engines)]
             self._in_flight = [0] * self.engines
@@ -97,12 +97,10 @@ def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[R
     return shares
 
 
-def engines_that_fit(gpus: float, wanted: int | None) -> int:
-    """Return how many engines to start on so many GPUs; with None wanted, one on each, which must be there."""
-    if gpus < max(1, wanted or 1):
-        raise EnvironmentMismatchError(
-            f"--engines {wanted or 'all'}: Ray's cluster has {gpus:g} GPU(s), and each engine takes one",
-            allowed=f"1 to {int(gpus)}" if gpus >= 1 else "",
-            remedy="Give another --engines or --ray-address, or leave --ray-address out to run one engine here.",
-        )
-    return wanted or int(gpus)
+def engines_that_fit(gpus: float) -> int:
+    """Return how many engines to start on so many GPUs: one on each, and there must be one."""
+    if gpus < 1:
+        problem = f"Ray's cluster has {gpus:g} GPU(s), and each engine takes one"
+        remedy = "Give another --ray-address, or leave it out to run one engine here."
+        raise EnvironmentMismatchError(problem, remedy=remedy)
+    return int(gpus)

@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from verl_precision.base.dtypes import long
 from verl_precision.base.files import new_file
+from verl_precision.engine.arithmetic.chosen import chosen
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location
 
@@ -38,15 +40,16 @@ class VllmEngine:
         top_p: float = 1.0,
         top_k: int = 0,
         divide_logits_by: float = 1.0,
+        arithmetic: str | None = None,
         **engine: Any,
     ) -> None:
         """Load a model as in `find_model`; `max_model_len` tokens are the most of prompt and response together.
 
         `log_probs` says whether the log-prob of each token is returned, else the text is. `divide_logits_by` is a
-        temperature that scores have too; vLLM's own is of what it draws alone. `engine` has further settings of
-        `vllm.LLM`, such as `logprobs_mode`.
+        temperature that scores have too; vLLM's own is of what it draws alone. `arithmetic` is that of its operations,
+        None the process's own. `engine` has further settings of `vllm.LLM`, such as `logprobs_mode`.
         """
-        cpu_settings = {} if prepare_process() else _CPU_SETTINGS
+        cpu_settings = {} if prepare_process(arithmetic) else _CPU_SETTINGS
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
         from vllm import LLM
 
@@ -88,7 +91,9 @@ class VllmEngine:
             **self._drawing,
             max_tokens=request.max_tokens,
             seed=request.seed,
-            logprobs=0 if self._log_probs else None,  # 0: of the sampled token alone
+            # 0: of the sampled token alone, -1: of all, without an object for each
+            logprobs=(-1 if request.vocabulary else 0) if self._log_probs else None,
+            flat_logprobs=bool(request.vocabulary),
             detokenize=not self._log_probs,
             output_kind=when,
         )
@@ -107,7 +112,11 @@ class VllmEngine:
     def _drawn(self, request: Request, output: Any) -> Response:
         drawn = output.outputs[0]
         ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
-        if self._log_probs:
+        if request.vocabulary:
+            rows = _rows(drawn.logprobs)
+            text, log_probs = None, tuple(row[token].item() for row, token in zip(rows, ids, strict=True))
+            np.save(request.vocabulary, rows)
+        elif self._log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         experts = _experts(drawn, len(request.prompt_token_ids + ids))
         of_tokens: dict[str, Any] = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}
@@ -121,6 +130,15 @@ class VllmEngine:
             self._recorder.write(Path(request.record_to), request.prompt_token_ids + ids)
         experts = _experts(output.outputs[0], len(request.prompt_token_ids + ids))
         return Response(*request.key, len(ids), log_probs=log_probs, routed_experts=experts)
+
+
+def _rows(flat: Any) -> np.ndarray:
+    """Return all log-probs of each position, [T, V] by token id; vLLM has them by rank, the drawn token's twice."""
+    bounds = list(zip(flat.start_indices, flat.end_indices, strict=True))
+    rows = np.empty((len(bounds), bounds[0][1] - 1), np.float32)
+    for row, (start, end) in zip(rows, bounds, strict=True):
+        row[flat.token_ids[start:end]] = flat.logprobs[start:end]
+    return rows
 
 
 def _experts(output: Any, length: int) -> Any:
@@ -156,10 +174,11 @@ class OperationRecorder:
         self._calls, self._open = [], []
 
     def write(self, path: Path, token_ids: Sequence[int]) -> None:
-        """End the record, and write it: token ids, dtype, and the calls in their order, in FP32."""
+        """End the record, and write it: token ids, dtype, arithmetic, and the calls in their order, in FP32."""
         calls, self._calls = self._calls, None
         with new_file(path, replace=True) as scratch:
-            torch.save({"token_ids": list(token_ids), "dtype": self._dtype, "calls": calls}, scratch)
+            content = {"token_ids": list(token_ids), "dtype": self._dtype, "arithmetic": chosen(), "calls": calls}
+            torch.save(content, scratch)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._calls is not None:  # cloned now: vLLM's norms overwrite what they get

@@ -3,7 +3,7 @@
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
@@ -97,14 +97,16 @@ class Frame:
                 self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
             yield journal
 
-    def complete(self, name: str, works: Sequence[Work], build: partial, engines: int | None = None) -> None:
+    def complete(self, name: str, works: Sequence[Work], build: partial) -> None:
         """Finish works one after the other on one engine, which starts only if one of them is unfinished.
 
-        `engines` is the number of engines on Ray, None for one on each GPU; `name` is in the log's name and in errors.
-        An engine that fails raises `RunFailedError`; what was done is kept.
+        `name` is in the log's name and in errors. An engine that fails raises `RunFailedError`; what was done is kept.
         """
-        folder, address = self.folder, self.job.ray_address
-        complete(works, lambda: start_engine(build, name, folder, address, engines), self.job.in_flight, self.console)
+        unfinished = [work for work in works if work.done < work.total]
+        if unfinished:
+            with closing(start_engine(build, name, self.folder, self.job.ray_address)) as engine:
+                for work in unfinished:
+                    work_through(engine, work, work.in_flight or self.job.in_flight, self.console)
 
     def envelope(self) -> dict[str, Any]:
         """Return what stands in every summary beside the results."""
@@ -120,15 +122,6 @@ class Frame:
     def show_written(self, names: Sequence[str]) -> None:
         """Say which files are in the folder."""
         self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
-
-
-def complete(works: Sequence[Work], start: Callable[[], Engine], in_flight: int, console: Console) -> None:
-    """Finish works one after the other on one engine, which starts only if one of them is unfinished."""
-    unfinished = [work for work in works if work.done < work.total]
-    if unfinished:
-        with closing(start()) as engine:
-            for work in unfinished:
-                work_through(engine, work, work.in_flight or in_flight, console)
 
 
 def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
@@ -165,10 +158,10 @@ def recorded_versions() -> dict[str, str]:
     return {f"{_VERSION}{name}": version for name, version in installed_versions().items()}
 
 
-def start_engine(build: partial, name: str, folder: Path, ray_address: str | None, engines: int | None) -> Engine:
+def start_engine(build: partial, name: str, folder: Path, ray_address: str | None) -> Engine:
     """Start one engine on this machine, or with an address one on each GPU of that Ray cluster; see `complete`."""
     if ray_address is None:
         return EngineProcess(build, name, folder / "logs")
     from verl_precision.tools.engines.ray_engines import RayEngines
 
-    return RayEngines(build, ray_address, engines)
+    return RayEngines(build, ray_address)

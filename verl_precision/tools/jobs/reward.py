@@ -66,8 +66,7 @@ class Reward:
 
 def recorded_judgement(job: JudgedJob, reward: Reward) -> dict[str, Any]:
     """Return a job's recorded settings; a reward's name there changes when its function does."""
-    settings = recorded(job) | {"reward": reward.name}
-    return settings | {"correct_at": settings.pop("pass_score")}
+    return recorded(job) | {"reward": reward.name}
 
 
 def load_reward(name: str, pass_score: float = 1.0) -> Reward:

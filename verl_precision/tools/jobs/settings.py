@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
+from verl_precision.base.dtypes import Arithmetic
 from verl_precision.base.settings import command_option, option, settings
 
 BUILT_IN_PROMPTS = "built-in"
@@ -51,6 +52,9 @@ class PromptedJob(Job):
     max_response_tokens: int = option(default=64, help="Largest number of tokens of a response.", ge=1)
     micro_batch_tokens: int = option(
         default=16384, help="Tokens of one forward of the trainer, padding included.", ge=1
+    )
+    arithmetic: Arithmetic = option(
+        default="native", help="Operations of both engines: their kernels, or on a CPU ours in FP32, FP64, integers."
     )
 
 

@@ -70,10 +70,6 @@ def open_store(
         yield Store(journal, job, prompt_ids)
 
 
-def _encoded(experts: np.ndarray) -> dict[str, Any]:
-    return {"shape": experts.shape, "data": b64encode(experts.astype("<i2").tobytes()).decode()}
-
-
 class Series(FixedWork):
     """The samples of a rollout, or with a trainer their scores."""
 
@@ -96,6 +92,8 @@ class Series(FixedWork):
 
     def record(self, response: Response) -> None:
         """Write a sample or a score, then count it."""
+        if (experts := response.routed_experts) is not None:
+            experts = {"shape": experts.shape, "data": b64encode(experts.astype("<i2").tobytes()).decode()}
         record: dict[str, Any] = {
             "rollout": self._rollout,
             "train": self._train,
@@ -104,6 +102,7 @@ class Series(FixedWork):
             "token_ids": response.token_ids,
             "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
             "finish_reason": response.finish_reason,
-            "routed_experts": None if response.routed_experts is None else _encoded(response.routed_experts),
+            "equal": response.equal,
+            "routed_experts": experts,
         }
         self._positions[response.key] = self._store.journal.append(record)

@@ -12,7 +12,6 @@ from verl_precision.tools.sanity_set.window import Verdict
 from verl_precision.tools.show.tables import terminal_table
 
 BINS = 10
-_BAR_WIDTH = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,6 @@ def table(summary: Summary) -> Table:
     ):
         rows += [(f"[yellow]{reason}[/]", str(count))] if count else []
     return terminal_table(["sanity set", ""], rows, framed=True)
-
-
-def histogram_text(histogram: list[int]) -> str:
-    """Return the histogram in characters, one line a bin."""
-    lines = []
-    for index, count in enumerate(histogram):
-        bar = "#" * -(-count * _BAR_WIDTH // max(histogram))
-        lines.append(f"{index * 100 // BINS:3d}-{(index + 1) * 100 // BINS:3d}%  {count:6d}  {bar}".rstrip())
-    return "\n".join(lines)
 
 
 def content(summary: Summary, schedule: Schedule) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from verl_precision.base.dtypes import Dtype
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
 from verl_precision.tools.jobs.settings import JudgedJob
 from verl_precision.tools.sanity_set.window import Window
@@ -42,20 +41,9 @@ class SanitySet(JudgedJob):
     max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
     in_flight: int = option(default=512, help="Responses that each engine draws at a time.", ge=1, recorded=False)
     all_responses: bool = option(default=False, help="Also draw for decided problems.", recorded=False)
-    replayed: Path | None = option(
-        "--responses", default=None, help="Replay this journal instead of sampling.", recorded=False
-    )
-    engines: int | None = option(
-        default=None, help="With --ray-address: number of engines. Default: GPUs.", ge=1, recorded=False
-    )
 
     def __post_init__(self) -> None:
-        """Refuse options that contradict each other, and a window that cannot keep anything."""
-        if self.engines is not None and self.ray_address is None:
-            problem = f"--engines {self.engines} needs --ray-address: without Ray there is one engine"
-            raise ConfigurationError(problem, remedy="Give both or none.")
-        if self.replayed is not None and self.ray_address is not None:
-            raise ConfigurationError("--responses replays a file and needs no --ray-address. Give one of them.")
+        """Refuse a window that cannot keep anything."""
         self.window  # noqa: B018 - it refuses
 
     @property

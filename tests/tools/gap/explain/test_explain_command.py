@@ -60,6 +60,16 @@ def test_healthy_pair(explain, made_up, tmp_path):
     assert all(f">{text}</text>" in images[1] for text in ("rotary", "head", "–", "0", "1"))
 
 
+def test_exact_arithmetic_between_the_engines(explain, made_up, tmp_path):
+    result, shown = explain(exact=True)
+    assert result.bf16_cost == pytest.approx(0.01, rel=1e-5)
+    assert "both engines give 6 of 6 tokens equal log-probs. Nothing is wrong" in shown
+    counts = {"rollout": 10, "rollout_exact": 4, "engine_exact": 3, "reference_fp32": 3, "trainer_alone": 6}
+    assert Counter(name for name, _, _ in made_up.seen) == {**counts, "operations": 2}
+    content = json.loads((tmp_path / "job" / "explanation.json").read_text())
+    assert {step["cause"]: step["equal_fraction"] for step in content["steps"]}["engine"] == 1
+
+
 def test_fault_between_the_engines(explain, made_up, tmp_path):
     def wrong(name):
         return (-1.2, -2.0) if name.startswith("rollout") else bf16_rounds(name)

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.check.recipe_config import compose_recipe
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by, gap_of, recorded_causes, replays_sampling
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -20,7 +21,7 @@ ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 ROLLOUT, FSDP = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.fsdp_config"
 SETTINGS = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "raw_log_probs": False, "train_dtype": "fp16",
-    "rollout_dtype": "fp16", "fp32_log_probs": True,
+    "rollout_dtype": "fp16", "fp32_log_probs": True, "arithmetic": "native",
 }  # fmt: skip
 
 
@@ -54,6 +55,8 @@ def test_a_recipe(quickstart):
     ("data.train_files=[a.parquet,b.parquet]", "prompts", "a.parquet"),
     (f"{FSDP}.fp32_log_probs=false", "fp32_log_probs", False),
     (f"{FSDP}.fp32_output_head=true", "fp32_output_head", True),
+    (f"{IN_CONFIG}=exact", "arithmetic", "exact"),
+    (f"{IN_CONFIG}=exact trainer.device=cuda", "arithmetic", "native"),
     (f"{FSDP}._target_=verl.workers.config.FSDPEngineConfig", "fp32_log_probs", False),
 ])  # fmt: skip
 def test_settings_follow_the_config(quickstart, change, name, value):

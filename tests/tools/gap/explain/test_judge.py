@@ -1,6 +1,7 @@
 """One change a variant; parts add up to the gap, token by token; more than rounding is a fault, and comes first."""
 
 from dataclasses import fields, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
 from verl_precision.tools.gap.explain.judge import CAUSES, Result, findings, longest_sum
 from verl_precision.tools.gap.explain.page import advice, rows, verdict
@@ -68,7 +70,7 @@ def judged(job=JOB, bf16_cost=COST, terms=128, **sizes):
     """Return the result for steps of given sizes; k3 is the square of a size."""
     chain = variants(job)
     of = [sizes.get(one.cause, 0.0) for one in chain[1:]]
-    parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0) for size in of)
+    parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0, equal=float(not size)) for size in of)
     attribution = Attribution(parts, sum(p.nats for p in parts), sum(p.k3 for p in parts), 100, 0)
     found = findings(job, chain, attribution, bf16_cost, {"weights": "1 of 3 tensors differs"}, terms)
     return Result(chain, found, attribution, bf16_cost, {})
@@ -83,7 +85,7 @@ def test_rounding_is_no_fault():
 
 def test_a_part_that_rounds_to_nothing_has_no_sign():
     result = judged(rollout_precision=COST)
-    undone = replace(result.findings[0], part=Part(nats=0.0, k3=-1e-9, size=0.0, without=0.0))
+    undone = replace(result.findings[0], part=Part(nats=0.0, k3=-1e-9, size=0.0, without=0.0, equal=1.0))
     assert rows(replace(result, findings=[undone]))[0][5] == "0.0%"
 
 
@@ -136,7 +138,9 @@ WHOLE = {
 }  # fmt: skip
 RAW = {"raw_log_probs": True, "temperature": 0.8, "top_p": 0.8}
 LORA = {"adapter": "folder", "rollout_dtype": "bf16", "train_dtype": "fp16"}
-ELSEWHERE = {"staleness", "routing", "temperature", "merged_lora"}  # causes that the whole path has not
+ELSEWHERE = {  # causes that the whole path has not
+    *("staleness", "routing", "temperature", "merged_lora", "rollout_kernels", "trainer_kernels")
+}
 
 
 def job(**changes):
@@ -155,6 +159,35 @@ def test_plain_pairs():
               for dtype in ("fp32", "bf16")}  # fmt: skip
     assert causes["fp32"] == ["decode", "batch", "engine", "layout"]
     assert causes["bf16"] == ["decode", "batch", "rollout_precision", "engine", "trainer_precision", "layout"]
+
+
+def test_exact_arithmetic_is_between_the_engines_or_everywhere():
+    ours, fp16 = {"rollout_model": "older", "exact": True}, {"rollout_dtype": "fp16", "train_dtype": "fp16"}
+    chain = variants(job(**ours))
+    assert [(one.cause, one.arithmetic) for one in chain[3:]] == [
+        ("rollout_kernels", "exact"), ("engine", "exact"), ("weights", "exact"), ("trainer_kernels", "native"),
+        ("layout", "native"),
+    ]  # fmt: skip
+    for arithmetic in EXACT:
+        chain = variants(job(arithmetic=arithmetic))
+        assert [one.cause for one in chain[1:]] == ["decode", "batch", "engine", "layout"]
+        assert {(one.arithmetic, one.dtype) for one in chain} == {(arithmetic, "bf16")}
+    for settings in (ours, {**ours, **fp16}, {"arithmetic": "exact"}):
+        chain = variants(job(**settings))
+        before, after = reference(job(**settings), chain)
+        assert (before.dtype, after.dtype, before.engine, after.engine) == ("fp32", "bf16", "trainer", "trainer")
+        assert (after in chain) == (not settings.items() >= fp16.items()) and before.name not in {o.name for o in chain}
+
+
+def test_no_rounding_excuses_a_step_in_exact_arithmetic():
+    ours = Explanation(model="m", prompts="p", exact=True)
+    result = judged(ours, rollout_kernels=COST, trainer_kernels=COST, layout=COST / 2)
+    assert not any(each.fault for each in result.findings)
+    assert "Nothing is wrong" in verdict(ours, result) and "100 of 100 tokens equal log-probs" in verdict(ours, result)
+    assert [each.variant.cause for each in judged(ours, engine=1e-5).findings if each.fault] == ["engine"]
+    for arithmetic, cause in product(EXACT, ("decode", "batch", "engine", "layout")):
+        everywhere = Explanation(model="m", prompts="p", arithmetic=arithmetic)
+        assert [e.variant.cause for e in judged(everywhere, **{cause: 1e-5}).findings if e.fault] == [cause]
 
 
 def test_raw_log_probs_know_neither_temperature_nor_truncation():
@@ -177,12 +210,25 @@ def test_an_adapter_is_merged_on_the_rollouts_side_alone():
     assert [one.cause for one in chain[4:]] == ["engine", "merged_lora", "trainer_precision", "layout"]
 
 
-@pytest.mark.parametrize("case", [{}, WHOLE, RAW, LORA, {"train_dtype": "fp32"}, {"rollout_dtype": "fp32", "top_k": 5}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        WHOLE,
+        RAW,
+        LORA,
+        {"exact": True},
+        {"arithmetic": "exact", "packed": True},
+        {"train_dtype": "fp32"},
+        {"rollout_dtype": "fp32", "top_k": 5},
+    ],
+)
 def test_neighbours_differ_in_what_the_cause_says(case):
     chain = variants(job(**case))
     may_change = {  # that of weights too where these are those that the dtype held
         "temperature": {"tempered"}, "sampling": {"processed"}, "cache": {"cached"}, "decode": {"draws", "processed"},
         "batch": {"alone"}, "cuda_graphs": {"compiled"}, "rollout_precision": {"dtype", "rounded_to"},
+        "rollout_kernels": {"arithmetic", "rounded_to"}, "trainer_kernels": {"arithmetic", "rounded_to", "model"},
         "engine": {"engine", "rounded_to"}, "weights": {"model"}, "merged_lora": {"adapter", "rounded_to"},
         "weight_rounding": {"rounded_to"}, "trainer_precision": {"dtype", "rounded_to", "model"},
         "attention": {"attention"}, "output_head": {"fp32_output_head"}, "log_probs": {"fp32_log_probs"},

@@ -16,6 +16,7 @@ class Part:
     k3: float  # its part of the k3
     size: float  # mean |δ| of its own, nats: its size, whatever the others do
     without: float  # the k3 that would be left without it
+    equal: float  # the share of the tokens that it leaves as they are, to the last bit
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
     slope_N = np.where(small_N, gap_N / 2, _k3(gap_N) / np.where(small_N, 1, gap_N))
     nats_K, k3_K = steps_KN @ np.sign(gap_N), steps_KN @ slope_N
     sizes_K, without_K = np.abs(steps_KN).sum(axis=1), _k3(gap_N - steps_KN).sum(axis=1)
-    mean = 1 / max(gap_N.size, 1)
-    parts = tuple(Part(*part) for part in (np.stack([nats_K, k3_K, sizes_K, without_K], axis=1) * mean).tolist())
+    mean, equal_K = 1 / max(gap_N.size, 1), (steps_KN == 0).sum(axis=1)
+    columns_K = np.stack([nats_K, k3_K, sizes_K, without_K, equal_K], axis=1)
+    parts = tuple(Part(*part) for part in (columns_K * mean).tolist())
     nats, k3 = (float(sums_N.sum() * mean) for sums_N in (np.abs(gap_N), gap_N * slope_N))
     return Attribution(parts, nats, k3, gap_N.size, int((~finite_N).sum()))
 

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
 from verl_precision.check.recipe_config import recorded_config
 from verl_precision.check.rules.attention import attention_of
+from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.mismatch.metric_names import value_of
@@ -74,6 +76,7 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
         "prompts": str(files if isinstance(files, str) else files[0]),
         "prompt_field": str(config.data.get("prompt_key", "prompt")),
         "max_prompts": 16,
+        "arithmetic": "native" if on_gpu else OmegaConf.select(config, IN_CONFIG) or "native",
     }  # fmt: skip
 
 
@@ -168,7 +171,7 @@ def _of_config(settings: Mapping[str, Any], replays_sampling: bool) -> Iterator[
     if train != rollout:
         yield "weight_rounding", f"trainer {train}, rollout {rollout}", None
     for cause, dtype in (("rollout_precision", rollout), ("trainer_precision", train)):
-        if dtype != "fp32":
+        if dtype != "fp32" and settings["arithmetic"] not in EXACT:
             yield cause, f"{dtype}, by the config", None
     if not settings["fp32_log_probs"]:
         yield "log_probs", "16-bit log-probs, by the config", True

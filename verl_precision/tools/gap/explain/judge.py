@@ -3,13 +3,14 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from verl_precision.base.dtypes import DTYPES
+from verl_precision.base.dtypes import DTYPES, EXACT
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
 from verl_precision.tools.gap.explain.operations import Operations
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
@@ -98,15 +99,17 @@ def findings(
 ) -> list[Finding]:  # fmt: skip
     """Judge each step; faults come first, the largest part of the k3 before.
 
+    No rounding excuses a step that stays in exact arithmetic.
     A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost. Of BF16 and FP16 that is all: their products
     are summed in FP32, and rounded once. FP32's own sums are rounded at every term, and the errors of K terms add up
     like a random walk's, to √K times one rounding (Higham and Mary 2019, doi:10.1137/18M1226312); K is `terms`.
     """
     dtypes = {"rollout": job.rollout_dtype, "trainer": job.train_dtype, "neither": "fp32"}
     found = []
-    for variant, part in zip(chain[1:], attribution.parts, strict=True):
+    for (before, variant), part in zip(pairwise(chain), attribution.parts, strict=True):
         cause = CAUSES[variant.cause]
-        bits = [DTYPES[dtypes[side]].bits for side in cause.rounding_of]
+        sides = () if before.arithmetic == variant.arithmetic in EXACT else cause.rounding_of
+        bits = [DTYPES[dtypes[side]].bits for side in sides]
         expected = bf16_cost * 2.0 ** (DTYPES["bf16"].bits - min(bits)) if bits else 0.0
         if bits and min(bits) == DTYPES["fp32"].bits:
             expected *= math.sqrt(terms)

@@ -52,8 +52,11 @@ class OperationError:
     relative: float
 
 
-def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[OperationError]:
-    """Compute every recorded operation again from its inputs; leave out what has no counterpart."""
+def operation_errors(
+    model: Any, calls: Sequence[dict[str, Any]], again: Callable[..., tuple[Tensor, ...] | None] | None = None
+) -> Iterator[OperationError]:
+    """Compute every recorded operation `again` from its inputs, by transformers; leave out what has no counterpart."""
+    again = again or _again
     rotations = 0
     routers: dict[int | None, Tensor] = {}  # layer -> error of the router's scores
     length, head = len(calls[0]["outputs"][0]), whole_head(calls)
@@ -68,12 +71,13 @@ def operation_errors(model: Any, calls: Sequence[dict[str, Any]]) -> Iterator[Op
         if kind == "head" and call is not head:
             continue
         if kind in ("input norm", "post-attention norm", "final norm") and len(inputs) == 2:
-            yield OperationError("residual", layer, name, [], *_difference((outputs[1],), (inputs[0] + inputs[1],)))
+            total = again(model, "residual", layer, [], inputs, length, None) or ()
+            yield OperationError("residual", layer, name, [], *_difference((outputs[1],), total))
             inputs = (outputs[1],)
         places = [path.format(block=f"model.layers.{layer}") for path in paths]
         modules = [known[place] for place in places] if known.keys() >= set(places) else []
         with torch.no_grad():
-            expected = _again(model, kind, layer, modules, inputs, length, routers.get(layer))
+            expected = again(model, kind, layer, modules, inputs, length, routers.get(layer))
         if expected is not None:
             error = OperationError(kind, layer, name, modules, *_difference(outputs[: len(expected)], expected))
             if kind == "router":
@@ -103,6 +107,8 @@ def _again(
         return tensor.view(1, length, -1, attention.head_dim).transpose(1, 2)
 
     match kind:
+        case "residual":
+            return (inputs[0] + inputs[1],)
         case "rotary":
             positions, query, key = inputs
             cos, sin = model.model.rotary_emb(query[None], positions[None])

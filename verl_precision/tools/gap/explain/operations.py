@@ -15,9 +15,11 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import model_location
 from verl_precision.tools.gap.explain.attribution import attribute
+from verl_precision.tools.gap.explain.exact_operations import first_unequal
 from verl_precision.tools.gap.explain.operation_error import KINDS, injected, operation_errors, whole_head
 from verl_precision.tools.jobs.frame import FixedWork
 from verl_precision.tools.jobs.store import Store
@@ -51,6 +53,7 @@ class Operations:
     bound: float  # largest relative error that rounding makes in one operation
     nats: float  # mean |gap| between vLLM's forward and transformers' in FP32, on the tokens of the record
     remainder: float  # mean |gap| that is left when all errors are added: what was not matched
+    exact: bool = False  # whether it is a record of exact arithmetic, of which the first is one with another bit
 
 
 def compare(model: Any, record: dict[str, Any]) -> Operations:
@@ -84,10 +87,12 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
         places = (None, *range(model.config.num_hidden_layers))
         largest = tuple(max((e.relative for e in of_kind if e.layer == place), default=None) for place in places)
         operations.append(Operation(kind, worst.layer, worst.relative, attribution.share(part), largest))
-    first = next((f"{error.kind} ({error.name})" for error in errors if error.relative > bound), None)
+    exact = record.get("arithmetic") in EXACT
+    beyond = next((f"{error.kind} ({error.name})" for error in errors if error.relative > bound), None)
+    first = first_unequal(model, record) if exact else beyond
     remainder = float(abs(log_probs(*kinds) - found).mean())
     ordered = tuple(sorted(operations, key=lambda one: -one.share))
-    return Operations(ordered, first, bound, attribution.nats, remainder)
+    return Operations(ordered, first, bound, attribution.nats, remainder, exact)
 
 
 class FileWork(FixedWork):

@@ -30,6 +30,10 @@ def verdict(job: Explanation, result: Result) -> str:
     """Return the answer in a sentence or two."""
     faults = [finding for finding in result.findings if finding.fault]
     gap = f"Mean |gap| {result.attribution.nats:.2e} nats, k3 {result.attribution.k3:.2e}."
+    if job.through_exact:
+        (equal,) = (each.part.equal for each in result.findings if each.variant.cause == "engine")
+        tokens = result.attribution.tokens
+        gap += f" In exact arithmetic both engines give {equal * tokens:.0f} of {tokens} tokens equal log-probs."
     if faults:
         named = "; ".join(f"{each.variant.cause}: {each.cause.title}" for each in faults)
         return f"{gap} Something is wrong. {named}."
@@ -66,7 +70,8 @@ def operations_text(found: Operations) -> str:
     """Return in a sentence or two how much the operations of a place add."""
     if not found.operations:
         return f"not compared. It takes a model of type {', '.join(FAMILIES)}, and a vLLM not compiled."
-    first = f"the first that differs is {found.first}" if found.first else "each differs by rounding alone"
+    alike = "each is exact, to the last bit" if found.exact else "each differs by rounding alone"
+    first = f"the first that differs is {found.first}" if found.first else alike
     most = ", ".join(f"{one.kind} {percent_text(one.share)}" for one in found.operations[:4] if one.share > 0)
     if found.first is None and found.nats < FLOOR:  # shares of nothing
         return f"{first}."
@@ -104,8 +109,8 @@ def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str,
                 "cause": each.variant.cause, "what": each.cause.title, "changed": each.variant.words,
                 "fault": each.fault, "size_nats": each.part.size, "expected_nats": each.expected,
                 "nats": each.part.nats, "k3": each.part.k3, "k3_without": each.part.without,
-                "share": whole.share(each.part), "evidence": each.evidence, "remedy": each.cause.remedy,
-                "effect": each.cause.effect,
+                "share": whole.share(each.part), "equal_fraction": each.part.equal,
+                "evidence": each.evidence, "remedy": each.cause.remedy, "effect": each.cause.effect,
             }
             for each in result.findings
         ],

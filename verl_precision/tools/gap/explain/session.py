@@ -34,6 +34,7 @@ def explain(
     models = {"trainer": find_model(job.model)}
     models["rollout"] = models["trainer"] if job.rollout_model is None else find_model(job.rollout_model)
     models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype])
+    models["rollout"].require_arithmetic("exact" if job.exact else job.arithmetic, job.ray_address)
     response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
     prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
     length = max(map(len, prompt_ids)) + response_tokens
@@ -106,13 +107,14 @@ def _engine(
             vllm, model, variant.dtype, length, log_probs=True, logprobs_mode=mode, top_p=job.top_p, top_k=job.top_k,
             temperature=temperature, divide_logits_by=divisor, enforce_eager=not variant.compiled,
             enable_prefix_caching=variant.cached, enable_chunked_prefill=variant.cached,
-            enable_return_routed_experts=bool(variant.routing),
+            enable_return_routed_experts=bool(variant.routing), arithmetic=variant.arithmetic,
         )  # fmt: skip
     return partial(
         trainer, model, variant.dtype, variant.attention, job.micro_batch_tokens, packed=variant.packed,
         fp32_log_probs=variant.fp32_log_probs, temperature=job.temperature,
         adapter=job.adapter if variant.adapter else None, fp32_output_head=variant.fp32_output_head,
         router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
+        arithmetic=variant.arithmetic,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from verl_precision.base.dtypes import Dtype
+from verl_precision.base.dtypes import EXACT, Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
 from verl_precision.tools.jobs.settings import PromptedJob
@@ -34,12 +34,28 @@ class Explanation(PromptedJob):
         "--fp32-log-probs/--16-bit-log-probs", default=True, help="How the trainer takes log-probs."
     )
     fp32_output_head: bool = option(default=False, help="The trainer computes its logits in FP32.")
+    exact: bool = option(default=False, help="Compare the engines in exact arithmetic, on a CPU, and not in FP32.")
+
+    @property
+    def through_exact(self) -> bool:
+        """Whether the path between the engines is in exact arithmetic, in the dtype of both."""
+        return self.exact or self.arithmetic in EXACT
 
     def __post_init__(self) -> None:
         """Refuse what a trainer in FP32 does not have, and two answers to what the rollout has."""
         if self.adapter is not None and self.rollout_model is not None:
             problem = f"--adapter {self.adapter} with --rollout-model: the rollout has the trainer's weights, merged"
             raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")
+        if self.through_exact:
+            head = self.fp32_log_probs and not self.fp32_output_head
+            alike = {
+                "--train-dtype as --rollout-dtype": self.train_dtype == self.rollout_dtype,
+                "no --adapter: the rollout rounds the merged weight": self.adapter is None,
+                "--fp32-log-probs and no --fp32-output-head": head or self.arithmetic not in EXACT,
+            }
+            for allowed in (allowed for allowed, holds in alike.items() if not holds):
+                problem = "in exact arithmetic the engines would not round the same numbers"
+                raise ConfigurationError(problem, allowed=allowed, remedy="Change it, or explain it in FP32.")
         fp32 = self.train_dtype == "fp32"
         if fp32 and self.attention == "flash_attention_2":
             problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"

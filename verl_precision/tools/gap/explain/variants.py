@@ -3,13 +3,14 @@
 So whatever separates two neighbours is measured, and the parts of a token's gap add up to it. What a job does not have
 is left out. Between `rollout_precision` and `trainer_precision` all is FP32: there two right engines differ by FP32's
 rounding alone, which is five orders of magnitude below BF16's, and anything else is a fault that no precision hides.
+Between `rollout_kernels` and `trainer_kernels` all is in exact arithmetic: there two right engines do not differ.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from verl_precision.base.dtypes import Dtype
+from verl_precision.base.dtypes import EXACT, Dtype
 from verl_precision.tools.gap.explain.settings import Explanation
 
 ROLLOUT = "rollout"
@@ -38,6 +39,7 @@ class Variant:
     packed: bool = False  # of the trainer: whether sequences are packed without padding
     fp32_output_head: bool = False  # of the trainer
     fp32_log_probs: bool = True  # of the trainer
+    arithmetic: str = "native"  # of all operations, as in `engine.arithmetic.chosen`
     routing: Literal["", "recorded", "replayed"] = ""  # of a mixture of experts: what is done with its choices
 
     @property
@@ -55,7 +57,7 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
         Variant(
             ROLLOUT, "", f"vLLM as it samples, {rollout}", "vllm", "rollout", None, rollout, draws=True,
             tempered=not untempered, processed=not job.raw_log_probs, cached=job.prefix_caching,
-            compiled=job.cuda_graphs, routing="recorded" if routed else "",
+            compiled=job.cuda_graphs, arithmetic=job.arithmetic, routing="recorded" if routed else "",
         )
     ]  # fmt: skip
 
@@ -69,16 +71,22 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
     then("batch", "each sequence alone", "prefill_alone", alone=True)
     then("cuda_graphs", "not compiled, without CUDA graphs", "eager", job.cuda_graphs, compiled=False)
+    exact, between = job.through_exact, "in exact arithmetic" if job.through_exact else "in fp32"
+    own, held = job.arithmetic not in EXACT, None if rollout == "fp32" else rollout
+    then("rollout_kernels", f"vLLM {between}", "rollout_exact", exact and own, arithmetic="exact")
     fp32 = f"vLLM in fp32, weights rounded to {rollout}"
-    then("rollout_precision", fp32, "rollout_fp32", rollout != "fp32", dtype="fp32", rounded_to=rollout)
-    then("engine", "verl's FSDP engine in fp32, the same weights", "engine_fp32", engine="trainer")
+    then("rollout_precision", fp32, "rollout_fp32", not exact and rollout != "fp32", dtype="fp32", rounded_to=held)
+    engine = f"verl's FSDP engine {between}, the same weights"
+    then("engine", engine, "engine_exact" if exact else "engine_fp32", engine="trainer", rounded_to=held)
     then("weights", "with the trainer's weights", wanted=job.rollout_model is not None, model="trainer")
     lora, apart = job.adapter is not None, "base and adapter apart, not rounded"
     then("merged_lora", apart, wanted=lora, adapter=True, rounded_to=None)
     words, rounded_to = ("weights not rounded", None) if train == "fp32" else (f"weights rounded to {train}", train)
     then("weight_rounding", words, wanted=train != rollout and not lora, rounded_to=rounded_to)
     in_dtype: dict[str, Any] = {"rounded_to": None, "model": "trainer", "dtype": train}  # the engine rounds the weights
-    then("trainer_precision", f"in {train}", "trainer_alone", train != "fp32", **in_dtype)
+    then("trainer_precision", f"in {train}", "trainer_alone", train != "fp32" and not exact, **in_dtype)
+    kernels = "with torch's kernels" if job.arithmetic == "native" else "operations in FP32, rounded once"
+    then("trainer_kernels", kernels, "trainer_alone", exact and own, arithmetic=job.arithmetic, **in_dtype)
     then("attention", f"attention {job.attention}", wanted=job.attention != "sdpa", attention=job.attention)
     then("output_head", "output head in fp32", wanted=job.fp32_output_head, fp32_output_head=True)
     then("log_probs", f"log-probs in {train}", wanted=not job.fp32_log_probs, fp32_log_probs=False)
@@ -88,7 +96,13 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
 
 
 def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Variant]:
-    """Return two variants between which lies BF16 in the trainer's engine alone; the second may be off the path."""
+    """Return two variants between which lies BF16 in the trainer's engine alone; they may be off the path."""
+    if job.through_exact:
+        after = next(one for one in chain if one.cause == "engine")
+        in_fp32 = replace(after, name="reference_fp32", cause="", words="the trainer's engine in fp32", dtype="fp32")
+        if job.rollout_dtype != "bf16":
+            after = replace(after, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
+        return in_fp32, after
     if job.train_dtype == "bf16":
         after = next(one for one in chain if one.cause == "trainer_precision")
         return chain[chain.index(after) - 1], after

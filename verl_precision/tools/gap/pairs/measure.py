@@ -1,16 +1,18 @@
 """Statistics of one pair of dtypes, and a bounded number of its tokens for the figures."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.tools.jobs.store import Store
+from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.jobs.store import Series, Store
 
 TOKENS_SHOWN = 20_000
+POSITIONS = 8  # of a response, most at which all log-probs are compared: vLLM hands each over in 100 bytes
 _CHUNK = 256  # responses in memory at a time
 
 
@@ -27,6 +29,7 @@ class Pair:
     gaps: np.ndarray  # [K] log π - log μ of those tokens, nats
     lengths: np.ndarray  # [B] tokens of each response
     sequence_log_ratios: np.ndarray  # [B] Σₜ log π(yₜ) - log μ(yₜ), nats
+    vocabulary: tuple[int, int] | None = None  # of all log-probs of some positions: those that are equal, and all
 
     def metric(self, name: str) -> float:
         """Return the metric `mismatch/<name>`; NaN where it is not defined."""
@@ -38,8 +41,30 @@ class Pair:
         return self.metric("k3_kl")
 
 
-def measure(store: Store, rollout: str, train: str) -> Pair:
-    """Return the statistics of a pair whose samples and scores are complete."""
+class Vocabulary(Series):
+    """All log-probs of the first positions of some responses: drawn into files, or compared with these."""
+
+    in_flight = 4
+
+    def __init__(self, store: Store, positions: int, rollout: str, train: str | None = None) -> None:
+        """Find what is missing of so many positions, of each response as many as it takes."""
+        self._each = -(-positions // len(store.keys))
+        keys = store.keys[: -(-positions // self._each)]
+        super().__init__(store, f"{rollout}, vocabulary", train, keys=keys)
+
+    def _request(self, problem: str, response: int) -> Request:
+        request = super()._request(problem, response)
+        path = self._store.journal.path.with_name(f"{self._rollout}-{problem}-{response}.npy")
+        return replace(request, max_tokens=min(self._each, request.max_tokens), vocabulary=str(path))
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many log-probs are equal, and how many there are; all are compared."""
+        found = [self._store.journal.read(position)["equal"] for position in self._positions.values()]
+        return sum(equal for equal, _ in found), sum(whole for _, whole in found)
+
+
+def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
+    """Return the statistics of a pair whose samples, scores and positions of `Vocabulary` are complete."""
     statistics, generator = MismatchStatistics(), np.random.default_rng(0)
     chunks = [store.keys[start : start + _CHUNK] for start in range(0, len(store.keys), _CHUNK)]
     share = -(-TOKENS_SHOWN // len(chunks))
@@ -64,7 +89,8 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
         raise ConfigurationError(problem, allowed="prompts that it answers", remedy=remedy)
     log_ratios_B, k3_sums_B = np.concatenate(sums, axis=1)
     probs, gaps, error = np.exp(log_probs), log_probs[0] - log_probs[1], _ratio_error(k3_sums_B, lengths_B)
-    return Pair(rollout, train, statistics.metrics(), error, empty, probs, gaps, lengths_B, log_ratios_B)
+    whole = Vocabulary(store, positions, rollout, train).counts() if positions else None
+    return Pair(rollout, train, statistics.metrics(), error, empty, probs, gaps, lengths_B, log_ratios_B, whole)
 
 
 def ranked(pairs: list[Pair]) -> list[Pair]:

@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.pairs.figures import write_figures
-from verl_precision.tools.gap.pairs.measure import Pair, measure, ranked
+from verl_precision.tools.gap.pairs.measure import POSITIONS, Pair, Vocabulary, measure, ranked
 from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs.frame import Frame
 from verl_precision.tools.jobs.problems import prompt_tokens
@@ -24,7 +25,6 @@ _COLUMNS = (
     ("p99 abs gap", "log_prob_gap_abs_p99", ".2e"),
     ("Pearson", "probs_pearson", ".6f"),
     ("seq. log ratio, std", "sequence_log_ratio_std", ".2e"),
-    ("tokens", "tokens", ".0f"),
 )
 _COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "positive_log_probs", ".0f"))
 
@@ -33,17 +33,31 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
     frame, model = Frame(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
+    model.require_arithmetic(job.arithmetic, job.ray_address)
     prompt_ids = prompt_tokens(job, model, model, job.max_response_tokens)
     length = max(map(len, prompt_ids)) + job.max_response_tokens
+    if job.full_vocabulary > (most := POSITIONS * job.responses * len(prompt_ids)):
+        problem, remedy = f"{POSITIONS} positions of a response are compared", "Give fewer, or more --responses."
+        given: dict[str, Any] = {"setting": "--full-vocabulary", "value": job.full_vocabulary, "remedy": remedy}
+        raise ConfigurationError(problem, allowed=f"0 to {most}", **given)
+    chosen: dict[str, Any] = {"arithmetic": job.arithmetic}
+    asked: dict[str, Any] = {**chosen, **({"max_logprobs": -1} if job.full_vocabulary else {})}
     with open_store(frame, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
+
+        def works(rollout: str, train: str | None = None) -> list[Series]:
+            whole = [Vocabulary(store, job.full_vocabulary, rollout, train)] if job.full_vocabulary else []
+            return [Series(store, rollout, train), *whole]
+
         for rollout in job.rollout_dtypes:
-            sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True)
-            frame.complete(f"sample-{rollout}", [Series(store, rollout)], sampler)
+            sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True, **asked)
+            frame.complete(f"sample-{rollout}", works(rollout), sampler)
         for train in job.train_dtypes:
-            scorer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens)
-            works = [Series(store, rollout, train) for rollout in job.rollout_dtypes]
-            frame.complete(f"score-{train}", works, scorer)
-        pairs = [measure(store, rollout, train) for rollout, train in job.pairs]
+            scorer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens, **chosen)
+            scored = [work for rollout in job.rollout_dtypes for work in works(rollout, train)]
+            frame.complete(f"score-{train}", scored, scorer)
+        pairs = [measure(store, rollout, train, job.full_vocabulary) for rollout, train in job.pairs]
+    for file in job.folder.glob("*, vocabulary-*.npy"):
+        file.unlink()
     frame.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
     figures = write_figures(job.folder, pairs, title=Path(job.model).name)
     frame.show_written(["table.md", "summary.json", *figures])
@@ -56,10 +70,14 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for rank, pair in enumerate(ranked(pairs), 1):
         k3 = _text(pair.k3, ".2e") + ("" if math.isnan(pair.k3_error) else f" ± {pair.k3_error:.0e}")
-        rows.append(
-            [str(rank), pair.rollout, pair.train, k3, *(_text(pair.metric(key), form) for _, key, form in columns)]
-        )
-    return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns)], rows
+        tokens, share = pair.metric("tokens"), pair.metric("equal_fraction")
+        equal = ["undefined" if math.isnan(share) else f"{share * tokens:.0f} of {tokens:.0f}"]
+        if pair.vocabulary is not None:
+            equal.append("{} of {}".format(*pair.vocabulary))
+        values = (_text(pair.metric(key), form) for _, key, form in columns)
+        rows.append([str(rank), pair.rollout, pair.train, k3, *values, *equal])
+    whole = ["equal log-probs"] if any(pair.vocabulary for pair in pairs) else []
+    return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns), "equal tokens", *whole], rows
 
 
 def _text(value: float, form: str) -> str:
@@ -70,7 +88,8 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
     """Return the table with what is needed to make it again; `prompts` is their number."""
     about = (
         f"{settings.model}; {prompts} prompts ({settings.prompts}), {settings.responses} responses each of up to "
-        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}."
+        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}; "
+        f"arithmetic: {settings.arithmetic}."
     )
     lines = [*markdown_table(*cells(pairs)), "", "Per token, in nats; ± is the standard error over responses."]
     return markdown_page("Training-inference mismatch, offline", about, versions, lines)
@@ -83,6 +102,8 @@ def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
             {
                 "rollout": pair.rollout, "train": pair.train, "empty_responses": pair.empty_responses,
                 "k3_kl_standard_error": finite(pair.k3_error),
+                "vocabulary_equal": pair.vocabulary and pair.vocabulary[0],
+                "vocabulary_compared": pair.vocabulary and pair.vocabulary[1],
                 **{key: finite(value) for key, value in pair.metrics.items()},
             }
             for pair in ranked(pairs)

@@ -1,0 +1,94 @@
+"""Time of exact arithmetic beside operations rounded once in FP32, and beside the native ones, on a CPU.
+
+    python benchmarks/arithmetic.py
+    python benchmarks/arithmetic.py --repeats 3
+
+A training step: this package's FSDP2 engine as `engine.py` builds it, packed and with gradient checkpointing; all three
+in one process. Sampled responses: four at a time of vLLM, each arithmetic in a process of its own, and none ends early.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from engine import SHAPE, batch, engine, mean_log_prob, update
+from measure import Record, alternate, parser, record, report
+from verl.workers.config import EngineRouterReplayConfig
+
+from verl_precision.base import tiny_model
+from verl_precision.base.dtypes import HALF
+from verl_precision.engine.arithmetic.chosen import INNER, VARIABLE
+from verl_precision.engine.settings import ShadowSettings
+from verl_precision.integration.engine.single_rank import one_rank
+from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine_process import EngineProcess
+from verl_precision.tools.engines.vllm_sampler import VllmEngine
+
+TOKENS = 512  # of each of the step's two sequences
+REQUESTS = [Request(str(row), 0, (5,) * 16, max_tokens=64, seed=row) for row in range(4)]
+NO_END = {"skip_tokenizer_init": True, "generation_config": "vllm"}  # nothing tells vLLM which token ends a response
+
+
+def parse() -> argparse.Namespace:
+    return parser(__doc__, repeats=9).parse_args()
+
+
+def records(arguments: argparse.Namespace) -> Iterator[Record]:
+    with TemporaryDirectory() as folder, one_rank("cpu"):
+        tiny_model.ARCHITECTURES["benchmark"] = ("qwen3", SHAPE)
+        model = Path(folder) / "benchmark"
+        tiny_model.build_tiny_model("benchmark", model)
+        for dtype in HALF:
+            calls = {arithmetic: step(model, dtype, arithmetic) for arithmetic in INNER}
+            size = f"{dtype}, 2 x {TOKENS} tokens"
+            yield from compared("training step", size, calls, arguments.repeats, {"rounded_once": 2.5})
+            with ExitStack() as ends:
+                servers = {name: ends.enter_context(closing(server(model, dtype, name))) for name in INNER}
+                calls = {name: partial(draw, one) for name, one in servers.items()}
+                size = f"{dtype}, {len(REQUESTS)} x {REQUESTS[0].max_tokens} tokens"
+                yield from compared("sampled responses", size, calls, arguments.repeats, {})
+
+
+def compared(
+    what: str, size: str, calls: dict[str, Callable], repeats: int, at_most: dict[str, float]
+) -> Iterator[Record]:
+    """Compare exact arithmetic with the two others; they take turns."""
+    times = alternate(calls, repeats, seconds=15)
+    for peer in ("rounded_once", "native"):
+        name = f"{what}, exact beside {peer}, {size}"
+        yield record(name, peer, "ms", times["exact"], times[peer], at_most=at_most.get(peer))
+
+
+def step(model: Path, dtype: str, arithmetic: str) -> Callable[[], None]:
+    """Return a step of an engine, which reads the arithmetic when it is built, and when it runs."""
+    os.environ[VARIABLE] = arithmetic
+    one = engine(model, dtype, ShadowSettings(), True, EngineRouterReplayConfig(mode="disabled"))
+
+    def run() -> None:
+        os.environ[VARIABLE] = arithmetic
+        update(one, batch(TOKENS, packed=True), mean_log_prob)
+
+    return run
+
+
+def server(model: Path, dtype: str, arithmetic: str) -> EngineProcess:
+    build = partial(VllmEngine, str(model), dtype, 512, log_probs=True, arithmetic=arithmetic, **NO_END)
+    return EngineProcess(build, f"{dtype}-{arithmetic}", model.parent / "logs")
+
+
+def draw(one: EngineProcess) -> None:
+    """Sample all responses; the first call waits until the model is loaded, too."""
+    one.submit(REQUESTS)
+    responses: list[Any] = []
+    while ready := one.poll():
+        responses += ready
+    assert [response.length for response in responses] == [request.max_tokens for request in REQUESTS]
+
+
+if __name__ == "__main__":
+    report(records(given := parse()), given.json)

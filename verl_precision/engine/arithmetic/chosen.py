@@ -1,0 +1,61 @@
+"""Which arithmetic this process was asked for, and what a model must be to have it."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl_precision.base.errors import ConfigurationError
+
+VARIABLE = "VERL_PRECISION_ARITHMETIC"  # set by the preset, in every process of Ray
+IN_CONFIG = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
+SETTING = "arithmetic"
+# What an operation computes in, inside; None: the kernels that torch and vLLM choose.
+INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64, "integer": torch.int8}
+# Model types, and how the names of their modules begin in transformers.
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+ROPE_TYPES = ("default", "llama3")
+# Settings of a LoRA adapter with which a layer is x (W + s·B A)ᵀ. Others (dropout, DoRA, ...) make it something else.
+PLAIN_ADAPTER = """task_type peft_type peft_version auto_mapping base_model_name_or_path revision inference_mode bias r
+    lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
+    init_lora_weights megatron_core qalora_group_size""".split()
+
+
+def chosen() -> str:
+    """Return the name of the arithmetic that this process was asked for."""
+    name = os.environ.get(VARIABLE) or "native"
+    if name not in INNER:
+        problem = f"there is no such arithmetic (variable {VARIABLE})"
+        raise ConfigurationError(problem, setting=SETTING, value=name, allowed=", ".join(INNER))
+    return name
+
+
+def inner_dtype() -> torch.dtype | None:
+    """Return the `inner` of operations; None if the hosts' kernels are to be used."""
+    return INNER[chosen()]
+
+
+def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.") -> ConfigurationError:
+    """Return the error for something whose operations are not all rounded once."""
+    return ConfigurationError(problem, setting=SETTING, value=chosen(), allowed=allowed, remedy=remedy)
+
+
+def beyond_merging(adapter: Mapping[str, Any]) -> str:
+    """Return the settings of a LoRA adapter (its adapter_config.json) that keep it from being W + s·B A, or nothing."""
+    return ", ".join(f"{name}={value}" for name, value in adapter.items() if value and name not in PLAIN_ADAPTER)
+
+
+def require_family(config: Any) -> None:
+    """Refuse a model (its config in transformers) that has operations which are not rounded once."""
+    if config.model_type not in FAMILIES:
+        raise refused(f"a model of type {config.model_type!r} has operations of its own", ", ".join(FAMILIES))
+    if config.hidden_act != "silu":
+        raise refused(f"the model's activation is {config.hidden_act}", "silu")
+    if config.attention_dropout:
+        raise refused("the model's attention has dropout", "attention_dropout=0")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise refused("the model has layers with a sliding window", "full attention in every layer")
+    rope = config.rope_parameters
+    if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise refused(f"the model's rotary embedding is {rope}", f"rope_type {' or '.join(ROPE_TYPES)}, of all places")
