@@ -150,6 +150,7 @@ def vllm_config(changes):
     values = {
         "model_config.hf_text_config.model_type": "qwen3",
         "model_config.hf_text_config.hidden_act": "silu",
+        "model_config.hf_text_config.attention_dropout": 0.0,
         "model_config.hf_text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         "model_config.dtype": torch.bfloat16,
         "model_config.head_dtype": torch.bfloat16,

@@ -132,9 +132,8 @@ def not_exact(config: DictConfig, environment: Environment) -> Faults:
         problem = f"{asked} vLLM rounds an adapter's products apart"
         yield Fault(setting="actor_rollout_ref.model.lora.merge", problem=problem, allowed="True")
     if others := beyond_merging(environment.adapter):
-        problem, allowed = f"{asked} the adapter is not merged by W + s·B·A: {others}", "an adapter without these"
-        remedy = "Choose arithmetic=native."
-        yield Fault("", "", "actor_rollout_ref.model.lora_adapter_path", None, problem, allowed, remedy)
+        problem = f"{asked} the adapter is not merged by W + s·B·A: {others}"
+        yield Fault(setting="actor_rollout_ref.model.lora_adapter_path", problem=problem, allowed="a plain adapter")
     if (trained := engines(config)[0].compute) != rollout_dtype(config):
         problem = f"{asked} the trainer rounds to {trained}"
         yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))
