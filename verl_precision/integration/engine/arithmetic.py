@@ -21,7 +21,6 @@ from verl_precision.base.dtypes import EXACT, torch_dtype
 from verl_precision.engine.arithmetic.attention import attention, packed
 from verl_precision.engine.arithmetic.chosen import (
     FAMILIES,
-    INNER,
     beyond_merging,
     chosen,
     inner_dtype,
@@ -192,7 +191,7 @@ def _attention(
     batch, _, tokens, size = query.shape
     if position_ids is None or key.shape[2] != tokens or (attention_mask is not None and attention_mask.dim() != 2):
         raise refused("the model was called with cached keys or a mask of its own", "whole sequences, with positions")
-    inner = INNER[chosen()] or torch.float32
+    inner = inner_dtype() or torch.float32
     positions = position_ids.expand(batch, -1)
     frequencies = rotary_frequencies(module.config.rope_parameters, size)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
