@@ -146,6 +146,13 @@ def test_a_comparison_says_in_our_words_that_its_runs_do_not_compose(type_in, mo
     assert code == 1 and words in output
 
 
+def test_a_comparison_goes_on_only_where_one_was_interrupted(type_in, monkeypatch):
+    began = Mock(side_effect=lambda config, runs, overrides, folder, *others: (folder / "bf16").mkdir(exist_ok=True))
+    monkeypatch.setattr("verl_precision.tools.runs.compare.run.compare_runs", began)
+    said = [type_in("compare", "recipes/quickstart/quickstart.yaml", "--output", "OUT")[1] for _ in range(2)]
+    assert ["goes on" in text for text in said] == [False, True]
+
+
 @pytest.mark.parametrize("verb", typer.main.get_command(app).commands)
 def test_at_80_columns_help_has_every_option_whole(verb):
     parameters = typer.main.get_command(app).commands[verb].params

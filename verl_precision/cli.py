@@ -340,7 +340,7 @@ def compare(
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
     runs = check_arguments(config, precisions, chosen, estimator or [], arm or [], seed or [])
     with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart) as folder:
-        if len(list(folder.iterdir())) > 1:  # more than the command
+        if any(path.is_dir() for path in folder.iterdir()):  # a run's
             console.print(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
         with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
             try:
