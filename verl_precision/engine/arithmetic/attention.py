@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_precision.engine.arithmetic.operations import backward_dtype, floating, rounded
 
 _QUERIES = 128  # of one span that are computed at a time
-_KEYS = 2**14  # most keys that are gathered at a time
+_KEYS = 2**10  # that are gathered at a time: wide copies of them stay in a cache of the CPU
 
 
 class Spans(NamedTuple):
