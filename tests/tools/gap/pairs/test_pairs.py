@@ -15,7 +15,7 @@ from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.gap.pairs import session
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
-from verl_precision.tools.gap.pairs.session import cells, markdown, summary
+from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, summary
 from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs.store import Series
 
@@ -49,6 +49,21 @@ def test_by_hand(store):
     assert pair.k3_error == pytest.approx(math.sqrt(2 * 2 * residual**2) / 3)
     assert sorted(pair.gaps.tolist()) == [-0.5, 0.0, 0.5]
     assert np.log(pair.probs[0]) - np.log(pair.probs[1]) == pytest.approx(pair.gaps)
+
+
+def test_growth_by_hand(store):
+    gaps = [0.5, -0.5, 0.25]  # of every token of a response: Σ of the first 64 is 64 gap, of the first 128 128 gap
+    lengths = [64, 130, 128]
+    drawn = {at: (np.full(n, gap - 1), np.full(n, -1.0)) for at, (gap, n) in enumerate(zip(gaps, lengths, strict=True))}
+    write_pair(store, "fp16", "fp16", {at: (mu, pi) for at, (pi, mu) in drawn.items()})
+    pair = measure(store, "fp16", "fp16")
+    assert pair.growth[64] == (3, pytest.approx(64 * np.std(gaps, ddof=1)))
+    assert pair.growth[128] == (2, pytest.approx(128 * 0.75 / math.sqrt(2))) and len(pair.growth) == 2
+    header, rows = growth_cells([pair])
+    assert header == ["tokens", "fp16, fp16"] and rows[1] == ["128", "6.79e+01 of 2"]
+    assert summary([pair], 2)["pairs"][0]["growth"][128]["responses"] == 2
+    write_pair(store, "fp16", "fp16", {0: ([-1.0], [-1.5])})
+    assert growth_cells([measure(store, "fp16", "fp16")]) is None
 
 
 def test_all_responses_empty(store):

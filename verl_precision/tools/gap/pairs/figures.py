@@ -39,6 +39,8 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
     def sequences(axis: Axes, pair: Pair, colour: str) -> str:
         axis.axhline(0, **_LINE)
         axis.scatter(pair.lengths, pair.sequence_log_ratios, color=colour, **_RESPONSES)
+        for side in (-1, 1):
+            axis.plot([*pair.growth], [side * std for _, std in pair.growth.values()], color="black", linewidth=0.8)
         return f"std {pair.metric('sequence_log_ratio_std'):.1e}"
 
     figures = {

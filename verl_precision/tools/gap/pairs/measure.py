@@ -13,6 +13,7 @@ from verl_precision.tools.jobs.store import Series, Store
 
 TOKENS_SHOWN = 20_000
 POSITIONS = 8  # of a response, most at which all log-probs are compared: vLLM hands each over in 100 bytes
+PREFIXES = tuple(2**power for power in range(6, 16))  # tokens at which the growth of a response's log ratio is read
 _CHUNK = 256  # responses in memory at a time
 
 
@@ -29,6 +30,9 @@ class Pair:
     gaps: np.ndarray  # [K] log π - log μ of those tokens, nats
     lengths: np.ndarray  # [B] tokens of each response
     sequence_log_ratios: np.ndarray  # [B] Σₜ log π(yₜ) - log μ(yₜ), nats
+    growth: dict[
+        int, tuple[int, float]
+    ]  # tokens -> responses that are as long, std of the log ratio of their beginning
     vocabulary: tuple[int, int] | None = None  # of all log-probs of some positions: those that are equal, and all
 
     def metric(self, name: str) -> float:
@@ -68,7 +72,7 @@ def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
     statistics, generator = MismatchStatistics(), np.random.default_rng(0)
     chunks = [store.keys[start : start + _CHUNK] for start in range(0, len(store.keys), _CHUNK)]
     share = -(-TOKENS_SHOWN // len(chunks))
-    lengths, sums, tokens = [], [], []
+    lengths, sums, tokens, beginnings = [], [], [], []
     for keys in chunks:
         lengths_B, pi_N, mu_N = store.log_probs(rollout, train, keys)
         offsets = np.concatenate([[0], np.cumsum(lengths_B)])
@@ -79,6 +83,8 @@ def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
         lengths.append(lengths_B[lengths_B > 0])
         if starts.size:
             sums.append(np.add.reduceat([gap_N, np.expm1(gap_N) - gap_N], starts, axis=1))
+        for gap_T in np.split(gap_N, offsets[1:-1]):
+            beginnings.append([gap_T[:prefix].sum() if len(gap_T) >= prefix else math.nan for prefix in PREFIXES])
         chosen = generator.choice(len(pi_N), min(share, len(pi_N)), replace=False)
         tokens.append(np.stack([pi_N[chosen], mu_N[chosen]]))
     log_probs, lengths_B = np.concatenate(tokens, axis=1), np.concatenate(lengths)
@@ -90,12 +96,23 @@ def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
     log_ratios_B, k3_sums_B = np.concatenate(sums, axis=1)
     probs, gaps, error = np.exp(log_probs), log_probs[0] - log_probs[1], _ratio_error(k3_sums_B, lengths_B)
     whole = Vocabulary(store, positions, rollout, train).counts() if positions else None
-    return Pair(rollout, train, statistics.metrics(), error, empty, probs, gaps, lengths_B, log_ratios_B, whole)
+    metrics, growth = statistics.metrics(), _growth(np.array(beginnings))
+    return Pair(rollout, train, metrics, error, empty, probs, gaps, lengths_B, log_ratios_B, growth, whole)
 
 
 def ranked(pairs: list[Pair]) -> list[Pair]:
     """Return the pairs by their k3, smallest first; those without a finite token last."""
     return sorted(pairs, key=lambda pair: (math.isnan(pair.k3), pair.k3))
+
+
+def _growth(beginnings_BK: np.ndarray) -> dict[int, tuple[int, float]]:
+    """Return number and spread of the finite sums of each column of PREFIXES that at least two responses have."""
+    found = {}
+    for prefix, sums_B in zip(PREFIXES, beginnings_BK.T, strict=True):
+        whole_B = sums_B[np.isfinite(sums_B)]
+        if len(whole_B) > 1:
+            found[prefix] = len(whole_B), float(whole_B.std(ddof=1))
+    return found
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:

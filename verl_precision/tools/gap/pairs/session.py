@@ -80,6 +80,17 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
     return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns), "equal tokens", *whole], rows
 
 
+def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]] | None:
+    """Return header and rows of the growth with length, a column a pair, ranked; None where responses are short."""
+    order = ranked(pairs)
+    lengths = sorted({length for pair in pairs for length in pair.growth})
+    rows = []
+    for length in lengths:
+        found = [pair.growth.get(length, (0, math.nan)) for pair in order]
+        rows.append([str(length), *(f"{_text(std, '.2e')} of {count}" for count, std in found)])
+    return (["tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows) if rows else None
+
+
 def _text(value: float, form: str) -> str:
     return "undefined" if math.isnan(value) else format(value, form)
 
@@ -92,6 +103,9 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
         f"arithmetic: {settings.arithmetic}."
     )
     lines = [*markdown_table(*cells(pairs)), "", "Per token, in nats; ± is the standard error over responses."]
+    if header_and_rows := growth_cells(pairs):
+        lines += ["", "Spread (std) of the log ratio of a response's first tokens, nats, by their number:", ""]
+        lines += markdown_table(*header_and_rows)
     return markdown_page("Training-inference mismatch, offline", about, versions, lines)
 
 
@@ -104,6 +118,10 @@ def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
                 "k3_kl_standard_error": finite(pair.k3_error),
                 "vocabulary_equal": pair.vocabulary and pair.vocabulary[0],
                 "vocabulary_compared": pair.vocabulary and pair.vocabulary[1],
+                "growth": {
+                    length: {"responses": count, "sequence_log_ratio_std": std}
+                    for length, (count, std) in pair.growth.items()
+                },
                 **{key: finite(value) for key, value in pair.metrics.items()},
             }
             for pair in ranked(pairs)
