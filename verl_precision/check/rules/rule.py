@@ -6,10 +6,13 @@ function yields a `Fault` for each setting that is wrong. `half-weights` in `dty
 Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe it: a row in docs/precision.md.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import VerlPrecisionError, describe, sentence
@@ -141,8 +144,26 @@ def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[Ve
         yield error
 
 
-def faults_where(*rows: tuple[object, str, str, str], remedy: str = "") -> Iterator[Fault]:
-    """Yield a fault for each row (what is wrong if true, setting, problem, what is allowed), all with one remedy."""
-    for wrong, setting, problem, allowed in rows:
-        if wrong:
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy.format(setting))
+@functools.cache
+def _texts() -> dict[str, dict[str, str]]:
+    return yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+
+
+def told(
+    key: str, *, setting: str = "", severity: Severity | Literal[""] = "", value: object = None, **said: object
+) -> Fault:
+    """Return a fault in the words that texts.yaml has under `key`; `said` are the names in its braces.
+
+    The key is the rule's name, with a case behind it where the rule has several. Setting, severity and value are the
+    fault's.
+    """
+    words = _texts()[key]
+    setting = setting or words["setting"].format(**said)
+    problem, allowed, remedy = (words.get(name, "") for name in ("problem", "allowed", "remedy"))
+    texts = (text.format(setting=setting, **said) for text in (problem, allowed, remedy))
+    return Fault("", severity, setting, value, *texts)
+
+
+def told_where(name: str, wrong: Mapping[str, object], **said: object) -> Iterator[Fault]:
+    """Yield the fault of each case of a rule that is wrong, as `told` returns it."""
+    yield from (told(f"{name} {case}", **said) for case, is_wrong in wrong.items() if is_wrong)  # type: ignore[arg-type]
