@@ -159,10 +159,7 @@ def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
 
 
 def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None:
-    """Return the names that the reward function's file defines at its top level; None where that does not say all.
-
-    With a name goes what a function takes by keyword, or None where that is anything, or not known.
-    """
+    """Return the names that the reward function's file defines, each with its keywords (None: any); None: not known."""
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if str(path).startswith("pkg://"):
         name = str(path).removeprefix("pkg://").replace("/", ".")

@@ -150,7 +150,7 @@ def _texts() -> dict[str, dict[str, str]]:
 
 
 def told(
-    key: str, *, setting: str = "", severity: Severity | Literal[""] = "", value: object = None, **said: object
+    key: str, /, *, setting: str = "", severity: Severity | Literal[""] = "", value: object = None, **said: object
 ) -> Fault:
     """Return a fault in the words that texts.yaml has under `key`; `said` are the names in its braces.
 
@@ -164,6 +164,6 @@ def told(
     return Fault("", severity, setting, value, *texts)
 
 
-def told_where(name: str, wrong: Mapping[str, object], **said: object) -> Iterator[Fault]:
+def told_where(name: str, wrong: Mapping[str, object], /, **said: object) -> Iterator[Fault]:
     """Yield the fault of each case of a rule that is wrong, as `told` returns it."""
     yield from (told(f"{name} {case}", **said) for case, is_wrong in wrong.items() if is_wrong)  # type: ignore[arg-type]

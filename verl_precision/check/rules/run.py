@@ -6,20 +6,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
 from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
+from verl_precision.check.rules.tables import table
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 GROUP_ESTIMATORS = ("grpo", "rloo")  # verl's estimators that compare the responses to one prompt with each other
-# Keys of config.json that decide what a model computes.
-COMPUTED_BY = frozenset(
-    """
-    head_dim hidden_act hidden_size intermediate_size moe_intermediate_size norm_topk_prob num_attention_heads
-    num_experts num_experts_per_tok num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling
-    rope_theta sliding_window tie_word_embeddings vocab_size
-    """.split()
-)
 
 
 @rule("plugin-not-loaded")
@@ -75,7 +68,7 @@ def model_overridden(config: DictConfig, environment: Environment) -> Faults:
     of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
     for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
         own = of_vllm.get(key, environment.model.get(key))
-        if key in COMPUTED_BY and own is not None and own != value:
+        if key in table("computed by") and own is not None and own != value:
             yield told("model-overridden", key=key, own=own, value=value)
 
 
