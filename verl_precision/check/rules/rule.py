@@ -1,7 +1,8 @@
 """What a rule is, what it finds, and what it may know beyond the config.
 
 A new rule is one function, in the module of its subject. The decorator says its name and how serious it is; the
-function yields a `Fault` for each setting that is wrong. `half-weights` in `dtypes.py` is a short one.
+function yields a `Fault` for each setting that is wrong, in the words of texts.yaml (`told`). `half-weights` in
+`dtypes.py` is a short one.
 
 Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe it: a row in docs/precision.md.
 """

@@ -69,7 +69,7 @@ def model_overridden(config: DictConfig, environment: Environment) -> Faults:
     for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
         own = of_vllm.get(key, environment.model.get(key))
         if key in table("computed by") and own is not None and own != value:
-            yield told("model-overridden", key=key, own=own, value=value)
+            yield told("model-overridden", key=key, own=own, given=value)
 
 
 @rule("tokenizer-refused")
