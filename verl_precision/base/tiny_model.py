@@ -14,15 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 _CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
 VOCABULARY = [PAD, IM_START, IM_END, *_CHARACTERS]
 
-_KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_KNOWN = table_of(__file__)
 _CHAT_TEMPLATE: str = _KNOWN["chat_template"]
 _SHAPE: dict[str, Any] = _KNOWN["shape"]
 # architecture -> (transformers model type, settings that differ from _SHAPE)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
@@ -77,7 +77,7 @@ def _json(path: Path) -> dict[str, Any]:
 @functools.cache
 def known_models() -> dict[str, dict[str, Any]]:
     """Return what `config.json` says of the recipes' own models, by the name on the hub."""
-    return yaml.safe_load(Path(rules.__file__).with_name("known_models.yaml").read_text())
+    return table_of(rules.__file__, "known_models.yaml")
 
 
 def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:

@@ -8,13 +8,12 @@ fails, or a host symbol that differs from its entry in the ledger, fails the imp
 
 import logging
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import wrapt
-import yaml
 
 from verl_precision import __version__
+from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
@@ -41,7 +40,7 @@ class Registration(NamedTuple):
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
 
 
-_ROWS = yaml.safe_load(Path(__file__).with_name("registrations.yaml").read_text(encoding="utf-8"))
+_ROWS = table_of(__file__, "registrations.yaml")
 _NAMES = {"losses": ", ".join(sorted(POLICY_LOSSES)), "weights": ", ".join(LEVELS)}
 REGISTRATIONS = tuple(Registration(what.format(**_NAMES), *where) for what, *where in _ROWS)
 

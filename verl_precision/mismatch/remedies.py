@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import yaml
 from typing_extensions import Self
 
-_KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+from verl_precision.base.files import table_of
+
+_KNOWN = table_of(__file__)
 REMEDIES: Mapping[str, str] = _KNOWN["remedies"]
 
 

@@ -18,7 +18,6 @@ from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
 from verl_precision.integration.trainer.saving import saves
 
-ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
 # plamo2 was in it before.
 VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")

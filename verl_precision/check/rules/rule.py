@@ -10,13 +10,12 @@ Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe 
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import VerlPrecisionError, describe, sentence
+from verl_precision.base.files import table_of
 
 Severity = Literal["error", "warning"]
 
@@ -147,7 +146,7 @@ def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[Ve
 
 @functools.cache
 def _texts() -> dict[str, dict[str, str]]:
-    return yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+    return table_of(__file__, "texts.yaml")
 
 
 def told(

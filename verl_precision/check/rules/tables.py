@@ -2,15 +2,14 @@
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import EXACT, long
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
@@ -23,7 +22,7 @@ MANY_TIMES = 10  # a normaliser that is further from the longest response is a s
 @functools.cache
 def table(name: str) -> list:
     """Return the rows of a table of tables.yaml."""
-    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())[name]
+    return table_of(__file__)[name]
 
 
 def null_number(config: DictConfig) -> str | None:

@@ -163,7 +163,7 @@ def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> st
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
     """Return the trainer's log π of all tokens but the first, float32 [S, T - 1], of weights so rounded."""
-    # verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many, for one forward.
+    # verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many.
     sequences, length = tokens.shape
     rows = -(-sequences // workers.world_size) * workers.world_size
     repeated = tokens[torch.arange(rows) % sequences]

@@ -2,6 +2,7 @@
 
 Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
 verl and this package may get new settings between two starts. A default is that of verl's own `ppo_trainer`, or of the
+
 class that a block's `_target_` names; a setting without a known one has null for it.
 """
 
@@ -17,15 +18,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from pydantic.fields import FieldInfo
 
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 
-_KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_KNOWN = table_of(__file__)
 IDENTITY_BLOCKS, IDENTITY_TRAINER_KEYS = _KNOWN["blocks"], _KNOWN["trainer"]
 IGNORED_SETTINGS = frozenset(_KNOWN["ignored"])
 _TRAINER_MODE = "trainer.v1.trainer_mode"

@@ -3,12 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, filterfalse, product
-from pathlib import Path
 from statistics import fmean
 from textwrap import fill
 from typing import Any, NamedTuple
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.lines import Line2D
@@ -16,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.tools.runs.read import Run
@@ -49,7 +48,7 @@ class Panel(NamedTuple):
         return self.title if len(self.metrics) == 1 else f"{self.title}: {label}"
 
 
-_PANELS = yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text(encoding="utf-8"))
+_PANELS = table_of(__file__, "panels.yaml")
 PANELS = tuple(Panel(**known) for known in _PANELS)
 REWARD = PANELS[0]
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-import yaml
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.base.files import table_of
 from verl_precision.tools.runs.failure_report import reason
 
 # Every process of a run carries this variable, so that exactly those are ended.
 RUN_MARK = "VERL_PRECISION_RUN"
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
-STAGES = yaml.safe_load(Path(__file__).with_name("stages.yaml").read_text(encoding="utf-8"))
+STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-import yaml
+from verl_precision.base.files import table_of
 
 # What a check measured, by name with its unit.
 Figures = dict[str, float | int | str]
@@ -31,5 +31,5 @@ class Check:
         return getattr(import_module(self.module), self.name)
 
 
-_KNOWN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_KNOWN = table_of(__file__)
 CHECKS = tuple(Check(**{**known, "module": f"{__package__}.{known['module']}"}) for known in _KNOWN)

@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_KINDS = yaml.safe_load(Path(__file__).with_name("operation_kinds.yaml").read_text(encoding="utf-8"))
+from verl_precision.base.files import table_of
+
+_KINDS = table_of(__file__, "operation_kinds.yaml")
 KINDS = tuple(dict.fromkeys(kind for kind, *_ in _KINDS.values()))
 
 
