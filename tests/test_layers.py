@@ -29,7 +29,7 @@ SIZES = {
     ("check",): 4_040,
     ("tools", "cli"): 8_470,
 }
-# Modules that need torch and NumPy at most: hosts and their companions may be missing.
+# Modules that need torch, NumPy and PyYAML at most: hosts and their companions may be missing.
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")
 PURE += ("weight_sync.manifest", "weight_sync.verify")
 HOSTS = ("verl", "vllm", "ray", "transformers", "hydra", "omegaconf", "tensordict", "wrapt", "typer", "rich", "psutil")

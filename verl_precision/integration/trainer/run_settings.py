@@ -2,7 +2,6 @@
 
 Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
 verl and this package may get new settings between two starts. A default is that of verl's own `ppo_trainer`, or of the
-
 class that a block's `_target_` names; a setting without a known one has null for it.
 """
 
