@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -65,23 +65,11 @@ def require_band(value: object, setting: str) -> tuple[float, float]:
 def require_bypass(value: object, loss: str) -> None:
     """Require the marker that tells a worker that the old log-probs are the rollout's, which this loss needs."""
     if value is not True:
-        raise ConfigurationError(
-            f"loss_mode={loss} weighs by the rollout's log-probs, and outside bypass mode verl hands it recomputed "
-            "ones. This setting tells the worker whose log-probs it is given",
-            setting=f"{ACTOR}.policy_loss.rollout_correction.bypass_mode",
-            value=value,
-            allowed="${algorithm.rollout_correction.bypass_mode}, where that is True",
-            remedy=f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets both.",
-        )
+        words = filled(_WORDS["bypass"], loss=loss, preset=loss.removeprefix("vp_"))
+        raise ConfigurationError(value=value, **words)
 
 
 def require_plain_weights(normalised: object, level: str) -> None:
     """Require that verl does not normalise weights of this package, of a level of `rollout_weights.LEVELS`."""
     if normalised:
-        raise ConfigurationError(
-            f"with rollout_is={level}: normalised weights are not those of the equation",
-            setting="algorithm.rollout_correction.rollout_is_batch_normalize",
-            value=normalised,
-            allowed="False",
-            remedy="Set it to False.",
-        )
+        raise ConfigurationError(value=normalised, **filled(_WORDS["plain"], level=level))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import VerlPrecisionError, describe, sentence
+from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
 from verl_precision.base.files import table_of
 
 Severity = Literal["error", "warning"]
@@ -159,9 +159,7 @@ def told(
     """
     words = _texts()[key]
     setting = setting or words["setting"].format(**said)
-    problem, allowed, remedy = (words.get(name, "") for name in ("problem", "allowed", "remedy"))
-    texts = (text.format(setting=setting, **said) for text in (problem, allowed, remedy))
-    return Fault("", severity, setting, value, *texts)
+    return Fault(severity=severity, value=value, **{**filled(words, setting=setting, **said), "setting": setting})
 
 
 def told_where(name: str, wrong: Mapping[str, object], /, **said: object) -> Iterator[Fault]:
