@@ -1,6 +1,6 @@
 """The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -16,6 +16,11 @@ def describe(problem: str, setting: str = "", value: object = None, allowed: str
     if parts == [head]:
         return head
     return " ".join(map(sentence, parts))
+
+
+def filled(words: Mapping[str, str], **names: object) -> dict[str, str]:
+    """Return fields of an error from a table, `names` put into their braces."""
+    return {field: text.format(**names) for field, text in words.items()}
 
 
 def sentence(text: str) -> str:

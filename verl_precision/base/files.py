@@ -6,8 +6,17 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from verl_precision.base.errors import ConfigurationError
+
+
+def table_of(module: str, name: str = "") -> Any:
+    """Return the YAML beside a module, given its `__file__`: of the module's name, or of another one."""
+    path = Path(module)
+    return yaml.safe_load(path.with_name(name or f"{path.stem}.yaml").read_text(encoding="utf-8"))
 
 
 @contextmanager

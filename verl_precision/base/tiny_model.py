@@ -15,51 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 _CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
 VOCABULARY = [PAD, IM_START, IM_END, *_CHARACTERS]
 
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "bos_token_id": None,
-    "eos_token_id": VOCABULARY.index(IM_END),
-    "pad_token_id": VOCABULARY.index(PAD),
-    "tie_word_embeddings": False,
-}
-
+_KNOWN = table_of(__file__)
+_CHAT_TEMPLATE: str = _KNOWN["chat_template"]
+_SHAPE: dict[str, Any] = _KNOWN["shape"]
 # architecture -> (transformers model type, settings that differ from _SHAPE)
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3": ("qwen3", {}),
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
-    # Weights so large that rounding them matters: BF16 moves one log-prob in 25 by more than PPO's clip range.
-    "qwen3_rough": (
-        "qwen3",
-        {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "initializer_range": 0.3},
-    ),
-    "qwen3_moe": (
-        "qwen3_moe",
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
-    ),
-    # vLLM takes Qwen2's head_dim from hidden_size / heads, whatever the config says: 64 / 2 = 32.
-    "qwen2": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
-    "llama": ("llama", {}),
-}
-
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = _KNOWN["architectures"]
 SEED = 0
 
 

@@ -185,12 +185,9 @@ def audit_tensor(name: str, dtype: str, pieces: Iterable) -> TensorReport:
 
 
 def _count(values) -> tuple[float, int, int, int, int]:
-    """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece.
-
-    Compared as integers: without the sign bit, floats are ordered as their bit patterns are, and 16-bit comparisons are
-    several times cheaper than a cast to FP32. Counted by `count_nonzero`, which is several times cheaper than a sum of
-    booleans or their selection.
-    """
+    """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece."""
+    # Compared as integers: without the sign bit, floats are ordered as their bit patterns are. That, and counting with
+    # `count_nonzero`, is several times cheaper than a cast to FP32, or a sum or selection of booleans.
     import torch
 
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]

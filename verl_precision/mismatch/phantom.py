@@ -88,10 +88,7 @@ def _token_statistics(chunk: Chunk) -> dict[str, Statistic]:
 
 
 def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted_R: Tensor) -> dict[str, Statistic]:
-    """Return metric -> statistic, of the tokens that the loss clips, with and without beta in its ratio.
-
-    `counted_R` says of which responses the final token counts.
-    """
+    """Return metrics of clipped tokens, with and without beta; `counted_R`: whose last token counts."""
     trainer_N, shadow_N, mu_N = chunk.log_probs
     assert chunk.advantages_N is not None
     positive_N, negative_N = chunk.advantages_N > 0, chunk.advantages_N < 0

@@ -121,10 +121,8 @@ class CanaryJudge:
 
 
 def _trimmed_gap(a: Tensor, b: Tensor) -> float:
-    """Return the mean |a − b| over the nine tenths of the tokens where it is smallest; inf if any is not finite.
-
-    In a mixture of experts, rounding sends one token in hundreds to another expert. A wrong sync changes more.
-    """
+    """Return the mean |a − b| over the nine tenths of the tokens where it is smallest; inf if any is not finite."""
+    # In a mixture of experts, rounding sends one token in hundreds to another expert. A wrong sync changes more.
     gaps = (a - b).abs().flatten()
     if not gaps.isfinite().all():
         return math.inf

@@ -17,8 +17,10 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import CASTING
+from verl_precision.check.rules import rule
 from verl_precision.check.rules.attention import ATTENTION
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 from verl_precision.check.rules.gpu_memory import GIB, shape_of
@@ -214,6 +216,11 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
     cells = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
     assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
+
+
+def test_every_text_is_of_a_rule():
+    texts = {key.partition(" ")[0] for key in table_of(rule.__file__, "texts.yaml")}
+    assert texts <= {each.name for each in RULES} | {"differs-from-actor"}  # of reference and critic
 
 
 @pytest.mark.parametrize("overrides", [

@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
 from verl_precision.base.verl_config import FSDP, engines
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, rule
+from verl_precision.check.rules.rule import Environment, Faults, Machine, rule, told
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
@@ -20,14 +20,9 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faul
     full = list(_in_fp32(config))
     if shared := " and ".join(role for role in full if role != "critic"):
         if _is_flash(attention := attention_of(config)):
-            problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
-            allowed, remedy = "sdpa, which takes packed sequences too", f"Set ++{ATTENTION}=sdpa."
-            yield Fault(setting=ATTENTION, value=attention, problem=problem, allowed=allowed, remedy=remedy)
+            yield told("attention-refuses-fp32", value=attention, shared=shared)
     if "critic" in full:
-        setting = "critic.fsdp.mixed_precision.param_dtype"
-        problem = f"verl loads every critic with {VERLS_ATTENTION}, whatever its config says, and that has no FP32"
-        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
-        yield Fault(setting=setting, problem=problem, allowed="bf16 or fp16", remedy=remedy)
+        yield told("attention-refuses-fp32 critic")
 
 
 @rule("attention-not-installed", of_machine=True)
@@ -37,10 +32,7 @@ def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
     if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
         return
     if attention == VERLS_ATTENTION and not machine.flash_attention:
-        problem = "flash-attn is not installed on this machine, and the trainer would refuse to load the model"
-        remedy = f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md)."
-        allowed = "sdpa, which takes packed sequences too"
-        yield Fault(setting=ATTENTION, value=attention, problem=problem, allowed=allowed, remedy=remedy)
+        yield told("attention-not-installed", value=attention)
 
 
 @rule("ulysses-needs-flash")
@@ -53,11 +45,8 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
     for engine in engines(config):
         setting, size = engine.ulysses
         if size > 1 and engine.strategy in FSDP and engine.role != "critic":  # verl loads it with flash attention
-            remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
-            if engine.role in full:
-                remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
-            problem = f"under attn_implementation={attention} each rank attends to its own part, without an error"
-            yield Fault(setting=setting, problem=problem, allowed=f"1, or {VERLS_ATTENTION} in 16 bits", remedy=remedy)
+            case = " in FP32" if engine.role in full else ""
+            yield told(f"ulysses-needs-flash{case}", setting=setting, attention=attention)
 
 
 def attention_of(config: DictConfig) -> str:

@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
 
 FILTER = "algorithm.filter_groups"
 MODEL = "actor_rollout_ref.model"
@@ -31,9 +31,7 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
         wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
     if wrong:
-        problem = f"a {environment.model['model_type']} has no modules {', '.join(wrong)}: they are not trained"
-        setting, allowed = f"{MODEL}.target_modules", "all-linear, or names of modules such as [q_proj,v_proj]"
-        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=f"Set {MODEL}.target_modules=all-linear.")
+        yield told("name-unknown modules", environment=environment, wrong=", ".join(wrong))
 
 
 def _matches_one(pattern: str, names: list[str]) -> bool:
@@ -52,16 +50,11 @@ def overlong_buffer(config: DictConfig, environment: Environment) -> Faults:
         return
     manager, setting = config.reward.reward_manager, f"{SHAPING}.overlong_buffer_cfg.len"
     if manager.get("source", "register") == "register" and manager.name != "dapo":
-        problem = "this reward manager ignores the overlong buffer that is switched on: long responses cost nothing"
-        yield Fault(setting="reward.reward_manager.name", problem=problem, allowed="dapo")
+        yield told("overlong-buffer manager")
     elif longest != config.data.max_response_length:
-        problem = "the overlong buffer ends there, and responses elsewhere (data.max_response_length); null is refused"
-        allowed = str(config.data.max_response_length)
-        yield Fault(setting=f"{SHAPING}.max_resp_len", problem=problem, allowed=allowed)
+        yield told("overlong-buffer longest", config=config)
     elif not 0 < (buffer.get("len") or 0) <= longest:
-        problem = "verl asserts in its reward workers that the buffer is not empty, and not longer than a response"
-        remedy = f"Set {setting}={max(longest // 5, 1)}, a fifth as in DAPO, or overlong_buffer_cfg.enable=False."
-        yield Fault(setting=setting, problem=problem, allowed=f"1 to {longest}", remedy=remedy)
+        yield told("overlong-buffer length", setting=setting, longest=longest, fifth=max(longest // 5, 1))
 
 
 @rule("filter-metric")
@@ -73,8 +66,5 @@ def filter_metric(config: DictConfig, environment: Environment) -> Faults:
     known = reward is None or reward in ANSWER_REWARDS  # a user's own may return anything
     if metric == "score" and (reward is None or "boxed_answer" in reward):
         return
-    problem = "the reward has to return it: else the replay buffer raises after the first rollout"
     severity: Severity = "error" if known or not metric else "warning"
-    allowed = "acc, reward, or a key of the dictionary that the reward function returns"
-    setting = f"{FILTER}.metric"
-    yield Fault("", severity, setting, None, problem, allowed, f"Set {setting}=acc.")
+    yield told("filter-metric", severity=severity)

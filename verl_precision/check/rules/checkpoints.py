@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.verl_config import engines
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape, shape_of
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, Severity, rule
+from verl_precision.check.rules.rule import Environment, Faults, Machine, Severity, rule, told
 from verl_precision.integration.trainer.saving import every_minutes, saves
 
 MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
@@ -22,10 +22,8 @@ LONG_HOURS = 12  # without a checkpoint, of a job whose limit is not known; half
 @rule("one-checkpoint", "warning")
 def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
     """verl removes the former checkpoint before all of the new one is written."""
-    setting, remedy = "trainer.max_actor_ckpt_to_keep", "Set trainer.max_actor_ckpt_to_keep=2."
-    if saves(config) and OmegaConf.select(config, setting) == 1:
-        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
-        yield Fault(setting=setting, problem=problem, allowed="2 or more, or null for all", remedy=remedy)
+    if saves(config) and OmegaConf.select(config, "trainer.max_actor_ckpt_to_keep") == 1:
+        yield told("one-checkpoint")
 
 
 @rule("first-checkpoint-late")
@@ -42,11 +40,7 @@ def first_checkpoint_late(config: DictConfig, environment: Environment) -> Fault
         return
     limit = "clusters end most jobs after a day or less" if left is None else f"the job ends in {left / HOUR:.1f} hours"
     severity: Severity = "error" if left is not None and first > 2 * left else "warning"
-    problem = f"at about {step / 60:.0f} minutes a step (by rough arithmetic) the first checkpoint comes after "
-    problem += f"{first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch"
-    remedy = "Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often."
-    allowed = "a first checkpoint well before the job ends"
-    yield Fault("", severity, "trainer.save_freq", None, problem, allowed, remedy)
+    yield told("first-checkpoint-late", severity=severity, minutes=step / 60, hours=first / HOUR, limit=limit)
 
 
 def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
@@ -75,11 +69,10 @@ def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
     earlier = machine.removable if keep and engines(config)[0].ours else 0  # verl's own engine never removes them
     held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
     if machine.checkpoint_disk + earlier < needed:
-        problem = f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
-        problem += f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)"
-        setting, allowed = "trainer.default_local_dir", "a folder on a disk with that much space"
-        remedy = "Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep."
-        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+        yield told(
+            "checkpoint-space", free=machine.checkpoint_disk / GIB, held=held, all=number + 1, each=one / GIB,
+            needed=needed / GIB, number=number,
+        )  # fmt: skip
 
 
 @rule("resume-refused")
@@ -87,14 +80,9 @@ def resume_refused(config: DictConfig, environment: Environment) -> Faults:
     """verl looks for a checkpoint once everything is loaded."""
     mode, path = config.trainer.get("resume_mode", "auto"), config.trainer.get("resume_from_path")
     if mode not in ("auto", "disable", "resume_path"):
-        problem = "verl knows no such mode, and stops with UnboundLocalError once everything is loaded"
-        remedy = "Set trainer.resume_mode=auto."
-        yield Fault(setting="trainer.resume_mode", problem=problem, allowed="auto, disable, resume_path", remedy=remedy)
+        yield told("resume-refused mode")
     elif mode == "resume_path" and (not isinstance(path, str) or "global_step_" not in path):
-        setting, allowed = "trainer.resume_from_path", "a path that ends with global_step_<number>"
-        problem = "with resume_mode=resume_path verl asserts, once everything is loaded, that it names a checkpoint"
-        remedy = "Set it, or trainer.resume_mode=auto."
-        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+        yield told("resume-refused path")
 
 
 def checkpoint_bytes(config: DictConfig, parameters: int | None) -> int | None:

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.versions import require_tested
 from verl_precision.check.rules.gpu_memory import GIB
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Machine, as_faults, rule
+from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
 
 # A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
 MIN_CPU_MEMORY = 6 * GIB
@@ -37,11 +37,7 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
     if machine.kernel_problem is not None:
         yield machine.kernel_problem
     if machine.head_size is not None:
-        setting = "actor_rollout_ref.model.path"
-        heads = f"its heads have {machine.head_size} elements (head_dim)"
-        problem = f"{heads}, and vLLM has no attention kernel for that on a CPU: it ends at the first prompt"
-        remedy = "Choose a model with such heads, or build yours with another head_dim."
-        yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, machine.head_sizes)), remedy=remedy)
+        yield told("cpu-kernels-missing", machine=machine, sizes=", ".join(map(str, machine.head_sizes)))
 
 
 @rule("host-memory-too-small", of_machine=True)
@@ -49,8 +45,7 @@ def host_memory(config: DictConfig, machine: Machine) -> Faults:
     """The processes of a CPU run fit into memory."""
     if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
         available, needed = f"{machine.memory / GIB:.1f} GiB", f"{MIN_CPU_MEMORY // GIB} GiB"
-        problem = f"{available} of memory are available; a CPU run needs {needed} at least"
-        yield Fault(setting="trainer.device", problem=problem, remedy="Close other programs or use a larger machine.")
+        yield told("host-memory-too-small", available=available, needed=needed)
 
 
 @rule("shared-memory-too-small", of_machine=True)
@@ -58,9 +53,7 @@ def shared_memory(config: DictConfig, machine: Machine) -> Faults:
     """Weights and vLLM's messages go through /dev/shm, and a full one ends in SIGBUS."""
     free, needed = machine.shared_memory >> 20, MIN_SHARED_MEMORY >> 20
     if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
-        problem = f"/dev/shm has {free} MiB free; a CPU run needs {needed} MiB"
-        remedy = "In a container, start it with --shm-size=2g; else remove stale files from /dev/shm."
-        yield Fault(setting="trainer.device", problem=problem, remedy=remedy)
+        yield told("shared-memory-too-small", free=free, needed=needed)
 
 
 @rule("ray-resources-too-few")
@@ -76,10 +69,6 @@ def ray_resources(config: DictConfig, environment: Environment) -> Faults:
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:
-        problem = f"verl asks Ray for {needed} logical CPUs (storage units, workers), and waits for ever"
-        setting, allowed = "ray_kwargs.ray_init.num_cpus", f"{needed} or more, whatever the number of cores"
-        yield Fault("", "", setting, cpus, problem, allowed, f"Set {setting}={needed}.")
+        yield told("ray-resources-too-few cpus", value=cpus, needed=needed)
     elif gpus < workers:
-        problem = f"with trainer.device=cpu verl places its {workers} worker(s) on Ray's logical GPU resource"
-        setting = "ray_kwargs.ray_init.num_gpus"
-        yield Fault("", "", setting, gpus, problem, f"{workers} or more", f"Set {setting}={workers}.")
+        yield told("ray-resources-too-few gpus", value=gpus, workers=workers)

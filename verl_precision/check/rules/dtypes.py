@@ -15,16 +15,14 @@ from verl_precision.base.verl_config import (
     transport_dtype,
 )
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
 from verl_precision.integration.trainer.saving import saves
 
-ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
 # plamo2 was in it before.
 VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 ADAM_EPS = 1e-8  # torch's default
 FP16_ZERO = 2.0**-25  # Half of FP16's smallest subnormal, 2**-24: what is not above it rounds to zero.
-TRAVEL_ROUNDED = "weights travel in BF16, so the {} rollout computes with 8 bits of mantissa"
 
 
 @rule("dtype-ignored")
@@ -34,10 +32,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Faults:
         said = short(engine.node.get("dtype", "bf16"))
         # bfloat16 is verl's default, so nobody need have written it; this package's engine refuses it by itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
-            problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
-            allowed = f"{engine.compute}, as mixed_precision.param_dtype"
-            remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
-            yield Fault(setting=f"{engine.setting}.dtype", problem=problem, allowed=allowed, remedy=remedy)
+            yield told("dtype-ignored", engine=engine, said=said)
 
 
 @rule("rollout-contradicts-actor")
@@ -51,9 +46,7 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> F
     severity: Severity = "warning" if rollout == "auto" else "error"
     effect = "every token's log-prob carries the difference"
     effect = "vLLM will decide from the model's files" if rollout == "auto" else effect
-    problem, allowed = f"the actor computes in {actor}: {effect}", f"{actor}, or a precision preset that names both"
-    remedy = f"Choose precision={actor}, or a preset that names the pair, as <train>_train_<rollout>_rollout."
-    yield Fault("", severity, ROLLOUT_DTYPE, None, problem, allowed, remedy)
+    yield told("rollout-contradicts-actor", severity=severity, actor=actor, effect=effect)
 
 
 def preset_dtypes(config: DictConfig) -> tuple[str, str] | None:
@@ -73,10 +66,7 @@ def _differs_from_actor(role: str, effect: str, config: DictConfig, environment:
     actor, *others = engines(config)
     for engine in others:
         if engine.role == role and engine.compute != actor.compute:
-            setting = f"{engine.setting}.mixed_precision.param_dtype"
-            problem = f"the {role} computes in {engine.compute}, the actor in {actor.compute}; {effect}"
-            remedy = f"Choose precision={actor.compute}, which sets them together."
-            yield Fault(setting=setting, problem=problem, allowed=actor.compute, remedy=remedy)
+            yield told("differs-from-actor", engine=engine, role=role, actor=actor, effect=effect)
 
 
 for _role, _effect in (
@@ -91,11 +81,9 @@ def half_weights(config: DictConfig, environment: Environment) -> Faults:
     """The reference holds its weights in 16 bits, or gradients are summed in them."""
     for engine in engines(config):
         if engine.trains and engine.strategy in FSDP and engine.reduce in HALF:
-            setting = f"{engine.setting}.mixed_precision.reduce_dtype"
-            yield Fault(setting=setting, problem="sums of gradients over ranks are rounded to 16 bits", allowed="fp32")
+            yield told("half-weights sums", engine=engine)
         if engine.verls_fsdp and engine.master in HALF and not engine.trains:
-            problem = "weights and RoPE's frequencies are rounded to 16 bits once and for all"
-            yield Fault(setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
+            yield told("half-weights weights", engine=engine)
 
 
 @rule("half-master-weights")
@@ -107,8 +95,7 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
         severity: Severity = "warning" if lora and engine.master == "bf16" else "error"
-        problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
-        yield Fault(severity=severity, setting=f"{engine.setting}.model_dtype", problem=problem, allowed="fp32")
+        yield told("half-master-weights", severity=severity, engine=engine, effect=effect)
 
 
 @rule("adam-eps-underflow")
@@ -119,9 +106,7 @@ def adam_eps_underflow(config: DictConfig, environment: Environment) -> Faults:
         eps = float(override.get("eps", ADAM_EPS))
         if engine.half_master and engine.master == "fp16" and eps <= FP16_ZERO:
             setting = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps"
-            problem = "it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf"
-            allowed, remedy = f"> {FP16_ZERO:.1e}, or FP32 master weights", f"Set {engine.setting}.model_dtype=fp32."
-            yield Fault(setting=setting, value=eps, problem=problem, allowed=allowed, remedy=remedy)
+            yield told("adam-eps-underflow", setting=setting, value=eps, zero=FP16_ZERO, engine=engine)
 
 
 @rule("vllm-refuses-fp16")
@@ -129,10 +114,7 @@ def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
     kind, engine = environment.model.get("model_type"), config.actor_rollout_ref.rollout.name
     if kind in VLLM_REFUSES_FP16 and engine == "vllm" and rollout_dtype(config) == "fp16":
-        problem = f"vLLM does not run model_type={kind} in FP16 (numerical instability)"
-        allowed = "bfloat16 or float32 for this architecture"
-        remedy = "Choose precision=bf16 or fp32, or another model."
-        yield Fault(setting=ROLLOUT_DTYPE, problem=problem, allowed=allowed, remedy=remedy)
+        yield told("vllm-refuses-fp16", kind=kind)
 
 
 @rule("merged-lora-rounds")
@@ -140,9 +122,7 @@ def merged_lora_rounds(config: DictConfig, environment: Environment) -> Faults:
     """verl's own engine casts merged LoRA weights to BF16."""
     setting, rollout = _rounded_by(config), rollout_dtype(config)
     if setting.endswith(".merge"):
-        allowed = "False, or this package's engine, which merges in FP32"
-        remedy = f"Choose precision={rollout}, or set {setting}=False."
-        yield Fault(setting=setting, problem=TRAVEL_ROUNDED.format(rollout), allowed=allowed, remedy=remedy)
+        yield told("merged-lora-rounds", setting=setting, rollout=rollout)
 
 
 @rule("transport-rounds")
@@ -150,9 +130,7 @@ def transport_rounds(config: DictConfig, environment: Environment) -> Faults:
     """Weights rounded to BF16 on their way bring BF16's gap back into an FP16 or FP32 rollout."""
     setting = _rounded_by(config)
     if setting == BACKEND:
-        remedy = f"Set {BACKEND}=nccl; naive is for trainers that share the rollout's GPUs."
-        problem = TRAVEL_ROUNDED.format(rollout_dtype(config))
-        yield Fault(setting=setting, problem=problem, allowed="naive, nccl or nixl", remedy=remedy)
+        yield told("transport-rounds", setting=setting, rollout=rollout_dtype(config))
 
 
 def _rounded_by(config: DictConfig) -> str:
@@ -171,17 +149,11 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
     actor, rollout = engines(config)[0], rollout_dtype(config)
     backend = sync_backend(config)
     if not (actor.ours and actor.master == "fp32"):
-        problem = f"the actor is verl's own engine, or holds its weights in {actor.master}: nothing would be rounded"
-        remedy = "Choose a precision preset (precision=fp32_train_bf16_rollout), or set weight_sync.rounding=nearest."
+        yield told("stochastic-rounding engine", actor=actor)
     elif rollout not in HALF or config.actor_rollout_ref.rollout.get("quantization"):
-        problem = f"weights are rounded to {' or '.join(HALF)}, and the rollout is quantised or holds {rollout}"
-        remedy = f"Set {ROLLOUT_DTYPE} to bfloat16 or float16, or weight_sync.rounding=nearest."
+        yield told("stochastic-rounding rollout", half=" or ".join(HALF), rollout=rollout)
     elif backend.startswith("delta"):
-        problem = f"checkpoint_engine.backend={backend} sends differences of weights that verl rounds by itself"
-        remedy = "Choose another backend, or set weight_sync.rounding=nearest."
-    else:
-        return
-    yield Fault(setting="weight_sync.rounding", problem=problem, allowed="nearest here", remedy=remedy)
+        yield told("stochastic-rounding transport", backend=backend)
 
 
 @rule("megatron-fp16-overflow")
@@ -189,26 +161,19 @@ def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Faul
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
         if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16":
-            setting = f"{engine.setting}.dtype"
-            problem = "at the first overflow of the loss scale verl raises NotImplementedError, and the run ends"
-            remedy = "Train with model_engine=dp (FSDP) and precision=fp16, or choose bfloat16."
-            yield Fault(setting=setting, problem=problem, allowed="bfloat16 with Megatron", remedy=remedy)
+            yield told("megatron-fp16-overflow", engine=engine)
 
 
 @rule("loss-scaling", "warning")
 def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults:
     """verl's loss scaler is off on every device but CUDA, and is in no checkpoint."""
     trainer = config.trainer
-    if trainer.device != "cuda":
-        effect = f"verl's loss scaler switches itself off on {trainer.device}: small gradients become zero"
-    elif saves(config):
-        effect = "verl does not save the loss scale: after a resume it starts at 65536 again and skips steps"
-    else:
+    if trainer.device == "cuda" and not saves(config):
         return
+    case = "after a resume" if trainer.device == "cuda" else "off"
     for engine in engines(config):
         if engine.verls_fsdp and engine.trains and engine.compute == "fp16":
-            remedy, allowed = "See docs/precision.md, loss scaling.", "an engine that scales there and saves the scale"
-            yield Fault(setting=engine.source, value="fp16", problem=effect, allowed=allowed, remedy=remedy)
+            yield told(f"loss-scaling {case}", setting=engine.source, value="fp16", trainer=trainer)
 
 
 @rule("fp32-head-unread")
@@ -216,9 +181,7 @@ def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
     """Fused kernels take log-probs from the hidden states: the output head never runs."""
     actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
     if fused and actor.ours and actor.node.get("fp32_output_head"):
-        setting, remedy = f"{actor.setting}.fp32_output_head", "Set actor_rollout_ref.model.use_fused_kernels=False."
-        problem = "fused kernels take log-probs from the hidden states and never call the output head"
-        yield Fault(setting=setting, problem=problem, allowed="False with use_fused_kernels=True", remedy=remedy)
+        yield told("fp32-head-unread", actor=actor)
 
 
 @rule("export-rounds", "warning")
@@ -227,15 +190,11 @@ def export_rounds(config: DictConfig, environment: Environment) -> Faults:
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
     exports = "hf_model" in names_in(config, setting) and saves(config)
     if exports and actor.verls_fsdp and actor.compute == "fp16":
-        problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
-        remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."
-        yield Fault(setting=setting, problem=problem, allowed="contents without hf_model", remedy=remedy)
+        yield told("export-rounds", setting=setting)
 
 
 @rule("rollout-quantised", "warning")
 def rollout_quantised(config: DictConfig, environment: Environment) -> Faults:
     """A quantised rollout computes another policy than the trainer, whatever its dtype says."""
     for setting, value in quantisations(config).items():
-        problem = "the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's"
-        remedy = "Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis."
-        yield Fault(setting=setting, value=value, problem=problem, allowed="null", remedy=remedy)
+        yield told("rollout-quantised", setting=setting, value=value)

@@ -5,7 +5,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Faults, rule, told
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings
 from verl_precision.losses.registry import POLICY_LOSSES
@@ -33,13 +33,9 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
             continue
         if shadow.enabled and path != ACTOR:
             switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"
-            problem = "the shadow is switched on, and only the actor has a ratio"
-            allowed, remedy = "ratio_source=training and every_n_steps=0", f"Set {ACTOR}.shadow instead."
-            yield Fault(setting=f"{path}.shadow.{switch}", problem=problem, allowed=allowed, remedy=remedy)
+            yield told("engine-settings shadow elsewhere", path=path, switch=switch)
         elif shadow.enabled and short(shadow.dtype) != rollout_dtype(config):
-            problem = f"the rollout runs in {rollout_dtype(config)}, and the shadow stands for the rollout"
-            remedy = "Leave it out: the presets take it from actor_rollout_ref.rollout.dtype."
-            yield Fault(setting=f"{path}.shadow.dtype", problem=problem, allowed="the rollout's dtype", remedy=remedy)
+            yield told("engine-settings shadow dtype", path=path, rollout=rollout_dtype(config))
 
 
 @rule("engine-settings")
@@ -50,9 +46,7 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
     needs = frozenset() if ours is None else ours.parameters
     weighted = "rollout_is_weights" in needs and OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
     if OmegaConf.select(config, setting) is not None and not weighted and "rollout_log_probs" not in needs:
-        problem = f"loss_mode={loss} has no importance weights here, and so no effective sample size"
-        remedy = "Choose estimator=pg_seq_is, or leave out the preset learning_rate."
-        yield Fault(setting=setting, problem=problem, allowed="null, or a loss with weights", remedy=remedy)
+        yield told("engine-settings learning rate", setting=setting, loss=loss)
 
 
 @rule("router-replay")
@@ -66,25 +60,18 @@ def router_replay(config: DictConfig, environment: Environment) -> Faults:
     setting = f"{actor.setting}." + ("watch_routing" if mode == "disabled" else "router_replay.mode")
 
     if not actor.ours:
-        problem, remedy = "verl's own FSDP engine never reads it", "Choose a precision preset, whose engine does."
-        yield Fault(setting=setting, problem=problem, allowed="disabled", remedy=remedy)
+        yield told("router-replay engine", setting=setting)
     family = environment.model.get("model_type")
     if family and family not in FAMILIES:
-        problem = f"a model of type {family!r} has no router, or one that was not tested"
-        allowed, remedy = f"a mixture of experts of type {', '.join(FAMILIES)}", "Leave out the preset router_replay."
-        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+        yield told("router-replay family", setting=setting, family=family, families=", ".join(FAMILIES))
     if (mode == "R3" or watched) and not sent:
-        yield Fault(setting=SENT, problem="the rollout does not say which experts it has chosen", allowed="True")
+        yield told("router-replay sent")
     if mode == "R2" and OmegaConf.select(config, BYPASS):
-        problem = "in bypass mode there is no old-log-prob pass whose choice could be replayed"
-        remedy = "Choose router_replay=rollout."
-        yield Fault(setting=setting, problem=problem, allowed="False, or R3", remedy=remedy)
+        yield told("router-replay bypass", setting=setting)
     if actor.ulysses[1] > 1:
-        yield Fault(setting=actor.ulysses[0], problem="a rank then sees a part of each sequence", allowed="1")
+        yield told("router-replay ulysses", actor=actor)
     if not OmegaConf.select(config, PADDING):
-        yield Fault(setting=PADDING, problem="choices belong to tokens, and padding has none", allowed="True")
+        yield told("router-replay padding")
     shadow = actor.node.get("shadow") or {}
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
-        where, problem = f"{actor.setting}.shadow", "the shadow's forward would choose experts of its own"
-        remedy = f"Set {where}.every_n_steps=0 {where}.ratio_source=training."
-        yield Fault(setting=where, problem=problem, allowed="no shadow", remedy=remedy)
+        yield told("router-replay shadow", actor=actor)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.rule import Fault, Faults, Machine, rule
+from verl_precision.check.rules.rule import Faults, Machine, rule, told
 from verl_precision.integration.trainer.saving import saves
 
 DATA_ENDINGS = (".parquet", ".json", ".jsonl")  # RLHFDataset._read_files_and_tokenize
@@ -61,10 +61,7 @@ def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
     for setting in DATA:
         if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting) or [None]):
-            problem = "verl reads both kinds of files, validating or not, and knows their format by the ending"
-            allowed = f"files that end with {', '.join(DATA_ENDINGS)}"
-            remedy = "Name one, e.g. the training file for validation too."
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+            yield told("data-format-unknown", setting=setting, endings=", ".join(DATA_ENDINGS))
 
 
 @rule("files-missing", of_machine=True)
@@ -72,9 +69,7 @@ def missing_files(config: DictConfig, machine: Machine) -> Faults:
     """Data files and the reward function are there. One missing file is enough."""
     for setting, name in named_files(config):
         if name in machine.missing_files:
-            problem = f"there is no such file (relative to {machine.folder})"
-            remedy = "Recipes are run from the repository's root; prepare the data first, or give an absolute path."
-            yield Fault(setting=setting, value=name, problem=problem, allowed="a file that is there", remedy=remedy)
+            yield told("files-missing", setting=setting, value=name, machine=machine)
             return
 
 
@@ -83,9 +78,7 @@ def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
     """verl counts the steps of an epoch, and divides by their number."""
     rows, size = _train_rows(config, machine), config.data.train_batch_size
     if rows < size:
-        problem = f"the training files have {rows} rows: no batch is full, and verl divides by zero steps an epoch"
-        remedy = "Lower it, or train on more problems (data.train_files, data.train_max_samples)."
-        yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"at most {rows}", remedy=remedy)
+        yield told("batch-exceeds-data", rows=rows)
 
 
 @rule("epochs-end-first", "warning", of_machine=True)
@@ -97,10 +90,7 @@ def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
         return
     steps = int(rows) // size
     if steps * epochs < asked:
-        setting = "trainer.total_epochs"
-        problem = f"an epoch has {steps} steps: the run ends after {steps * epochs}, not {asked} (total_training_steps)"
-        remedy = f"Set trainer.total_epochs={math.ceil(asked / steps)}, or fewer steps."
-        yield Fault(setting=setting, problem=problem, allowed=f"at least {math.ceil(asked / steps)}", remedy=remedy)
+        yield told("epochs-end-first", steps=steps, made=steps * epochs, asked=asked, enough=math.ceil(asked / steps))
 
 
 def _train_rows(config: DictConfig, machine: Machine) -> float:
@@ -116,28 +106,20 @@ def reward_function(config: DictConfig, machine: Machine) -> Faults:
     path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
     given, taken = OmegaConf.select(config, f"{REWARD}.reward_kwargs") or {}, (machine.reward_names or {}).get(name)
     if path and machine.reward_names == {}:
-        allowed, remedy = "a file, or pkg:// and a module of an installed package", "Correct the path."
-        problem = "there is no such module, or Python cannot read it: verl stops in the reward workers"
-        yield Fault(setting=f"{REWARD}.path", problem=problem, allowed=allowed, remedy=remedy)
+        yield told("reward-function-missing module")
     elif path and machine.reward_names is not None and name not in (names := machine.reward_names):
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
-        problem = f"{path} defines no such function: verl stops in the reward workers"
-        allowed = functions or "a function of that file"
-        yield Fault(setting=f"{REWARD}.name", problem=problem, allowed=allowed, remedy="Correct the name, or the path.")
+        yield told("reward-function-missing function", path=path, functions=functions or "a function of that file")
     if path and taken is not None:
         for key in (each for each in given if each not in taken):
-            problem = f"{name} takes no such keyword: the first response ends in a TypeError"
-            setting, allowed = f"{REWARD}.reward_kwargs.{key}", ", ".join(sorted(taken))
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy="Correct it, or leave it out.")
+            yield told("reward-function-missing keyword", key=key, name=name, taken=", ".join(sorted(taken)))
 
 
 @rule("math-verify-missing", of_machine=True)
 def math_verify(config: DictConfig, machine: Machine) -> Faults:
     """The rewards of the paper's recipes compare answers with math-verify."""
     if OmegaConf.select(config, f"{REWARD}.path") in ANSWER_REWARDS and not machine.math_verify:
-        problem = "this reward compares answers with math-verify, which is not installed"
-        remedy = 'Install it on every node: pip install "math-verify[antlr4_9_3]".'
-        yield Fault(setting=f"{REWARD}.path", problem=problem, allowed="a machine with math-verify", remedy=remedy)
+        yield told("math-verify-missing")
 
 
 @rule("folder-not-writable", of_machine=True)
@@ -145,10 +127,7 @@ def folders(config: DictConfig, machine: Machine) -> Faults:
     """A run can write where it is told to; the first checkpoint is hours in."""
     for setting, path in written_folders(config):
         if path in machine.unwritable:
-            problem = "nothing can be written there, which the first checkpoint would show"
-            remedy = f"Set {setting}, or give this user the right to write there."
-            allowed = "a folder that can be made and written to"
-            yield Fault(setting=setting, value=path, problem=problem, allowed=allowed, remedy=remedy)
+            yield told("folder-not-writable", setting=setting, value=path)
 
 
 @rule("package-not-installed", of_machine=True)
@@ -156,10 +135,7 @@ def packages(config: DictConfig, machine: Machine) -> Faults:
     """verl imports a logger's package once everything is loaded, and others in its workers."""
     for setting, name, package in needed_packages(config):
         if package in machine.missing_packages:
-            problem = f"{name} needs the package {package}, which is not installed"
-            allowed = "console and file, and others whose package is installed"
-            remedy = f"Install it on every host (pip install {package}), or leave {setting} as the recipe has it."
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+            yield told("package-not-installed", setting=setting, name=name, package=package)
 
 
 @rule("column-missing", of_machine=True)
@@ -168,6 +144,4 @@ def columns(config: DictConfig, machine: Machine) -> Faults:
     if machine.columns is None or OmegaConf.select(config, "data.custom_cls.path"):
         return
     if (column := config.data.prompt_key) not in machine.columns:
-        problem, allowed = f"the training files have no column {column}: no prompt is read", ", ".join(machine.columns)
-        remedy = "Correct it, or write the file with: verl-precision data."
-        yield Fault(setting="data.prompt_key", problem=problem, allowed=f"of the columns {allowed}", remedy=remedy)
+        yield told("column-missing", column=column, columns=", ".join(machine.columns))

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_is_merged, lora_rank
-from verl_precision.check.rules.rule import Environment, Fault, Faults, faults_where, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, rule, told, told_where
 
 ROLLOUT = "actor_rollout_ref.rollout"
 PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -34,9 +34,10 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
     replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     # ActorRolloutRefWorker.init_model, RolloutReplica.__init__
     if replica < 1 or gpus % replica or replica % min(per_node, replica):
-        problem = f"a replica takes {replica} GPUs, which do not divide {config.trainer.nnodes} x {per_node} GPUs"
-        remedy = f"Set {PARALLEL}={math.gcd(replica, gpus)}, or change trainer.n_gpus_per_node."
-        yield Fault(setting=PARALLEL, problem=problem, allowed=f"a divisor of {gpus}: {_divisors(gpus)}", remedy=remedy)
+        yield told(
+            "gpus-do-not-divide replica", replica=replica, config=config, per_node=per_node, gpus=gpus,
+            divisors=_divisors(gpus), fits=math.gcd(replica, gpus),
+        )  # fmt: skip
     for engine in engines(config):
         if engine.strategy not in FSDP:
             continue
@@ -44,9 +45,10 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
             # FSDPEngine._init_device_mesh, create_device_mesh
             if over == 0 or 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
-                problem = f"{gpus} GPUs are not divided by it: the ranks left over fail, and the others wait"
-                allowed, remedy = f"a divisor of {gpus}: {_divisors(gpus)}", f"Set {setting}={math.gcd(over, gpus)}."
-                yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+                yield told(
+                    "gpus-do-not-divide group", setting=setting, gpus=gpus, divisors=_divisors(gpus),
+                    fits=math.gcd(over, gpus),
+                )  # fmt: skip
 
 
 @rule("heads-do-not-divide")
@@ -64,9 +66,10 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
         kv = kv_heads or heads
         if over >= 1 and (heads % over or kv % over and over % kv):
             fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-            problem = f"{heads} attention heads, {kv} of keys and values, cannot be shared evenly by {over} ranks"
-            remedy = f"Set {setting}={max(n for n in fitting if n <= over)}."
-            yield Fault(setting=setting, problem=problem, allowed=", ".join(map(str, fitting)), remedy=remedy)
+            yield told(
+                "heads-do-not-divide", setting=setting, heads=heads, kv=kv, over=over,
+                fitting=", ".join(map(str, fitting)), largest=max(n for n in fitting if n <= over),
+            )  # fmt: skip
 
 
 @rule("batch-does-not-divide")
@@ -79,16 +82,15 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
         micro_batch = owner.get("ppo_micro_batch_size_per_gpu")
         if sequences % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
-            problem = f"{sequences} sequences (x rollout.n={n}) are not divided by {ranks} ranks, as verl asserts"
-            remedy = f"Set {setting}={-(-owner.ppo_mini_batch_size // step) * step}."
-            yield Fault(setting=setting, problem=problem, allowed=f"a multiple of {step}", remedy=remedy)
+            yield told(
+                "batch-does-not-divide mini-batch", setting=setting, sequences=sequences, n=n, ranks=ranks, step=step,
+                up=-(-owner.ppo_mini_batch_size // step) * step,
+            )  # fmt: skip
         elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:
             setting, when = f"{path}.ppo_micro_batch_size_per_gpu", "in the first update, after the first rollout"
             yield _not_divided(setting, micro_batch, sequences // ranks, "mini-batch", when)
     if model.actor.use_dynamic_bsz != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
-        problem = f"actor.use_dynamic_bsz={model.actor.use_dynamic_bsz}: each worker asserts that both are the same"
-        allowed = str(model.actor.use_dynamic_bsz)
-        yield Fault(setting=f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem=problem, allowed=allowed)
+        yield told("batch-does-not-divide dynamic", model=model)
     bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
     micro_batch = model.rollout.get("log_prob_micro_batch_size_per_gpu")
     ranks = max(gpus // engines(config)[0].ulysses[1], 1)
@@ -107,25 +109,23 @@ def batches_of_prompts(config: DictConfig, environment: Environment) -> Faults:
     fetched, size = config.data.get("gen_batch_size") or 0, config.data.train_batch_size
     one_by_one = mode != "sync" or OmegaConf.select(config, "algorithm.filter_groups.enable")  # verl sets 1 there
     if fetched and not one_by_one and size % fetched:  # PPOTrainer._next_train_batch
-        problem = f"a batch of {size} prompts is no multiple of it: verl raises in the first step"
-        remedy = "Set data.gen_batch_size=null."
-        yield Fault("", "", "data.gen_batch_size", None, problem, f"null, or a divisor of {size}", remedy)
+        yield told("batch-does-not-divide fetched", size=size)
     if mode != "separate_async":
         return
-    setting = "trainer.v1.separate_async.parameter_sync_step"
-    steps, mini_batch = OmegaConf.select(config, setting), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = OmegaConf.select(config, "trainer.v1.separate_async.parameter_sync_step")
+    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if size != steps * mini_batch:  # PPOTrainerSeparateAsync.__init__
-        problem = f"{steps} mini-batches of {mini_batch} prompts are not a batch of {size}, as verl asserts"
         fits = size // mini_batch if mini_batch and size % mini_batch == 0 else 0
-        allowed = str(fits) if fits else "data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size"
-        yield Fault(setting=setting, problem=problem, allowed=allowed)
+        fits = fits or "data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size"
+        yield told("batch-does-not-divide sync", steps=steps, mini_batch=mini_batch, size=size, fits=fits)
 
 
 def _not_divided(setting: str, micro_batch: int, sequences: int, batch: str, when: str) -> Fault:
     """Return the fault that verl's prepare_micro_batches asserts."""
-    problem = f"a rank has {sequences} sequences of a {batch}, which are not divided by it: verl asserts so {when}"
-    remedy = f"Set {setting}={math.gcd(sequences, micro_batch)}."
-    return Fault(setting=setting, problem=problem, allowed=f"a divisor of {sequences}", remedy=remedy)
+    return told(
+        "batch-does-not-divide micro-batch", setting=setting, sequences=sequences, batch=batch, when=when,
+        fits=math.gcd(sequences, micro_batch),
+    )  # fmt: skip
 
 
 def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
@@ -152,11 +152,8 @@ def batch_is_padded(config: DictConfig, environment: Environment) -> Faults:
         return
     if (missing := _padded_batch(config) - size * n) == 0:
         return
-    up = -(-size // mini_batch) * mini_batch
-    smaller = f"actor_rollout_ref.actor.ppo_mini_batch_size={math.gcd(size, mini_batch)}"
-    remedy = f"Set data.train_batch_size={up}, or {smaller}."
-    problem = f"{size} prompts do not fill mini-batches of {mini_batch}: verl adds {missing} synthetic sequences"
-    yield Fault(setting="data.train_batch_size", problem=problem, allowed=f"a multiple of {mini_batch}", remedy=remedy)
+    up, fits = -(-size // mini_batch) * mini_batch, math.gcd(size, mini_batch)
+    yield told("batch-is-padded", size=size, mini_batch=mini_batch, missing=missing, up=up, fits=fits)
 
 
 @rule("token-budget-too-small")
@@ -177,9 +174,7 @@ def token_budget(config: DictConfig, environment: Environment) -> Faults:
             continue
         _, parallel = found[role].ulysses
         if tokens * parallel < longest:
-            problem = f"a sequence of {longest} tokens (prompt and response) fits into no micro-batch: verl stops at it"
-            allowed = f"at least {-(-longest // parallel)}"
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy="Raise it, or shorten the responses.")
+            yield told("token-budget-too-small", setting=setting, longest=longest, least=-(-longest // parallel))
 
 
 @rule("vllm-refuses-setting")
@@ -198,18 +193,17 @@ def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults
     counts = isinstance(batched, int) and isinstance(sequences, int)
     rank, positions = lora_rank(config), environment.model.get("max_position_embeddings")
     bounded = isinstance(positions, int) and isinstance(context, int)
-    yield from faults_where(
-        (dtype not in VLLM_DTYPES, named, "vLLM does not know this name of a dtype, though verl's trainer may",
-         ", ".join(VLLM_DTYPES)),
-        (not isinstance(share, int | float) or not 0 < share <= 1, shared, "it is a share of the GPU",
-         "a number above 0, and at most 1"),
-        (counts and batched < sequences, room, f"vLLM wants room for a token of each of {other}={sequences} sequences",
-         f"at least {sequences}"),
-        (rank > VLLM_LORA_RANK and not lora_is_merged(config), "actor_rollout_ref.model.lora_rank", "vLLM serves "
-         f"no adapter of rank {rank}, and verl refuses to start", f"at most {VLLM_LORA_RANK}"),
-        (bounded and context > positions, sized, "the model has fewer positions (max_position_embeddings), and verl's "
-         "server refuses to start", f"at most {positions}"),
-        remedy="Correct {}, or leave it as the recipe and its presets have it.",
+    yield from told_where(
+        "vllm-refuses-setting",
+        {
+            "dtype": dtype not in VLLM_DTYPES,
+            "share": not isinstance(share, int | float) or not 0 < share <= 1,
+            "batched": counts and batched < sequences,
+            "rank": rank > VLLM_LORA_RANK and not lora_is_merged(config),
+            "positions": bounded and context > positions,
+        },
+        named=named, dtypes=", ".join(VLLM_DTYPES), shared=shared, room=room, other=other, sequences=sequences,
+        rank=rank, vllm_lora_rank=VLLM_LORA_RANK, sized=sized, positions=positions,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule
+from verl_precision.check.rules.rule import Environment, Faults, Severity, as_faults, rule, told
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
@@ -33,27 +33,21 @@ def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
 def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Faults:
     """verl's own loss for bypass mode needs a block of settings."""
     if _loss(config) == "bypass_mode" and OmegaConf.select(config, LOSS_CORRECTION) is None:
-        problem = "loss_mode=bypass_mode reads its settings there and raises in the first update without them"
-        remedy = f"Choose estimator=pg_seq_tis or pg_seq_mis, or set +{LOSS_CORRECTION}.*."
-        yield Fault(setting=LOSS_CORRECTION, problem=problem, allowed="a RolloutCorrectionConfig", remedy=remedy)
+        yield told("bypass-loss-unconfigured")
 
 
 @rule("bypass-without-loss")
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, and the clip acts on the mismatch"
-        setting, remedy = f"{CORRECTION}.bypass_mode", "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
-        yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
+        yield told("bypass-without-loss", ignored=" and ".join(ignored))
 
 
 @rule("bypass-clips-mismatch", "warning")
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
     """Bypass mode alone makes the clip act on the mismatch."""
     if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
-        problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
-        setting, remedy = f"{CORRECTION}.bypass_mode", "Set it to False, or choose estimator=pg_seq_is."
-        yield Fault(setting=setting, problem=problem, allowed="False, or a loss that knows bypass mode", remedy=remedy)
+        yield told("bypass-clips-mismatch", loss=_loss(config))
 
 
 @rule("updates-below-grid", "warning")
@@ -68,12 +62,10 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
         return
     if _has_mismatch_in_clip(config):
         step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        problem = f"the trainer computes in {actor.compute}, the rollout in {rollout}. On {rollout}'s grid a weight of "
-        problem += f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about "
-        problem += f"{step / learning_rate:.0f} updates at lr={learning_rate}. Until then the clip cuts what was learnt"
-        remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
-        setting = "actor_rollout_ref.rollout.dtype"
-        yield Fault(setting=setting, problem=problem, allowed="the actor's dtype", remedy=remedy)
+        yield told(
+            "updates-below-grid", actor=actor, rollout=rollout, typical_weight=TYPICAL_WEIGHT, step=step,
+            updates=step / learning_rate, learning_rate=learning_rate,
+        )  # fmt: skip
 
 
 def _has_mismatch_in_clip(config: DictConfig) -> bool:
@@ -115,10 +107,10 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
         if value < 1 or value > MAX_USUAL_THRESHOLD:
             effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
             severity: Severity = "error" if value < 1 else "warning"
-            problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
-            allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band with decimal points, as 0.5_5.0"
-            setting = f"{path}.rollout_is_threshold"
-            yield Fault("", severity, setting, None, problem, allowed, f"Set {setting}=2.0, or the band as 0.5_5.0.")
+            yield told(
+                "threshold-misread weights", severity=severity, path=path, effect=effect,
+                max_usual_threshold=MAX_USUAL_THRESHOLD,
+            )  # fmt: skip
 
 
 @rule("threshold-misread")
@@ -127,10 +119,7 @@ def rejection_threshold_misread(config: DictConfig, environment: Environment) ->
     for path, correction in _corrections(config):
         value = correction.get("rollout_rs_threshold")
         if "k1" in str(correction.get("rollout_rs")) and isinstance(value, int | float) and not value > 1:
-            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
-            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
-            remedy = f"Set {path}.rollout_rs_threshold=2.0."
-            yield Fault(setting=f"{path}.rollout_rs_threshold", problem=problem, allowed=allowed, remedy=remedy)
+            yield told("threshold-misread k1", path=path)
 
 
 @rule("k1-bounds-inverted")
@@ -146,11 +135,8 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Faults:
             if not name.endswith("k1") or bounds is None or abs(math.log(bounds[0] * bounds[1])) <= SYMMETRY:
                 continue
             low, high = bounds
-            setting, kept_low, kept_high = f"{path}.rollout_rs_threshold", f"{1 / high:.4g}", f"{1 / low:.4g}"
-            problem = f"{name} compares -log r: ratios in [{kept_low}, {kept_high}] are kept, not [{low:g}, {high:g}]"
-            allowed = "a band that is the same both ways round, as 0.5_2.0, or reciprocals"
-            remedy = f"To keep [{low:g}, {high:g}] set {setting}={kept_low}_{float(kept_high)}."
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+            kept = (f"{1 / high:.4g}", f"{1 / low:.4g}", float(f"{1 / low:.4g}"))
+            yield told("k1-bounds-inverted", path=path, name=name, kept=kept, low=low, high=high)
 
 
 def _band(text: str) -> tuple[float, float] | None:
@@ -166,10 +152,7 @@ def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults
     """The losses of this package have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
     if _loss(config) in POLICY_LOSSES and value != VERLS_CLIP_RATIO_C:
-        problem = f"loss_mode={_loss(config)} has no dual clip; only verl's vanilla does"
-        allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
-        remedy = "Remove the setting, or choose estimator=dapo."
-        yield Fault(setting="actor_rollout_ref.actor.clip_ratio_c", problem=problem, allowed=allowed, remedy=remedy)
+        yield told("clip-ratio-c-ignored", loss=_loss(config), verls_clip_ratio_c=VERLS_CLIP_RATIO_C)
 
 
 @rule("loss-settings")
@@ -192,12 +175,9 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
     if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
         yield from as_faults(limits.require_bypass, _loss_correction(config).get("bypass_mode"), loss)
     else:
-        problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
-        remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
-        yield Fault("", "", f"{CORRECTION}.bypass_mode", bypass, problem, "True", remedy)
+        yield told("loss-settings bypass", value=bypass, loss=loss, preset=loss.removeprefix("vp_"))
     if not config.trainer.get("use_v1", True):
-        problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"
-        yield Fault(setting="trainer.use_v1", problem=problem, allowed="True")
+        yield told("loss-settings v0", loss=loss)
 
 
 @rule("loss-settings")
@@ -207,18 +187,12 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
     if weights not in LEVELS:
         return
     if "rollout_is_weights" not in _needs(config):
-        loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
         applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]
-        problem = f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says"
-        remedy = f"Set {loss_mode}=vp_grpo."
-        yield Fault("", "", loss_mode, _loss(config), problem, ", ".join(applying), remedy)
+        yield told("loss-settings loss", value=_loss(config), weights=weights, applying=", ".join(applying))
     if correction.get("bypass_mode"):
-        problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
-        remedy = "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis, which need no old-log-prob forward."
-        yield Fault(setting=f"{CORRECTION}.bypass_mode", problem=problem, allowed="False", remedy=remedy)
+        yield told("loss-settings weights in bypass", weights=weights)
     if correction.get("rollout_rs") is not None:
-        problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
-        yield Fault(setting=f"{CORRECTION}.rollout_rs", problem=problem, allowed="null")
+        yield told("loss-settings rejection", weights=weights)
     yield from as_faults(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 

@@ -7,13 +7,13 @@ of other engines than FSDP.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
 from verl_precision.check.rules import gpu_memory as gpu
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
 
 FILLED, FAR_OVER = 0.9, 1.1  # Shares of a GPU: the arithmetic is good to some GiB either way.
 GPU_RULES = ("memory-training", "memory-rollout")  # the rules of a GPU below
@@ -153,22 +153,19 @@ def memory_training(config: DictConfig, environment: Environment) -> Faults:
     layout = layout_of(config, environment)
     if layout is None or not (severity := _judged(peak := sum(layout.training.values()), layout.memory)):
         return
-    needs = f"a micro-batch of {layout.tokens} tokens needs {_sum(layout.training, layout.memory)}"
+    said: dict[str, Any] = {"severity": severity, "layout": layout, "needs": _sum(layout.training, layout.memory)}
     if layout.unreduced and not _judged(peak - layout.unreduced, layout.memory):
-        yield Fault(severity=severity, setting=NO_SYNC, problem=needs, allowed="False")
+        yield told("memory-training unreduced", **said)
         return
     dynamic, largest = config.actor_rollout_ref.actor.use_dynamic_bsz, layout.largest_budget()
     _, parallel = engines(config)[0].ulysses
     smallest = -(-layout.longest // parallel)
-    per_sequence = max(smallest, 1)
-    setting, most = (BUDGET, largest) if dynamic else (MICRO_BATCH, largest // per_sequence)
-    if fits := largest >= smallest:
-        allowed, remedy = f"at most {most}", f"Set {setting}={most}."
-    else:
-        allowed = f"what one sequence of {layout.longest} tokens needs does not fit"
-        remedy = f"Take more GPUs, {', '.join([*layout.savings(), 'or'])} a shorter data.max_response_length."
-    setting = setting if fits or dynamic else MICRO_BATCH
-    yield Fault("", severity, setting, None, needs, allowed, remedy)
+    setting, most = (BUDGET, largest) if dynamic else (MICRO_BATCH, largest // max(smallest, 1))
+    if largest >= smallest:
+        yield told("memory-training fits", setting=setting, most=most, **said)
+        return
+    savings = ", ".join([*layout.savings(), "or"])
+    yield told("memory-training", setting=setting, savings=savings, **said)
 
 
 @rule("memory-rollout")
@@ -189,16 +186,11 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
             "the trainer's state": beside - gpu.REST,
             "CUDA and NCCL": gpu.REST,
         }
-        problem = f"while vLLM works it takes {_sum(parts, memory)}"
-        allowed = f"at most {most:.2f}" if most > 0 else "no share: the trainer's state leaves no room"
-        way = f"Set {SHARE}={most:.2f}" if most > 0 else "Take more GPUs"
-        remedy = f"{way}, or offload the state: actor_rollout_ref.actor.fsdp_config.offload_policy=True."
-        yield Fault("", severity, SHARE, None, problem, allowed, remedy)
+        case = "share" if most > 0 else "no share"
+        yield told(f"memory-rollout {case}", severity=severity, parts=_sum(parts, memory), most=most)
     elif gpu.kv_tokens(model, parallel, share, memory, width) < longest:
         weights = width * model.parameters / parallel / gpu.GIB
-        problem = f"{weights:.0f} GiB of weights and a tenth for vLLM leave no room for a sequence of {longest} tokens"
-        remedy = f"Raise it, or double actor_rollout_ref.rollout.tensor_model_parallel_size ({parallel})."
-        yield Fault(setting=SHARE, problem=problem, allowed=f"up to {most:.2f}, or more GPUs a replica", remedy=remedy)
+        yield told("memory-rollout sequence", weights=weights, longest=longest, most=most, parallel=parallel)
 
 
 @rule("router-replay-memory", "warning")
@@ -211,9 +203,7 @@ def router_replay_memory(config: DictConfig, environment: Environment) -> Faults
     tokens *= data.max_prompt_length + data.max_response_length
     held = gpu.routing_bytes(model, tokens)
     if (of_host := held / gpu.GIB / max(config.trainer.nnodes, 1)) > ROUTING_GIB:
-        problem = f"if all responses have full length, TransferQueue holds {held / 1e9:.0f} GB of choices of experts ("
-        problem += (
-            f"{gpu.routing_bytes(model, 1)} bytes a token) until the step ends: {of_host:.0f} GiB of a host's memory"
-        )
-        remedy = "Have that much free, take more hosts or a smaller data.train_batch_size, or no router_replay."
-        yield Fault(setting=SENT, problem=problem, allowed=f"at most {ROUTING_GIB} GiB a host", remedy=remedy)
+        yield told(
+            "router-replay-memory", gigabytes=held / 1e9, each=gpu.routing_bytes(model, 1), of_host=of_host,
+            routing_gib=ROUTING_GIB,
+        )  # fmt: skip

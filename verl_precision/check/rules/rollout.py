@@ -8,7 +8,6 @@ from packaging.version import Version
 from verl_precision.base.dtypes import EXACT, HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
-    BACKEND,
     FSDP,
     OF_LOOP,
     ROLLOUT,
@@ -22,7 +21,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.gpu_memory import shape_of
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_where, rule
+from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told, told_where
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
 
@@ -44,9 +43,7 @@ def raw_logprobs(config: DictConfig, environment: Environment) -> Faults:
     changed = [f"{key}={OmegaConf.select(rollout, key)}" for key in NEUTRAL if _is_set(rollout, key)]
     effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
     severity: Severity = "warning" if mode == "raw_logprobs" and not changed else "error"
-    setting = f"{ROLLOUT}.logprobs_mode"
-    problem = f"they are compared with the trainer's as those of the policy it sampled from, {effect}"
-    yield Fault(severity=severity, setting=setting, value=mode, problem=problem, allowed="processed_logprobs")
+    yield told("raw-logprobs", severity=severity, value=mode, effect=effect)
 
 
 @rule("truncated-sampling")
@@ -58,13 +55,11 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
     for key, allowed in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
         if not _is_set(config.actor_rollout_ref.rollout, key):
             continue
-        setting = f"{ROLLOUT}.{key}"
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
         severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) in EXACT else "warning"
-        problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
-        remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md){otherwise}."
-        yield Fault("", severity, setting, None, problem, f"{allowed}, or sampling masks", remedy)
+        said = {"key": key, "effect": effect, "allowed": allowed, "otherwise": otherwise}
+        yield told("truncated-sampling", severity=severity, **said)
 
 
 @rule("temperature-in-half", "warning")
@@ -77,9 +72,8 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
     if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
-        problem = f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM in FP32: one more rounding"
-        remedy = "Set actor_rollout_ref.model.use_fused_kernels=False." if fused and actor.ours else ""
-        yield Fault(setting=f"{ROLLOUT}.temperature", problem=problem, allowed="1.0", remedy=remedy)
+        case = " of ours" if fused and actor.ours else ""
+        yield told(f"temperature-in-half{case}", who=who, actor=actor)
 
 
 @rule("logprobs-missing")
@@ -92,8 +86,7 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
     if reason := importance_ratios(config) or ("mismatch.enabled=True" if measured else None):
         yield missing_log_probs(f"{reason} needs the rollout's log-probs")
     elif mode.startswith("vp_"):
-        setting, problem = f"{ROLLOUT}.calculate_log_probs", f"trainer_mode={mode} has no mismatch to report"
-        yield Fault(severity="warning", setting=setting, problem=problem, allowed="True")
+        yield told("logprobs-missing", severity="warning", mode=mode)
 
 
 @rule("agent-loop")
@@ -106,21 +99,16 @@ def agent_loop(config: DictConfig, environment: Environment) -> Faults:
     ours = rollout.agent.default_agent_loop == AGENT_LOOP
     strings = OmegaConf.is_list(stop) and stop and all(isinstance(text, str) and text for text in stop)
     share = isinstance(min_p, int | float) and 0 <= min_p <= 1
-    yield from faults_where(
-        (finished and not (ours and of_loop["mark_truncated"]), f"{custom}.mark_truncated", f"only {AGENT_LOOP} tells "
-         "the reward's require_finished whether a response was cut off", f"True, with {AGENT_LOOP}"),
-        (finished and manager in ("dapo", "gdpo"), "reward.reward_manager.name", f"verl's {manager} tells a reward "
-         "nothing of the agent loop, and require_finished needs it", "naive"),
-        (given and not ours, f"{ROLLOUT}.agent.default_agent_loop", f"it does not read {', '.join(given)} of {custom}",
-         AGENT_LOOP),
-        (ours and not given, custom, f"the agent loop {AGENT_LOOP} reads {', '.join(OF_LOOP)}, and none is there",
-         'such as {stop: ["</answer>"]}'),
-        (ours and stop is not None and not strings, f"{custom}.stop", f"the agent loop {AGENT_LOOP} ends a response at "
-         "a string", 'a list of strings such as ["</answer>"]'),
-        (ours and min_p is not None and not share, f"{custom}.min_p", "min-p is a share of the most probable token's "
-         "probability", "0 to 1"),
-        (ours and rollout.name != "vllm", f"{ROLLOUT}.name", f"{AGENT_LOOP} knows vLLM's sampling only", "vllm"),
-    )  # fmt: skip
+    wrong = {
+        "truncated": finished and not (ours and of_loop["mark_truncated"]),
+        "manager": finished and manager in ("dapo", "gdpo"),
+        "unread": given and not ours,
+        "empty": ours and not given,
+        "stop": ours and stop is not None and not strings,
+        "min_p": ours and min_p is not None and not share,
+        "engine": ours and rollout.name != "vllm",
+    }
+    yield from told_where("agent-loop", wrong, manager=manager, given=", ".join(given), read=", ".join(OF_LOOP))
 
 
 @rule("sampling-masks")
@@ -130,29 +118,21 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
         return
     actor, rollout, model = engines(config)[0], config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     if not actor.ours or actor.strategy not in FSDP:
-        problem = "only this package's FSDP engine renormalises over them"
-        yield Fault(setting=MASKS, problem=problem, allowed="False", remedy="Choose a precision preset.")
+        yield told("sampling-masks engine")
     if rollout.top_k < 1:
-        problem = "without top_k the mask of a token could hold the whole vocabulary"
-        remedy = f"Set {ROLLOUT}.top_k=256, say: top_p alone rarely keeps more."
-        yield Fault(setting=f"{ROLLOUT}.top_k", problem=problem, allowed="1 or more", remedy=remedy)
+        yield told("sampling-masks top_k")
     most, least = engine_kwargs(config).get("max_logprobs", 20), 2 * rollout.top_k + 16
     if rollout.top_k >= 1 and 0 <= most < least:
-        setting, problem = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs", "vLLM refuses to return so many tokens"
-        yield Fault(setting=setting, problem=problem, allowed=f"-1, or {least} or more", remedy=f"Set ++{setting}=-1.")
-    log_probs, mode = rollout.calculate_log_probs, str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
-    fp32_log_probs, penalty = actor.node.get("fp32_log_probs", True), rollout.get("repetition_penalty", 1.0)
-    kept, own = "a penalty changes the log-probs of the tokens that are kept", "verl's own log-probs know no masks"
-    interrupted = "verl joins the parts of a response that was interrupted, and drops their masks"
-    fused = "actor_rollout_ref.model.use_fused_kernels"
-    yield from faults_where(
-        (penalty != 1, f"{ROLLOUT}.repetition_penalty", kept, "1.0"),
-        (not log_probs, f"{ROLLOUT}.calculate_log_probs", "the masks come with the log-probs", "True"),
-        (mode not in ("sync", "vp_sync"), "trainer.v1.trainer_mode", interrupted, "sync or vp_sync"),
-        (actor.ours and not fp32_log_probs, f"{actor.setting}.fp32_log_probs", own, "True"),
-        (model.get("use_fused_kernels"), fused, "fused kernels never show their logits", "False"),
-        (actor.ulysses[1] > 1, actor.ulysses[0], "a rank then sees a part of each sequence", "1"),
-    )
+        yield told("sampling-masks max_logprobs", least=least)
+    wrong = {
+        "penalty": rollout.get("repetition_penalty", 1.0) != 1,
+        "log-probs": not rollout.calculate_log_probs,
+        "mode": OmegaConf.select(config, "trainer.v1.trainer_mode") not in ("sync", "vp_sync"),
+        "fp32": actor.ours and not actor.node.get("fp32_log_probs", True),
+        "fused": model.get("use_fused_kernels"),
+        "ulysses": actor.ulysses[1] > 1,
+    }
+    yield from told_where("sampling-masks", wrong, actor=actor)
 
 
 @rule("cascade-attention", "warning")
@@ -163,9 +143,7 @@ def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
     if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or gpu is None:
         return
     if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
-        setting = f"{ROLLOUT}.engine_kwargs.vllm.disable_cascade_attn"
-        problem = f"vLLM {vllm} uses cascade attention, reported on {gpu} to raise the mismatch by orders of magnitude"
-        yield Fault(setting=setting, value=False, problem=problem, allowed="True", remedy=f"Set +{setting}=True.")
+        yield told("cascade-attention", value=False, vllm=vllm, gpu=gpu)
 
 
 @rule("experts-kernel-bf16", "warning")
@@ -178,8 +156,7 @@ def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
     quantised = any(place.endswith(".quantization") for place in quantisations(config))  # they have other kernels
     setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
     if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
-        problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, without a look at the dtype, {dtype} (read)"
-        yield Fault(setting=setting, value="auto", problem=problem, allowed="triton", remedy=f"Set +{setting}=triton.")
+        yield told("experts-kernel-bf16", setting=setting, value="auto", gpu=gpu, dtype=dtype)
 
 
 @rule("separate-async-transport")
@@ -187,9 +164,7 @@ def separate_async_transport(config: DictConfig, environment: Environment) -> Fa
     """verl's trainer with a rollout on GPUs of its own asserts against the sync inside one process."""
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     if mode.removeprefix("vp_") == "separate_async" and sync_backend(config) == "naive":
-        problem = f"{mode} has a rollout on GPUs of its own, which naive does not reach: verl asserts against it"
-        allowed = "nccl or nixl; mooncake, kimi_ckpt_engine and delta_sharded round weights to BF16"
-        yield Fault(setting=BACKEND, problem=problem, allowed=allowed, remedy=f"Set {BACKEND}=nccl.")
+        yield told("separate-async-transport", mode=mode)
 
 
 @rule("adapter-not-loadable")
@@ -199,10 +174,7 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults
     if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
         return
     if uses_adapter(config):
-        setting = "actor_rollout_ref.model.lora.merge"
-        problem = f"verl 0.9.1 cannot load an adapter into vLLM {vllm}, which has no get_unstacked_mapper any more"
-        remedy = "Install an older vLLM, or set actor_rollout_ref.model.lora.merge=True."
-        yield Fault(setting=setting, value=False, problem=problem, allowed="vLLM < 0.29, or True", remedy=remedy)
+        yield told("adapter-not-loadable", value=False, vllm=vllm)
 
 
 def importance_ratios(config: DictConfig) -> str | None:

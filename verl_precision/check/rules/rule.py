@@ -1,18 +1,21 @@
 """What a rule is, what it finds, and what it may know beyond the config.
 
 A new rule is one function, in the module of its subject. The decorator says its name and how serious it is; the
-function yields a `Fault` for each setting that is wrong. `half-weights` in `dtypes.py` is a short one.
+function yields a `Fault` for each setting that is wrong, in the words of texts.yaml (`told`). `half-weights` in
+`dtypes.py` is a short one.
 
 Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe it: a row in docs/precision.md.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import VerlPrecisionError, describe, sentence
+from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
+from verl_precision.base.files import table_of
 
 Severity = Literal["error", "warning"]
 
@@ -141,8 +144,24 @@ def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[Ve
         yield error
 
 
-def faults_where(*rows: tuple[object, str, str, str], remedy: str = "") -> Iterator[Fault]:
-    """Yield a fault for each row (what is wrong if true, setting, problem, what is allowed), all with one remedy."""
-    for wrong, setting, problem, allowed in rows:
-        if wrong:
-            yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy.format(setting))
+@functools.cache
+def _texts() -> dict[str, dict[str, str]]:
+    return table_of(__file__, "texts.yaml")
+
+
+def told(
+    key: str, /, *, setting: str = "", severity: Severity | Literal[""] = "", value: object = None, **said: object
+) -> Fault:
+    """Return a fault in the words that texts.yaml has under `key`; `said` are the names in its braces.
+
+    The key is the rule's name, with a case behind it where the rule has several. Setting, severity and value are the
+    fault's.
+    """
+    words = _texts()[key]
+    setting = setting or words["setting"].format(**said)
+    return Fault(severity=severity, value=value, **{**filled(words, setting=setting, **said), "setting": setting})
+
+
+def told_where(name: str, wrong: Mapping[str, object], /, **said: object) -> Iterator[Fault]:
+    """Yield the fault of each case of a rule that is wrong, as `told` returns it."""
+    yield from (told(f"{name} {case}", **said) for case, is_wrong in wrong.items() if is_wrong)  # type: ignore[arg-type]

@@ -2,18 +2,17 @@
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import EXACT, long
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import ROLLOUT, SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
+from verl_precision.base.files import table_of
+from verl_precision.base.verl_config import SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
 from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.losses.rollout_weights import LEVELS
 
@@ -23,7 +22,7 @@ MANY_TIMES = 10  # a normaliser that is further from the longest response is a s
 @functools.cache
 def table(name: str) -> list:
     """Return the rows of a table of tables.yaml."""
-    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())[name]
+    return table_of(__file__)[name]
 
 
 def null_number(config: DictConfig) -> str | None:
@@ -42,8 +41,7 @@ def refused_numbers(config: DictConfig, environment: Environment) -> Faults:
         _, whole, bounds = interval.rpartition("whole ")
         if (value is None and not whole) or not _is_read(config, condition) or _is_within(value, bounds, bool(whole)):
             continue
-        remedy = f"Correct {setting}, or leave it as the recipe has it."
-        yield Fault(setting=setting, problem=effect, allowed=f"a {whole}number in {bounds}", remedy=remedy)
+        yield told("value-out-of-range", setting=setting, effect=effect, whole=whole, bounds=bounds)
 
 
 @rule("value-unusual", "warning")
@@ -56,9 +54,7 @@ def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
     for setting, low, high, source in usual:
         value = OmegaConf.select(config, setting)
         if isinstance(value, int | float) and value and not low <= value <= high:
-            problem = f"it is orders of magnitude from the values in use ({source})"
-            remedy = "Correct it if it is a slip; a run is not refused for it."
-            yield Fault(setting=setting, problem=problem, allowed=f"usually {low:g} to {high:g}", remedy=remedy)
+            yield told("value-unusual", setting=setting, source=source, low=low, high=high)
 
 
 @rule("name-unknown")
@@ -70,10 +66,10 @@ def unknown_names(config: DictConfig, environment: Environment) -> Faults:
         # a name with a slash is a kernel of the Hugging Face hub
         wrong = [name for name in given.replace(" ", "").split(",") if name not in ("", *allowed) and "/" not in name]
         if wrong and _is_read(config, condition):
-            problem = f"there is no {', '.join(wrong)}: {effect}"
             # agent loops are the only ones that a user's module may add to
             severity: Severity = "warning" if setting.endswith("_loop") else "error"
-            yield Fault("", severity, setting, None, problem, ", ".join(allowed), "Correct the name.")
+            said = {"wrong": ", ".join(wrong), "effect": effect, "allowed": ", ".join(allowed)}
+            yield told("name-unknown", setting=setting, severity=severity, **said)
 
 
 @rule("setting-ignored", "warning")
@@ -83,8 +79,7 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
         value, decided = OmegaConf.select(config, setting), OmegaConf.select(config, other) == meant
         changed = value is not None and value != default
         if decided is (word == "where") and changed and _is_read(config, condition):
-            remedy = "Remove it, or change what keeps it from being read."
-            yield Fault(setting=setting, problem=f"nothing reads it: {reason}", allowed=str(default), remedy=remedy)
+            yield told("setting-ignored", setting=setting, reason=reason, default=default)
 
 
 @rule("lengths-differ")
@@ -94,9 +89,7 @@ def lengths_differ(config: DictConfig, environment: Environment) -> Faults:
         own, meant = config.actor_rollout_ref.rollout.get(key), config.data[source]
         numbers = isinstance(own, int | float) and isinstance(meant, int | float)
         if numbers and (own < meant or own > meant and key == "response_length"):
-            remedy = f"Set data.{source} instead: the rollout's follows."
-            problem = f"data.{source} is {meant}: {effect}"
-            yield Fault(setting=f"{ROLLOUT}.{key}", problem=problem, allowed=str(meant), remedy=remedy)
+            yield told("lengths-differ", key=key, source=source, meant=meant, effect=effect)
 
 
 @rule("not-repeatable")
@@ -107,8 +100,7 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
     asked = f"{SEEDED}=True asks for a run that repeats bit for bit, but"
     yield from _unlike(config, "fixed", asked, "as +repeatable=bitwise does")
     if config.data.shuffle and config.data.seed is None:
-        problem, remedy = f"{asked} prompts are shuffled at random", "Set data.seed=0."
-        yield Fault(setting="data.seed", problem=problem, allowed="a number", remedy=remedy)
+        yield told("not-repeatable", asked=asked)
 
 
 @rule("not-exact")
@@ -121,22 +113,17 @@ def not_exact(config: DictConfig, environment: Environment) -> Faults:
     for engine in engines(config):
         yield from _unlike(config, "exact engine", asked, remedy, f"{engine.setting}.")
         if engine.ulysses[1] > 1:
-            problem = f"{asked} each rank rounds its part of a sequence"
-            yield Fault(setting=engine.ulysses[0], problem=problem, allowed="1")
+            yield told("not-exact ulysses", engine=engine, asked=asked)
     models = [("actor_rollout_ref.model", environment.model), ("critic.model", environment.critic)]
     for setting, model in models:
         if refusal := _model_refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
-            problem, allowed, remedy = f"{asked} {refusal.problem}", refusal.allowed, refusal.remedy
-            yield Fault(setting=f"{setting}.path", problem=problem, allowed=allowed, remedy=remedy)
+            yield told("not-exact model", setting=f"{setting}.path", asked=asked, refusal=refusal)
     if uses_adapter(config):
-        problem = f"{asked} vLLM rounds an adapter's products apart"
-        yield Fault(setting="actor_rollout_ref.model.lora.merge", problem=problem, allowed="True")
+        yield told("not-exact adapter", asked=asked)
     if others := beyond_merging(environment.adapter):
-        problem = f"{asked} the adapter is not merged by W + s·B·A: {others}"
-        yield Fault(setting="actor_rollout_ref.model.lora_adapter_path", problem=problem, allowed="a plain adapter")
+        yield told("not-exact merge", asked=asked, others=others)
     if (trained := engines(config)[0].compute) != rollout_dtype(config):
-        problem = f"{asked} the trainer rounds to {trained}"
-        yield Fault(setting=f"{ROLLOUT}.dtype", problem=problem, allowed=long(trained))
+        yield told("not-exact dtype", asked=asked, trained=trained, needed=long(trained))
 
 
 def _model_refusal(model: Mapping[str, Any], brings_code: bool) -> ConfigurationError | None:

@@ -27,18 +27,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from verl_precision.base.dtypes import EXACT
+from verl_precision.engine.arithmetic import operations
 from verl_precision.engine.arithmetic.attention import Request, Spans, attention, plan
 from verl_precision.engine.arithmetic.chosen import chosen, inner_dtype, refused, require_family
-from verl_precision.engine.arithmetic.operations import (
-    experts,
-    linear,
-    log_softmax,
-    rms_norm,
-    rotary,
-    rotary_frequencies,
-    route,
-    silu_and_mul,
-)
 from verl_precision.integration.ledger import wrap_once
 
 
@@ -84,7 +75,7 @@ class RoundedRMSNorm(RMSNorm):
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Return the norm, and what it was taken of if a residual was added."""
         x = x if residual is None else x + residual
-        normed = rms_norm(x, self.weight.data, self.variance_epsilon, inner=_inner())
+        normed = operations.rms_norm(x, self.weight.data, self.variance_epsilon, inner=_inner())
         return normed if residual is None else (normed, x)
 
     forward_cpu = forward_native
@@ -95,7 +86,7 @@ class RoundedSiluAndMul(SiluAndMul):
 
     def forward_native(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return silu(first half)·second half."""
-        return silu_and_mul(*x.chunk(2, dim=-1), inner=_inner())
+        return operations.silu_and_mul(*x.chunk(2, dim=-1), inner=_inner())
 
     forward_cpu = forward_native
 
@@ -108,11 +99,11 @@ class RoundedRotaryEmbedding(RotaryEmbedding):
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return queries and keys, turned."""
-        frequencies = rotary_frequencies(self._rope(), self.head_size)
+        frequencies = operations.rotary_frequencies(self._rope(), self.head_size)
 
         def turned(x: Tensor) -> Tensor:
             heads = x.reshape(len(positions), -1, self.head_size)
-            return rotary(heads, positions, frequencies, inner=_inner()).view(x.shape)
+            return operations.rotary(heads, positions, frequencies, inner=_inner()).view(x.shape)
 
         return turned(query), None if key is None else turned(key)
 
@@ -148,10 +139,11 @@ class RoundedExperts(CPUUnquantizedExperts):
 
     def apply(self, hidden_states: Tensor, w1: Tensor, w2: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the weighted sum of the chosen experts."""
-        weights, picked = route(router_logits, self.moe_config.experts_per_token, self.renormalize, inner=_inner())
+        number = self.moe_config.experts_per_token
+        weights, picked = operations.route(router_logits, number, self.renormalize, inner=_inner())
         if self.routing_replay_capture_fn is not None:
             self.routing_replay_capture_fn(picked.to(torch.int32))
-        return experts(hidden_states, picked, weights, w1, w2, inner=_inner())
+        return operations.experts(hidden_states, picked, weights, w1, w2, inner=_inner())
 
 
 class RoundedMoE(UnquantizedFusedMoEMethod):
@@ -242,14 +234,15 @@ def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     layer = args[0] if args else kwargs["layer"]
     inner = inner_dtype()
     if inner is not None and layer.weight.ndim == 2 and layer.weight.is_floating_point() and not layer.weight.is_meta:
-        layer.cpu_linear = partial(linear, inner=inner)  # reads the weight itself, which stays as it was loaded
+        # reads the weight itself, which stays as it was loaded
+        layer.cpu_linear = partial(operations.linear, inner=inner)
     else:
         wrapped(*args, **kwargs)
 
 
 def _log_probs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Tensor:
     logits = args[0] if args else kwargs["logits"]
-    return log_softmax(logits.float(), inner=_inner())
+    return operations.log_softmax(logits.float(), inner=_inner())
 
 
 def _sampled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -257,6 +250,6 @@ def _sampled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Tenso
     logits, generators, k, p = args
     logits = apply_top_k_top_p(logits, k, p)
     processed = instance.logprobs_mode == "processed_logprobs"
-    log_probs = log_softmax(logits, inner=_inner()) if processed else None
+    log_probs = operations.log_softmax(logits, inner=_inner()) if processed else None
     sampled, others = wrapped(logits, generators, None, None)
     return sampled, log_probs if processed else others

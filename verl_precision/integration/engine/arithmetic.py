@@ -18,6 +18,7 @@ from transformers.masking_utils import flash_attention_mask
 from verl.utils.device import get_device_name
 
 from verl_precision.base.dtypes import EXACT, torch_dtype
+from verl_precision.engine.arithmetic import operations
 from verl_precision.engine.arithmetic.attention import attention, packed
 from verl_precision.engine.arithmetic.chosen import (
     FAMILIES,
@@ -26,17 +27,6 @@ from verl_precision.engine.arithmetic.chosen import (
     inner_dtype,
     refused,
     require_family,
-)
-from verl_precision.engine.arithmetic.operations import (
-    Adapter,
-    experts,
-    linear,
-    merged,
-    rms_norm,
-    rotary,
-    rotary_frequencies,
-    route,
-    silu_and_mul,
 )
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 
@@ -112,7 +102,7 @@ def _lora(part: Any, x: Tensor) -> Tensor:
     return part.base_layer(x, None if part.disable_adapters else _adapter(part))
 
 
-def _adapter(part: Any) -> Adapter:
+def _adapter(part: Any) -> operations.Adapter:
     (name,) = part.active_adapters
     return part.lora_A[name].weight, part.lora_B[name].weight, part.scaling[name]
 
@@ -121,23 +111,23 @@ def _merge(part: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
     """Merge an adapter in place of PEFT, on its way to the rollout: operands are in `dtype`, as FSDP2 gathers them."""
     weight, (a, b, scale) = part.base_layer.weight, _adapter(part)
     operands = [(x.full_tensor() if isinstance(x, DTensor) else x).to(dtype) for x in (weight, a, b)]
-    found = merged(operands[0], operands[1], operands[2], scale, inner=inner)
+    found = operations.merged(operands[0], operands[1], operands[2], scale, inner=inner)
     if isinstance(weight, DTensor):
         found = distribute_tensor(found, weight.device_mesh, weight.placements, src_data_rank=None)
     weight.data.copy_(found)
     part.merged_adapters.extend(part.active_adapters)
 
 
-def _linear(part: Any, inner: torch.dtype, x: Tensor, adapter: Adapter | None = None) -> Tensor:
-    return linear(x, part.weight, part.bias, adapter, inner=inner)
+def _linear(part: Any, inner: torch.dtype, x: Tensor, adapter: operations.Adapter | None = None) -> Tensor:
+    return operations.linear(x, part.weight, part.bias, adapter, inner=inner)
 
 
 def _norm(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
-    return rms_norm(x, part.weight, part.variance_epsilon, inner=inner)
+    return operations.rms_norm(x, part.weight, part.variance_epsilon, inner=inner)
 
 
 def _mlp(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
-    return part.down_proj(silu_and_mul(part.gate_proj(x), part.up_proj(x), inner=inner))
+    return part.down_proj(operations.silu_and_mul(part.gate_proj(x), part.up_proj(x), inner=inner))
 
 
 def _no_rotation(part: Any, inner: torch.dtype, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,12 +136,12 @@ def _no_rotation(part: Any, inner: torch.dtype, x: Tensor, position_ids: Tensor)
 
 
 def _router(part: Any, inner: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = linear(x.reshape(-1, part.hidden_dim), part.weight, inner=inner)
-    return logits, *route(logits, part.top_k, part.norm_topk_prob, inner=inner)
+    logits = operations.linear(x.reshape(-1, part.hidden_dim), part.weight, inner=inner)
+    return logits, *operations.route(logits, part.top_k, part.norm_topk_prob, inner=inner)
 
 
 def _experts(part: Any, inner: torch.dtype, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    return experts(x, chosen, weights, part.gate_up_proj, part.down_proj, inner=inner)
+    return operations.experts(x, chosen, weights, part.gate_up_proj, part.down_proj, inner=inner)
 
 
 # Modules of a family, by the end of their names, and of torch. None: they call others, look up, or add.
@@ -193,8 +183,8 @@ def _attention(
         raise refused("the model was called with cached keys or a mask of its own", "whole sequences, with positions")
     inner = inner_dtype() or torch.float32
     positions = position_ids.expand(batch, -1)
-    frequencies = rotary_frequencies(module.config.rope_parameters, size)
+    frequencies = operations.rotary_frequencies(module.config.rope_parameters, size)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    q, k = (rotary(x, positions.flatten(), frequencies, inner=inner) for x in (q, k))
+    q, k = (operations.rotary(x, positions.flatten(), frequencies, inner=inner) for x in (q, k))
     found = attention(q, k, v, scaling, packed(positions, attention_mask), inner=inner)
     return found.view(batch, tokens, *found.shape[1:]), None

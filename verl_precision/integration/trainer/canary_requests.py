@@ -156,20 +156,14 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:
-    """Return the rollout's dtype where its weights miss what the trainer's forward sees; else None.
-
-    A LoRA adapter's weights are rounded only after they are multiplied: there the trainer's forward stays as it is.
-    """
+    """Return the rollout's dtype where its weights miss what the trainer's forward sees (never an adapter's)."""
     finer = torch.finfo(train).eps < torch.finfo(rollout).eps
     return str(rollout).removeprefix("torch.") if finer and engines(config)[0].ours and not lora_rank(config) else None
 
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
-    """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1].
-
-    With weights rounded to the rollout's dtype, if that is given: what rounding keeps from it is no wrong sync. verl
-    splits a batch evenly over its ranks, so sequences are repeated until every rank has as many, for one forward.
-    """
+    """Return the trainer's log π of all tokens but the first, float32 [S, T - 1], of weights so rounded."""
+    # verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many.
     sequences, length = tokens.shape
     rows = -(-sequences // workers.world_size) * workers.world_size
     repeated = tokens[torch.arange(rows) % sequences]

@@ -18,8 +18,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base import owner
-from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import write_file
+from verl_precision.base.errors import ConfigurationError, filled
+from verl_precision.base.files import table_of, write_file
 from verl_precision.integration.trainer.kept_files import metrics_path
 from verl_precision.integration.trainer.run_settings import (
     RunSettings,
@@ -35,6 +35,7 @@ RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
 _DIGEST = "-" + "[0-9a-f]" * 8  # behind the name, as a pattern
 _FOLDER = "trainer.default_local_dir"
+_WORDS = table_of(__file__)
 
 logger = logging.getLogger("verl_precision")
 
@@ -96,16 +97,8 @@ def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSett
     """Return the run that a folder belongs to, if to any; refuse another one than this."""
     known = run_in(folder)
     if known is not None and (changed := differences(known, run)):
-        raise ConfigurationError(
-            f"it holds the checkpoints of a run with other settings ({changed}), from which verl would go on",
-            setting=_FOLDER,
-            value=str(folder),
-            allowed="a folder of this run, or a new one",
-            remedy=f"To start anew, give it a name or a folder of its own: "
-            f"trainer.experiment_name={config.trainer.experiment_name}-2. To go on from one of those checkpoints with "
-            f"the new settings, add trainer.resume_mode=resume_path trainer.resume_from_path={folder}/global_step_N. "
-            "To go on with the old settings, give the old command.",
-        )
+        words = filled(_WORDS["other settings"], changed=changed, name=config.trainer.experiment_name, folder=folder)
+        raise ConfigurationError(setting=_FOLDER, value=str(folder), **words)
     return known
 
 
@@ -115,12 +108,8 @@ def run_in(folder: Path) -> RunSettings | None:
     try:
         return settings_of_record(yaml.safe_load(path.read_text())) if path.exists() else None
     except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({type(error).__name__}), so that nobody knows whose checkpoints these are",
-            setting=_FOLDER,
-            value=str(folder),
-            remedy=f"Give another folder. Or remove {RUN_FILE}, if you know that these checkpoints are this run's.",
-        ) from error
+        words = filled(_WORDS["unreadable"], path=path, error=type(error).__name__, file=RUN_FILE)
+        raise ConfigurationError(setting=_FOLDER, value=str(folder), **words) from error
 
 
 def _runs_beside(folder: Path) -> dict[Path, RunSettings]:
@@ -149,15 +138,8 @@ def _require_first_start(folder: Path, run: RunSettings, beside: dict[Path, RunS
     jobs = {place: {each.job for each in owner.owners(place)} for place in (beside if _may_be_a_later_start() else ())}
     if own := {p: beside[p] for p in jobs if job in jobs[p] or unknown and (not jobs[p] or None in jobs[p])}:
         nearest, changed = _nearest(own, run)
-        raise ConfigurationError(
-            f"a later start of the job {job} would begin a new run at step 0: it is not the run in {nearest} "
-            f"({changed})",
-            setting=_FOLDER,
-            value=str(folder),
-            allowed="for a job that was queued again, the folder of its earlier start",
-            remedy="Undo the change (of recipe, files, verl or verl_precision) and submit the command again. To begin "
-            "the new run on purpose, submit it as a new job.",
-        )
+        words = filled(_WORDS["later start"], job=job, nearest=nearest, changed=changed)
+        raise ConfigurationError(setting=_FOLDER, value=str(folder), **words)
 
 
 def _own(folder: Path, setting: str, value: str) -> None:
@@ -169,11 +151,5 @@ def _own(folder: Path, setting: str, value: str) -> None:
         logger.warning("%s is still locked by an earlier start of this job: %s", folder, holder)
         holder = owner.take(folder, owner.LEASE_SECONDS)
     if holder is not None:
-        raise ConfigurationError(
-            f"another run is at work in {folder}: {holder}",
-            setting=setting,
-            value=value,
-            allowed="one run at a time in a folder",
-            remedy="Nothing of it was touched. Wait for its end, or end it, then give the same command again. For a "
-            "second run beside it, give another trainer.experiment_name.",
-        )
+        words = filled(_WORDS["at work"], folder=folder, holder=holder)
+        raise ConfigurationError(setting=setting, value=value, **words)

@@ -23,25 +23,11 @@ from pydantic.fields import FieldInfo
 
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 
-# What decides how a run learns. All else (names, folders, loggers, Ray, what is measured) leaves it the same run.
-IDENTITY_BLOCKS = "actor_rollout_ref algorithm critic custom_reward_function data distillation reward".split()
-IDENTITY_TRAINER_KEYS = ("critic_warmup", "device", "n_gpus_per_node", "nnodes", "v1")
-# Inside those parts: what changes speed, memory, rounding within a dtype, or what is shown. An operator who makes room
-# after an out-of-memory error goes on with the same run.
-IGNORED_SETTINGS = frozenset(
-    """
-    checkpoint checkpoint_engine cudagraph_capture_sizes dataloader_num_workers disable_log_stats
-    enable_activation_offload enable_chunked_prefill enable_gradient_checkpointing enable_prefix_caching enforce_eager
-    entropy_checkpointing entropy_from_logits_chunk_size every_n_steps filter_overlong_prompts_workers
-    forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu forward_prefetch
-    free_cache_engine gpu_memory_utilization layered_summon log_prob_chunk_tokens log_prob_max_token_len_per_gpu
-    log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu max_num_batched_tokens max_num_seqs nccl_timeout
-    num_workers offload_policy optimizer_offload param_offload ppo_max_token_len_per_gpu ppo_micro_batch_size
-    ppo_micro_batch_size_per_gpu profiler prometheus reshard_after_forward send_weight_manifest skip_tokenizer_init
-    trace use_shm use_torch_compile val_batch_size val_files val_kwargs val_max_samples validation_shuffle
-    """.split()
-)
+_KNOWN = table_of(__file__)
+IDENTITY_BLOCKS, IDENTITY_TRAINER_KEYS = _KNOWN["blocks"], _KNOWN["trainer"]
+IGNORED_SETTINGS = frozenset(_KNOWN["ignored"])
 _TRAINER_MODE = "trainer.v1.trainer_mode"
 _NOT_SET: tuple[Any, ...] = (None, [])
 _SCRATCH = "default_of_a_setting"

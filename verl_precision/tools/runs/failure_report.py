@@ -10,6 +10,8 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+from verl_precision.base.files import table_of
+
 LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH = 1200, 200
 
@@ -36,20 +38,7 @@ _ECHO = re.compile(
     r"Call to \w+ method failed|Worker failed with error|no materializable trajectories|Engine core \w+ failed"
 )
 
-# What a cause means to the user, where its own words do not say it.
-_HEAD_SIZE = "vLLM has no attention kernel on a CPU for heads of this size. Use a model with another head_dim; "
-_HEAD_SIZE += "`verl-precision check` of the recipe says which have one."
-_NEWLINE = "verl builds prompts for this model type from single tokens. Use a tokenizer with a token for the newline."
-_MEMORY = "A process was killed, most often because memory ran out. Close other programs, or use a smaller model."
-_DISK = "/dev/shm or a disk is full. In a container, start it with --shm-size=2g; else remove stale files."
-_CPU = "A kernel was built for instructions that this CPU lacks. `verl-precision check` says which it has."
-_REMEDIES = {
-    r"Unsupported CPU attention configuration: head_dim=(\d+)": _HEAD_SIZE,
-    r"Expected \w+ newline to tokenize to one token": _NEWLINE,
-    r"OutOfMemory|[Oo]ut of memory|low on memory|memory pressure|Killed$|SIGKILL|exit code: -9\b": _MEMORY,
-    r"SIGBUS|Bus error|No space left on device|exit code: -7\b": _DISK,
-    r"SIGILL|Illegal instruction|exit code: -4\b": _CPU,
-}
+_REMEDIES = table_of(__file__, "failure_remedies.yaml")
 
 
 def reason(log: Path, returncode: int) -> str:

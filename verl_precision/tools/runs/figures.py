@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.tools.runs.read import Run
@@ -47,35 +48,9 @@ class Panel(NamedTuple):
         return self.title if len(self.metrics) == 1 else f"{self.title}: {label}"
 
 
-_PEARSON = keys.PROBS_PEARSON  # shown as its distance from 1
-_EXTREMES = {"max π - μ": keys.PROB_GAP_MAX, "min π - μ": keys.PROB_GAP_MIN}
-_CLIP = {"A > 0": "actor/clip_fraction_high", "A < 0": "actor/clip_fraction_low"}
-_CLIP |= {"all (verl's losses)": "actor/pg_clipfrac", "dual clip (verl's losses)": "actor/pg_clipfrac_lower"}
-_ROUTING, _BY_LAYER = keys.ROUTING_AGREEMENT, f"{keys.ROUTING_AGREEMENT}/layer_*"
-_LAYERS = "Experts chosen as by the rollout, by layer"
-_DEEPER = "falls with depth: each difference makes others"
-_ALPHA_BETA, _BEYOND = {"α": keys.ALPHA, "β": keys.BETA}, {"beyond": keys.BETA_BEYOND_CLIP}
-_SHADOW = "α = log shadow - log μ is how far the updates have moved the policy; β = log π - log shadow is the gap that "
-_SHADOW += "the precision adds, 0 is best; the shadow has the trainer's weights in the rollout's dtype"
-_PAST = "the precision alone would carry them past PPO's clip; 0 is best"
-REWARD = Panel("reward", "Reward", "mean score", {"reward": "critic/score/mean or critic/rewards/mean"})
-PANELS = (
-    REWARD,
-    Panel("length", "Response length", "tokens, mean", {"length": "response_length/mean"}),
-    Panel("k3", "Mismatch: k3 KL(μ‖π)", "nats per token", {"k3": keys.K3_KL}, 10, "0 is best"),
-    Panel("gap", "Mismatch: mean |log π - log μ|", "nats per token", {"gap": keys.LOG_PROB_GAP}, 10, "0 is best"),
-    Panel("pearson", "1 - correlation of π and μ", "1 - Pearson's r", {"1 - r": _PEARSON}, 10, "0 is best"),
-    Panel("extremes", "Extremes of π - μ", "probability", _EXTREMES, hint="towards ±1 before a collapse"),
-    Panel("alpha_beta", "α (policy) and β (precision)", "nats, mean |·|", _ALPHA_BETA, 10, _SHADOW),
-    Panel("beta_beyond", "Tokens with |β| beyond the clip range", "fraction", _BEYOND, hint=_PAST),
-    Panel("phantom", "Phantom-clipped tokens", "fraction", {"phantom": keys.PHANTOM_CLIPPED}, hint="0 is best"),
-    Panel("clip", "Clipped tokens", "fraction", _CLIP),
-    Panel("routing", "Experts chosen as by the rollout", "share of choices", {"equal": _ROUTING}, hint="1 is best"),
-    Panel("routing_by_layer", _LAYERS, "share of choices, all steps", {"equal": _BY_LAYER}, hint=_DEEPER, axis="layer"),
-    Panel("scale", "Loss scale", "S", {"scale": keys.LOSS_SCALE}, 2, "FP16 only"),
-    Panel("skipped", "Skipped updates", "per step", {"skipped": keys.SKIPPED_STEPS}, hint="0 is best"),
-    Panel("grad_norm", "Gradient norm", "before clipping", {"norm": "actor/grad_norm"}, 10),
-)
+_PANELS = table_of(__file__, "panels.yaml")
+PANELS = tuple(Panel(**known) for known in _PANELS)
+REWARD = PANELS[0]
 
 
 def points_of(run: Run, metric: str) -> dict[int, float]:
@@ -86,7 +61,8 @@ def points_of(run: Run, metric: str) -> dict[int, float]:
     for key in metric.split(" or "):
         found = {int(row["step"]): value for row in run.rows if (value := keys.value_of(row, key)) is not None}
         if found:
-            return {step: 1 - value for step, value in found.items()} if key == _PEARSON else found
+            # shown as its distance from 1
+            return {step: 1 - value for step, value in found.items()} if key == keys.PROBS_PEARSON else found
     return {}
 
 

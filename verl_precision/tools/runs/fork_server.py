@@ -10,21 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version
 
-# What the workers of a run import: trainer, FSDP engine, agent loop, rollout server, TransferQueue, Ray's worker.
-MODULES = (
-    "ray._private.services",
-    "ray._private.node",
-    "verl.trainer.main_ppo",
-    "verl.trainer.ppo.v1",
-    "verl.workers.engine_workers",
-    "verl.workers.engine.fsdp.transformer_impl",
-    "verl.workers.rollout.vllm_rollout.vllm_async_server",
-    "verl.experimental.agent_loop.agent_loop",
-    "verl.experimental.reward_loop",
-    "transfer_queue",
-)
+MODULES: Sequence[str] = table_of(__file__, "fork_modules.yaml")
 # What multiprocessing starts in a fork in place of Python: a process that it spawns is a fork as well.
 SPAWN = """#!/bin/sh
 case "$*" in

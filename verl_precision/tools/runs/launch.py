@@ -20,22 +20,13 @@ from typing import NamedTuple
 import psutil
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.base.files import table_of
 from verl_precision.tools.runs.failure_report import reason
 
 # Every process of a run carries this variable, so that exactly those are ended.
 RUN_MARK = "VERL_PRECISION_RUN"
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
-# What verl is doing, in the order in which a run passes it: (pattern in verl's, Ray's or vLLM's output, what the user
-# is told). Start-up takes over a minute on two cores; these lines are the only sign of life until the first step.
-STAGES = (
-    (r"verl_precision \S+ loaded into verl", "verl and the plugin are loaded"),
-    (r"Started a local Ray instance", "Ray has started; trainer process is importing verl"),
-    (r"dataloader initialized", "data is loaded; workers are importing torch"),
-    (r"\(WorkerDict pid=", "FSDP2 worker is building the model"),
-    (r"\(vLLMHttpServer pid=", "vLLM server is starting"),
-    (r"\(EngineCore|\(Worker ", "vLLM is loading the model"),
-    (r"\(AgentLoopWorker\w* pid=", "weights are synced to vLLM; agent loop is starting"),
-)
+STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
 
 

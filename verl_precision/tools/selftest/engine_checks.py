@@ -127,12 +127,7 @@ def offload_overflow(device: str, folder: Path) -> Figures:
 
 
 def _planted(scaler: ShardedGradScaler) -> dict[str, int]:
-    """Plant an infinite element in one gradient of each step but the first and the last, and count.
-
-    Returns:
-        `missed`: overflows after which the step was not skipped; `misread`: steps whose finite gradients were not
-        divided by the scale; `false_alarms`: steps without an overflow that were skipped.
-    """
+    """Plant infinite gradients in all steps but first and last; count missed ones, misread steps, false alarms."""
     width = 64
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))

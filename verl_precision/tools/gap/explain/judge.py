@@ -4,13 +4,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from verl_precision.base.dtypes import DTYPES, EXACT
+from verl_precision.base.files import table_of
 from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
 from verl_precision.tools.gap.explain.operations import Operations
 from verl_precision.tools.gap.explain.routing import Routing, with_routing
@@ -31,7 +30,7 @@ class Cause:
     most: float = 0.0
 
 
-_KNOWN = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text())
+_KNOWN = table_of(__file__, "causes.yaml")
 CAUSES = {name: Cause(**known) for name, known in _KNOWN.items()}
 
 

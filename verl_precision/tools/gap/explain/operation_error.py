@@ -16,27 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# The last part of the name of vLLM's module, in the order of a layer -> the kind of operation, and the modules of
-# transformers that together compute the same: of several, vLLM's output has all, one after the other.
-_KINDS = {
-    "embed_tokens": ("embeddings", "model.embed_tokens"),
-    "residual": ("residual",),  # the sum before a norm, which vLLM's norm computes
-    "input_layernorm": ("input norm", "{block}.input_layernorm"),
-    "qkv_proj": ("qkv", "{block}.self_attn.q_proj", "{block}.self_attn.k_proj", "{block}.self_attn.v_proj"),
-    "q_norm": ("qk norm", "{block}.self_attn.q_norm"),
-    "k_norm": ("qk norm", "{block}.self_attn.k_norm"),
-    "rotary_emb": ("rotary",),
-    "attn": ("attention",),
-    "o_proj": ("output projection", "{block}.self_attn.o_proj"),
-    "post_attention_layernorm": ("post-attention norm", "{block}.post_attention_layernorm"),
-    "gate_up_proj": ("gate and up", "{block}.mlp.gate_proj", "{block}.mlp.up_proj"),
-    "act_fn": ("activation",),
-    "down_proj": ("down", "{block}.mlp.down_proj"),
-    "gate": ("router",),
-    "experts": ("experts",),
-    "norm": ("final norm", "model.norm"),
-    "logits_processor": ("head", "lm_head"),
-}
+from verl_precision.base.files import table_of
+
+_KINDS = table_of(__file__, "operation_kinds.yaml")
 KINDS = tuple(dict.fromkeys(kind for kind, *_ in _KINDS.values()))
 
 
