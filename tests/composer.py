@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
 # Their task is a tiny model's: nothing of it belongs on a GPU.
 CPU_ONLY = ("quickstart", "sanity_arithmetic", "phantom_clipping", "collapse")
-PAPER = [path for path in RECIPES if path.stem not in CPU_ONLY]
+# A task of this project with a pre-trained model, on a CPU and on a GPU.
+PRE_TRAINED = ("smollm2",)
+PAPER = [path for path in RECIPES if path.stem not in (*CPU_ONLY, *PRE_TRAINED)]
 
 
 @functools.cache

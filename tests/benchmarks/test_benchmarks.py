@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-STUDIES = {"alarm_rates.py", "arithmetic.py", "fault_injection.py"}
+STUDIES = {"alarm_rates.py", "fault_injection.py"}
 
 
 def load(name):

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# A pre-trained model in BF16 and in FP16 | trainer: FSDP2 | rollout: vLLM | a CPU, or SCALE=1x1_gpu | arXiv 2510.26788
+# Gets the model and the problems, keeps those that the model solves sometimes, trains in each precision. Stopped, the
+# same command goes on.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+############################ user-adjustable ############################
+PYTHON=${PYTHON:-python}
+SCALE=${SCALE:-cpu}
+PRECISIONS=${PRECISIONS:-bf16 fp16}
+ESTIMATORS=${ESTIMATORS:-pg_seq_is}
+SEEDS=${SEEDS:-0}
+TASKS=${TASKS:-products syllogism}
+PROBLEMS=${PROBLEMS:-100} # of each task, before the filter
+RESPONSES=${RESPONSES:-8} # to each problem, for the filter
+FOLDER=outputs/smollm2    # where smollm2.yaml looks for model and set
+#########################################################################
+
+COMMAND=("$PYTHON" -m verl_precision.cli)
+CHOICES=("scale=$SCALE")
+if [[ $SCALE == cpu ]]; then
+    export VERL_PLATFORM=cpu
+    CHOICES+=(--parallel 2)
+else
+    CHOICES+=(arithmetic=native)
+fi
+if [[ ! -e $FOLDER/model ]]; then
+    "${COMMAND[@]}" data smollm2_135m_instruct --output "$FOLDER/model"
+fi
+if [[ ! -e $FOLDER/problems.parquet ]]; then
+    NAMES=()
+    for TASK in $TASKS; do
+        NAMES+=(--task "$TASK")
+    done
+    "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER/problems.parquet"
+fi
+if [[ ! -e $FOLDER/set/kept.parquet ]]; then
+    "${COMMAND[@]}" sanity-set "$FOLDER/problems.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
+        --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype bf16 \
+        --max-prompt-length 160 --max-response-length 40
+fi
+for PRECISION in $PRECISIONS; do
+    CHOICES+=(--precision "$PRECISION")
+done
+for SEED in $SEEDS; do
+    CHOICES+=(--seed "$SEED")
+done
+for ESTIMATOR in $ESTIMATORS; do
+    "${COMMAND[@]}" compare recipes/smollm2/smollm2.yaml "${CHOICES[@]}" "estimator=$ESTIMATOR" "$@"
+done

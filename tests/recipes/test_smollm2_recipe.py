@@ -1,0 +1,67 @@
+"""The recipe of the pre-trained model: its sizes on a CPU and on a GPU, and the steps of its script."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+from composer import ROOT, compose_recipe
+
+RECIPE = ROOT / "recipes/smollm2/smollm2.yaml"
+SCRIPT = "recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh"
+ON_GPU = ("scale=1x1_gpu", "arithmetic=native")
+REWARD = "pkg://verl_precision.integration.rewards.reasoning_gym_answer"
+
+
+@pytest.mark.parametrize(("overrides", "prompts", "tokens"), [((), 16, 40), (ON_GPU, 64, 1024)])
+def test_sizes_by_device(overrides, prompts, tokens):
+    config = compose_recipe(RECIPE, *overrides)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.data.train_batch_size, rollout.n, config.data.max_response_length) == (prompts, 8, tokens)
+    assert actor.ppo_mini_batch_size == prompts, "one update a batch"
+    longest = config.data.max_prompt_length + tokens
+    assert rollout.max_model_len >= longest and actor.ppo_max_token_len_per_gpu >= longest
+    assert config.actor_rollout_ref.model.path == "outputs/smollm2/model", "no scale puts a tiny model in its place"
+    assert config.reward.custom_reward_function.path == REWARD
+
+
+FAKE_PYTHON = """
+echo "${VERL_PLATFORM:--} $@"
+while [[ $1 != --output && $1 != compare ]]; do shift; done
+case "$1 $2" in
+    *problems.parquet) mkdir -p "${2%/*}" && touch "$2" ;;
+    *set) mkdir -p "$2" && touch "$2/kept.parquet" ;;
+    --output*) mkdir -p "$2" ;;
+esac
+"""
+
+
+@pytest.fixture
+def script(tmp_path, executable):
+    """The script alone in a tree of its own, and a python that notes its arguments and makes the files asked for."""
+    (tmp_path / SCRIPT).parent.mkdir(parents=True)
+    shutil.copy(ROOT / SCRIPT, tmp_path / SCRIPT)
+    python = str(executable("python", FAKE_PYTHON))
+
+    def run(*overrides: str, **environment: str) -> list[str]:
+        environment = {"PATH": os.environ["PATH"], "PYTHON": python, **environment}
+        command = ["bash", tmp_path / SCRIPT, *overrides]
+        done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [line.replace("-m verl_precision.cli ", "") for line in done.stdout.splitlines()]
+
+    return run
+
+
+def test_script_gets_model_problems_and_set_and_compares_and_takes_what_is_there(script):
+    model, problems, kept, compare = script("trainer.total_training_steps=2", TASKS="products chain_sum", PROBLEMS="9")
+    assert model == "cpu data smollm2_135m_instruct --output outputs/smollm2/model"
+    assert problems.startswith("cpu data reasoning_gym --task products --task chain_sum --size 9 ")
+    assert kept.startswith("cpu sanity-set outputs/smollm2/problems.parquet --model outputs/smollm2/model ")
+    assert f"--reward {REWARD} " in kept
+    assert compare.startswith("cpu compare recipes/smollm2/smollm2.yaml scale=cpu --parallel 2 --precision bf16 ")
+    assert compare.endswith("--precision fp16 --seed 0 estimator=pg_seq_is trainer.total_training_steps=2")
+    assert compose_recipe(RECIPE).data.train_files == "outputs/smollm2/set/kept.parquet"
+    grid = script(SCALE="1x1_gpu", ESTIMATORS="grpo pg_seq_is", SEEDS="0 1", PRECISIONS="fp16")
+    options = "- compare recipes/smollm2/smollm2.yaml scale=1x1_gpu arithmetic=native --precision fp16 --seed 0 --seed 1"
+    assert grid == [f"{options} estimator={name}" for name in ("grpo", "pg_seq_is")]
