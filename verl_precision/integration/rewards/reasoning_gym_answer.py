@@ -25,10 +25,11 @@ UNSAFE = (
     *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
 )
 LONGEST = 5_000  # characters of an answer; some scorers take the square of them
-_HUGE = re.compile(r"\s*[-+]?[\d_]*\.?[\d_]*[eE][-+]?[\d_]{4,}\s*")  # Fraction("1e999999999") would fill the memory
+# Fraction("1e999999999") would fill the memory; and NaN is no distance from any complex number: min(1, nan) is 1.
+_NO_VALUE = re.compile(r"(?i)[\d_]\.?e[-+]?[\d_]{4}|(?<![a-z])nanj?(?![a-z])")
 _TAG = re.compile(r"(?s)<answer>(.*?)</answer>")
 _MARK = re.compile(r"(?i)\banswer\**:\**")
-_NUMBER = re.compile(r"(?<![\w./^])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+_NUMBER = re.compile(r"(?<![\w./^])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?![\w/])", re.ASCII)
 
 
 def compute_score(
@@ -43,7 +44,7 @@ def compute_score(
     entry, scorer = truth["entry"], _scorer(truth["task"], truth["level"])
     answer = answer_in(solution_str, entry["answer"])
     score = 0.0
-    if len(answer) <= LONGEST and not _HUGE.fullmatch(answer):
+    if len(answer) <= LONGEST and (answer == entry["answer"] or not _NO_VALUE.search(answer)):
         try:
             score = float(scorer(answer, entry))
         except Exception:  # of any kind: scorers index, convert and recurse into an answer that they did not expect
@@ -58,7 +59,7 @@ def answer_in(response: str, truth: str) -> str:
     Where the true answer is a number, the last number of that counts; where it has several lines, so has the answer.
 
     Example:
-        >>> answer_in("3 * 4 = 12\nAnswer: 12 apples", "12"), answer_in("The capital is\nParis", "Rome")
+        >>> answer_in("3 * 4 = 12\nAnswer: it is 12.", "12"), answer_in("The capital is\nParis", "Rome")
         ('12', 'Paris')
     """
     is_number, tagged, marked = _NUMBER.fullmatch(truth), _TAG.findall(response), _MARK.split(response)
@@ -66,8 +67,8 @@ def answer_in(response: str, truth: str) -> str:
     if (box := braced_box(text)) is not None:
         text = box
     elif not is_number or len(marked) > 1:
-        lines = [line.strip() for line in text.strip().split("\n")]
-        text = "\n".join(lines) if "\n" in truth else lines[0 if tagged or len(marked) > 1 else -1]
+        lines = text.strip().split("\n")
+        text = text if "\n" in truth else lines[0 if tagged or len(marked) > 1 else -1]
     numbers = _NUMBER.findall(text) if is_number else []
     return numbers[-1] if numbers else text.strip()
 

@@ -93,6 +93,8 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
         source = f"reasoning_gym/{task}"
         if compute_score(source, f"Answer: {entry['answer']}", truth)["acc"] != 1:
             raise refusal("its scorer does not accept its own answer once that was read from a response and a file")
+        if compute_score(source, "Answer: ?", truth)["acc"] == 1:
+            raise refusal("its scorer accepts ? as an answer, so that nothing would be learned")
         origin = f"reasoning_gym {installed_version('reasoning-gym')}"
         rows.append({
             "data_source": source,
