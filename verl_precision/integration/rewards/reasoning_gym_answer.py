@@ -70,7 +70,8 @@ def answer_in(response: str, truth: str) -> str:
         lines = text.strip().split("\n")
         text = text if "\n" in truth else lines[0 if tagged or len(marked) > 1 else -1]
     numbers = _NUMBER.findall(text) if is_number else []
-    return numbers[-1] if numbers else text.strip()
+    listed = len(numbers) > 1 and not re.search(r"[^\s\d.,;+-]", text)  # several answers are none
+    return numbers[-1] if numbers and not listed else text.strip()
 
 
 def build(task: str, level: int, **sizes: int) -> Any:
