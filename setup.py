@@ -26,8 +26,8 @@ BASE = [
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
 MATH = "math-verify[antlr4_9_3]>=0.8"
-# A data set's hash and a reward are those of one release: gguf widens the 4-bit weights of `data smollm2_135m_instruct`,
-# and reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
+# One release decides a hash or a score: gguf widens the 4-bit weights of `data smollm2_135m_instruct`, and
+# reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
 TASKS = ["gguf==0.19.0", "reasoning-gym==0.1.25"]
 NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
 

@@ -25,9 +25,9 @@ RIM = (
 )
 # Most lines of Python in each part of the house.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_870,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_965,
     ("check",): 4_270,
-    ("tools", "cli"): 8_590,
+    ("tools", "cli"): 8_945,
 }
 # Modules that need torch and NumPy at most: hosts and their companions may be missing.
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")

