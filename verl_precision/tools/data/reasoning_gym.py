@@ -1,0 +1,97 @@
+"""Tasks of reasoning_gym in verl's format: questions from a seed, at a level of a task's curriculum."""
+
+import json
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import write_file
+from verl_precision.base.seeds import response_seed
+from verl_precision.base.settings import require_each_once
+from verl_precision.base.versions import installed_version
+from verl_precision.integration.rewards.reasoning_gym_answer import build, compute_score
+
+SUFFIX = '\nEnd with a line "Answer: ..." that has the answer alone.'
+
+
+def write_tasks(path: Path, tasks: Sequence[str], level: int, size: int, seed: int) -> str:
+    """Write `size` questions of each task as parquet in verl's format; return one line about them.
+
+    The file's ground truths are for the reward `reasoning_gym_answer`; a task whose own answers that cannot score is
+    refused. A file with the same content is left as it is, and another one at this path is refused.
+    """
+    require_each_once("--task", tasks)
+    for task in tasks:
+        _require_task(task, level)
+    rows = [row for task in tasks for row in _rows(task, level, size, seed)]
+    distinct: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        distinct.setdefault(row["prompt"][0]["content"], row)
+    kept = list(distinct.values())
+    for index, row in enumerate(kept):
+        row["extra_info"]["index"] = index
+    buffer = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(kept), buffer)
+    content = buffer.getvalue().to_pybytes()
+    counted = f"{len(kept)} questions of {', '.join(tasks)} at level {level}, seed {seed}"
+    counted += f"; {len(rows) - len(kept)} repeated ones were left out" if len(kept) < len(rows) else ""
+    if path.is_file() and path.read_bytes() == content:
+        return f"{path} has them already: {counted}"
+    if path.exists():
+        problem, remedy = f"{path.name} in it is another data set", "Name another folder, or move the file away."
+        raise ConfigurationError(problem, setting="--output", value=path.parent, remedy=remedy)
+    write_file(path, content)
+    return f"wrote {path}: {counted}"
+
+
+def _require_task(task: str, level: int) -> None:
+    """Refuse a task, or a level, that reasoning_gym does not have."""
+    build("products", 0)  # an error without reasoning_gym
+    from reasoning_gym.factory import CURRICULA, DATASETS
+
+    if task not in DATASETS:
+        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
+        raise ConfigurationError("there is no such task", setting="--task", value=task, allowed=", ".join(near))
+    levels = [len(each.levels) for each in CURRICULA[task]().attributes.values()] if task in CURRICULA else []
+    highest = max(levels, default=1) - 1
+    if level > highest:
+        problem = f"{task} has no such level"
+        raise ConfigurationError(problem, setting="--level", value=level, allowed=f"0 to {highest}" if highest else "0")
+
+
+def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
+    def refusal(problem: str) -> ConfigurationError:
+        remedy = "Choose another task, or another level."
+        return ConfigurationError(problem, setting="--task", value=task, remedy=remedy)
+
+    # Question i has the seed `seed` + i there: sets of consecutive seeds would share nearly all questions.
+    sizes = {"size": size, "seed": response_seed(seed, task, level)}
+    try:
+        entries = [*build(task, level, **sizes)]
+        truths = [json.dumps({"task": task, "level": level, "entry": entry}) for entry in entries]
+    except ConfigurationError:  # a ValueError, too
+        raise
+    except (AssertionError, ValueError, TypeError) as error:
+        raise refusal(f"reasoning_gym cannot make it at level {level} ({error})") from error
+    rows, source = [], f"reasoning_gym/{task}"
+    origin = f"reasoning_gym {installed_version('reasoning-gym')}"
+    for entry, truth in zip(entries, truths, strict=True):
+        if not isinstance(entry["answer"], str):
+            raise refusal("reasoning_gym gives no answer to it, with which its reward could be tested")
+        if compute_score(source, f"Answer: {entry['answer']}", truth)["acc"] != 1:
+            raise refusal("its scorer does not accept its own answer once that was read from a response and a file")
+        if compute_score(source, "Answer: ?", truth)["acc"] == 1:
+            raise refusal("its scorer accepts ? as an answer, so that nothing would be learned")
+        rows.append({
+            "data_source": source,
+            "prompt": [{"role": "user", "content": entry["question"] + SUFFIX}],
+            "ability": "reasoning",
+            "reward_model": {"style": "rule", "ground_truth": truth},
+            "extra_info": {"task": task, "level": level, "seed": seed, "origin": origin},
+        })  # fmt: skip
+    return rows

