@@ -63,5 +63,7 @@ def test_script_gets_model_problems_and_set_and_compares_and_takes_what_is_there
     assert compare.endswith("--precision fp16 --seed 0 estimator=pg_seq_is trainer.total_training_steps=2")
     assert compose_recipe(RECIPE).data.train_files == "outputs/smollm2/set/kept.parquet"
     grid = script(SCALE="1x1_gpu", ESTIMATORS="grpo pg_seq_is", SEEDS="0 1", PRECISIONS="fp16")
-    options = "- compare recipes/smollm2/smollm2.yaml scale=1x1_gpu arithmetic=native --precision fp16 --seed 0 --seed 1"
+    options = (
+        "- compare recipes/smollm2/smollm2.yaml scale=1x1_gpu arithmetic=native --precision fp16 --seed 0 --seed 1"
+    )
     assert grid == [f"{options} estimator={name}" for name in ("grpo", "pg_seq_is")]
