@@ -15,6 +15,8 @@ from verl_precision.engine.arithmetic.chosen import VARIABLE
 from verl_precision.engine.arithmetic.operations import linear
 
 PROGRAM = """
+from types import SimpleNamespace
+
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,11 +74,13 @@ for architecture in {architectures!r}:
 
 if {planted!r}:
     import verl_precision.integration.cpu.vllm_arithmetic as ours
+    ours.operations = SimpleNamespace(**vars(ours.operations))  # of vLLM alone: the trainer keeps the module
 for name in {planted!r}:
-    right = getattr(ours, name)
-    setattr(ours, name, lambda *args, inner: right(*args, inner=torch.float32))
+    place = ours if hasattr(ours, name) else ours.operations
+    right = getattr(place, name)
+    setattr(place, name, lambda *args, inner: right(*args, inner=torch.float32))
     print("planted", name, *unequal(sampled(engine, name), trainer), flush=True)
-    setattr(ours, name, right)
+    setattr(place, name, right)
     engine._engine.reset_prefix_cache()
 """
 
