@@ -74,10 +74,15 @@ def answer_in(response: str, truth: str) -> str:
     return numbers[-1] if numbers and not listed else text.strip()
 
 
-def build(task: str, level: int, **sizes: int) -> Any:
-    """Return reasoning_gym's data set of a task at a level of its curriculum; `sizes` are its `seed` and `size`."""
+def require_reasoning_gym() -> None:
+    """Raise an error that says what to do if reasoning_gym is not installed."""
     if find_spec("reasoning_gym") is None:
         raise EnvironmentMismatchError("reasoning_gym, which has tasks and scorers, is not installed", remedy=INSTALL)
+
+
+def build(task: str, level: int, **sizes: int) -> Any:
+    """Return reasoning_gym's data set of a task at a level of its curriculum; `sizes` are its `seed` and `size`."""
+    require_reasoning_gym()
     if task in UNSAFE:
         problem = "its scorer runs the answer as Python, so that a response could do anything on this machine"
         raise ConfigurationError(problem, setting="task", value=task, allowed="a task whose scorer reads alone")

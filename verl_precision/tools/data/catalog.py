@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 from verl_precision.integration.rewards.math_answers import braced_box
 
 Row = Mapping[str, Any]
@@ -35,7 +33,7 @@ class Question(NamedTuple):
     source: str = ""  # where the problem comes from, as the data set says
 
 
-_CONTENT = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_CONTENT = table_of(__file__)
 
 CATALOG = {name: PaperDataSet(**values) for name, values in _CONTENT["data_sets"].items()}
 LAYOUTS: dict[str, dict[str, str]] = _CONTENT["layouts"]  # meaning -> column

@@ -14,7 +14,7 @@ from verl_precision.base.files import write_file
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import require_each_once
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.rewards.reasoning_gym_answer import build, compute_score
+from verl_precision.integration.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
 
 SUFFIX = '\nEnd with a line "Answer: ..." that has the answer alone.'
 
@@ -51,7 +51,7 @@ def write_tasks(path: Path, tasks: Sequence[str], level: int, size: int, seed: i
 
 def _require_task(task: str, level: int) -> None:
     """Refuse a task, or a level, that reasoning_gym does not have."""
-    build("products", 0)  # an error without reasoning_gym
+    require_reasoning_gym()
     from reasoning_gym.factory import CURRICULA, DATASETS
 
     if task not in DATASETS:

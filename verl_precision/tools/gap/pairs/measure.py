@@ -30,9 +30,7 @@ class Pair:
     gaps: np.ndarray  # [K] log π - log μ of those tokens, nats
     lengths: np.ndarray  # [B] tokens of each response
     sequence_log_ratios: np.ndarray  # [B] Σₜ log π(yₜ) - log μ(yₜ), nats
-    growth: dict[
-        int, tuple[int, float]
-    ]  # tokens -> responses that are as long, std of the log ratio of their beginning
+    growth: dict[int, tuple[int, float]]  # tokens -> responses that have as many, std of the log ratio of those tokens
     vocabulary: tuple[int, int] | None = None  # of all log-probs of some positions: those that are equal, and all
 
     def metric(self, name: str) -> float:
