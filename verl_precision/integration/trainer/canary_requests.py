@@ -156,13 +156,14 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:
-    """Return the rollout's dtype where its weights miss what the trainer's forward sees (never an adapter's)."""
+    """Return the rollout's dtype if it misses part of the trainer's weights; an adapter rounds after its product."""
     finer = torch.finfo(train).eps < torch.finfo(rollout).eps
     return str(rollout).removeprefix("torch.") if finer and engines(config)[0].ours and not lora_rank(config) else None
 
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
-    """Return the trainer's log π of all tokens but the first, float32 [S, T - 1], of weights so rounded."""
+    """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1]."""
+    # With weights rounded to the rollout's dtype, if that is given: a loss by rounding is no wrong sync.
     # verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many.
     sequences, length = tokens.shape
     rows = -(-sequences // workers.world_size) * workers.world_size

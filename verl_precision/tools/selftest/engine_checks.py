@@ -127,7 +127,11 @@ def offload_overflow(device: str, folder: Path) -> Figures:
 
 
 def _planted(scaler: ShardedGradScaler) -> dict[str, int]:
-    """Plant infinite gradients in all steps but first and last; count missed ones, misread steps, false alarms."""
+    """Plant an infinite element in one gradient of each step but the first and the last, and count.
+
+    `missed` are overflows after which the step was not skipped; `misread`, steps whose finite gradients were not
+    divided by the scale; `false_alarms`, steps without an overflow that were skipped.
+    """
     width = 64
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))

@@ -153,7 +153,10 @@ def _waterfall(result: Result) -> str:
 
 
 def _by_layer(found: Operations) -> str:
-    """Draw each operation's error by layer: larger is darker, red beyond rounding, white zero, grey for none."""
+    """Draw the relative error of each kind of operation in each layer: larger is darker, and red is beyond rounding.
+
+    The first column, –, is of operations outside of the layers. A zero is white, a kind that a layer has not is grey.
+    """
     errors = np.maximum(np.array([one.errors for one in found.operations], float), np.finfo(float).tiny)
     figure = new_figure(_WIDTH, 0.26 * len(errors) + 1.6)
     axis = figure.subplots()

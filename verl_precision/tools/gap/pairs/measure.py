@@ -114,7 +114,10 @@ def _growth(beginnings_BK: np.ndarray) -> dict[int, tuple[int, float]]:
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:
-    """Return the standard error of Σ sums / Σ lengths: √(B/(B - 1) Σ eᵢ²) / Σ lengths, responses being independent."""
+    """Return the standard error of Σ sums / Σ lengths: tokens of one response are not independent, responses are.
+
+    With residuals eᵢ = sumᵢ - ratio·lengthᵢ it is √(B/(B - 1) Σ eᵢ²) / Σ lengths (ratio estimator, linearised).
+    """
     whole = np.isfinite(sums_B)
     count, tokens = int(whole.sum()), lengths_B[whole].sum()
     if count < 2:
