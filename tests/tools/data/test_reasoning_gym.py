@@ -5,7 +5,7 @@ import json
 import pytest
 from pyarrow import parquet
 
-from verl_precision.tools.data.reasoning_gym import SUFFIX
+from verl_precision.tools.data.reasoning_gym import INSTRUCTIONS
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.jobs.reward import load_reward
 
@@ -37,7 +37,10 @@ def test_rows_are_verls_and_the_reward_reads_them(write, tmp_path):
     assert len(problems) == len(rows)
     for problem in problems:
         entry = json.loads(problem.ground_truth)["entry"]
-        assert problem.prompt == [{"role": "user", "content": entry["question"] + SUFFIX}]
+        assert problem.prompt == [
+            {"role": "system", "content": INSTRUCTIONS[0]},
+            {"role": "user", "content": entry["question"]},
+        ]
         assert reward.is_correct(problem, f"I think so.\nAnswer: {entry['answer']}")
         assert not reward.is_correct(problem, "Answer: 7.77")
 
@@ -46,15 +49,15 @@ def test_a_seed_gives_the_same_questions_and_another_seed_others(write):
     words = ("--task", "chain_sum", "--level", 2, "--size", 40)
     first, again, other = (write(name, *words, "--seed", seed)[2] for name, seed in (("a", 7), ("b", 7), ("c", 8)))
     assert first == again
-    questions, others = ({row["prompt"][0]["content"] for row in rows} for rows in (first, other))
+    questions, others = ({row["prompt"][-1]["content"] for row in rows} for rows in (first, other))
     assert len(questions) == len(others) == 40 and not questions & others, "seeds i and i + 1 share questions there"
     harder = write("d", *words[:2], "--level", 6, "--size", 40, "--seed", 7)[2]
-    assert max(len(row["prompt"][0]["content"]) for row in harder) > max(map(len, questions))
+    assert max(len(row["prompt"][-1]["content"]) for row in harder) > max(map(len, questions))
 
 
 def test_repeated_questions_are_left_out_and_said(write):
     _, said, rows = write("a", "--task", "coin_flip", "--size", 50)
-    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) < 50
+    assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows) < 50
     assert f"{len(rows)} questions of coin_flip" in said and f"{50 - len(rows)} repeated ones were left out" in said
 
 

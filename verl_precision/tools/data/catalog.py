@@ -54,7 +54,7 @@ def require_options(name: str, given: Mapping[str, object]) -> None:
         raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(NAMES))
     if other := next((option for option in given if option not in _OPTIONS[name]), None):
         value, allowed = given[other], ", ".join(f"--{option}" for option in ("output", *_OPTIONS[name]))
-        value = " ".join(value) if isinstance(value, list) else value
+        value = " ".join(map(str, value)) if isinstance(value, list) else value
         raise ConfigurationError(f"{name} has no such option", setting=f"--{other}", value=value, allowed=allowed)
 
 

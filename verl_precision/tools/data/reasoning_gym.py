@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,31 @@ from verl_precision.base.settings import require_each_once
 from verl_precision.base.versions import installed_version
 from verl_precision.integration.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
 
-SUFFIX = '\nEnd with a line "Answer: ..." that has the answer alone.'
+# The system's message: where there is none, some templates have one of their own. By lines of the answer: one, or more.
+INSTRUCTIONS = ('Answer in one line: "Answer: ..."', 'Give the answer alone after "Answer:".')
 
 
-def write_tasks(path: Path, tasks: Sequence[str], level: int, size: int, seed: int) -> str:
-    """Write `size` questions of each task as parquet in verl's format; return one line about them.
+def write_tasks(path: Path, tasks: Sequence[str], levels: Sequence[int], size: int, seed: int) -> str:
+    """Write `size` questions of each task and level as parquet in verl's format; return one line about them.
 
     The file's ground truths are for the reward `reasoning_gym_answer`; a task whose own answers that cannot score is
     refused. A file with the same content is left as it is, and another one at this path is refused.
     """
     require_each_once("--task", tasks)
-    for task in tasks:
+    require_each_once("--level", levels)
+    for task, level in product(tasks, levels):
         _require_task(task, level)
-    rows = [row for task in tasks for row in _rows(task, level, size, seed)]
+    rows = [row for task, level in product(tasks, levels) for row in _rows(task, level, size, seed)]
     distinct: dict[str, dict[str, Any]] = {}
     for row in rows:
-        distinct.setdefault(row["prompt"][0]["content"], row)
+        distinct.setdefault(row["prompt"][-1]["content"], row)
     kept = list(distinct.values())
     for index, row in enumerate(kept):
         row["extra_info"]["index"] = index
     buffer = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.Table.from_pylist(kept), buffer)
     content = buffer.getvalue().to_pybytes()
-    counted = f"{len(kept)} questions of {', '.join(tasks)} at level {level}, seed {seed}"
+    counted = f"{len(kept)} questions of {', '.join(tasks)} at level {', '.join(map(str, levels))}, seed {seed}"
     counted += f"; {len(rows) - len(kept)} repeated ones were left out" if len(kept) < len(rows) else ""
     if path.is_file() and path.read_bytes() == content:
         return f"{path} has them already: {counted}"
@@ -89,7 +92,10 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
             raise refusal("its scorer accepts ? as an answer, so that nothing would be learned")
         rows.append({
             "data_source": source,
-            "prompt": [{"role": "user", "content": entry["question"] + SUFFIX}],
+            "prompt": [
+                {"role": "system", "content": INSTRUCTIONS["\n" in entry["answer"].strip()]},
+                {"role": "user", "content": entry["question"]},
+            ],
             "ability": "reasoning",
             "reward_model": {"style": "rule", "ground_truth": truth},
             "extra_info": {"task": task, "level": level, "seed": seed, "origin": origin},

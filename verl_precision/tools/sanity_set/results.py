@@ -62,7 +62,7 @@ def table(summary: Summary) -> Table:
     responses = summary.responses_drawn + summary.responses_saved
     tokens = max(summary.tokens_drawn + summary.tokens_saved, 1)
     rows = [
-        ("kept", f"[bold]{summary.kept}[/]"),
+        ("kept", str(summary.kept)),
         ("too easy / too hard", f"{summary.too_easy} / {summary.too_hard}"),
         ("responses drawn", f"{summary.responses_drawn} of {responses}"),
         ("saved by deciding early", f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})"),
@@ -74,7 +74,7 @@ def table(summary: Summary) -> Table:
         ("left out: answer cannot be parsed", summary.unreadable),
         ("left out: prompt too long", summary.overlong),
     ):
-        rows += [(f"[yellow]{reason}[/]", str(count))] if count else []
+        rows += [(reason, str(count))] if count else []
     return terminal_table(["sanity set", ""], rows, framed=True)
 
 
