@@ -11,8 +11,9 @@ SCALE=${SCALE:-cpu}
 PRECISIONS=${PRECISIONS:-bf16 fp16}
 ESTIMATORS=${ESTIMATORS:-pg_seq_is}
 SEEDS=${SEEDS:-0}
-TASKS=${TASKS:-products syllogism}
-PROBLEMS=${PROBLEMS:-100} # of each task, before the filter
+TASKS=${TASKS:-chain_sum products}
+LEVELS=${LEVELS:-0 1}
+PROBLEMS=${PROBLEMS:-400} # of each task and level, before the filter
 RESPONSES=${RESPONSES:-8} # to each problem, for the filter
 FOLDER=outputs/smollm2    # where smollm2.yaml looks for model and set
 #########################################################################
@@ -33,12 +34,15 @@ if [[ ! -e $FOLDER/reasoning_gym.parquet ]]; then
     for TASK in $TASKS; do
         NAMES+=(--task "$TASK")
     done
+    for LEVEL in $LEVELS; do
+        NAMES+=(--level "$LEVEL")
+    done
     "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
 fi
 if [[ ! -e $FOLDER/set/kept.parquet ]]; then
     "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
         --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype bf16 \
-        --max-prompt-length 160 --max-response-length 40
+        --max-prompt-length 96 --max-response-length 32
 fi
 for PRECISION in $PRECISIONS; do
     CHOICES+=(--precision "$PRECISION")

@@ -13,7 +13,7 @@ ON_GPU = ("scale=1x1_gpu", "arithmetic=native")
 REWARD = "pkg://verl_precision.integration.rewards.reasoning_gym_answer"
 
 
-@pytest.mark.parametrize(("overrides", "prompts", "tokens"), [((), 16, 40), (ON_GPU, 64, 1024)])
+@pytest.mark.parametrize(("overrides", "prompts", "tokens"), [((), 8, 32), (ON_GPU, 64, 1024)])
 def test_sizes_by_device(overrides, prompts, tokens):
     config = compose_recipe(RECIPE, *overrides)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -54,9 +54,10 @@ def script(tmp_path, executable):
 
 
 def test_script_gets_model_problems_and_set_and_compares_and_takes_what_is_there(script):
-    model, problems, kept, compare = script("trainer.total_training_steps=2", TASKS="products chain_sum", PROBLEMS="9")
+    fewer = {"TASKS": "products chain_sum", "LEVELS": "2", "PROBLEMS": "9"}
+    model, problems, kept, compare = script("trainer.total_training_steps=2", **fewer)
     assert model == "cpu data smollm2_135m_instruct --output outputs/smollm2/model"
-    assert problems.startswith("cpu data reasoning_gym --task products --task chain_sum --size 9 ")
+    assert problems.startswith("cpu data reasoning_gym --task products --task chain_sum --level 2 --size 9 ")
     assert kept.startswith("cpu sanity-set outputs/smollm2/reasoning_gym.parquet --model outputs/smollm2/model ")
     assert f"--reward {REWARD} " in kept
     assert compare.startswith("cpu compare recipes/smollm2/smollm2.yaml scale=cpu --parallel 2 --precision bf16 ")
