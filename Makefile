@@ -40,7 +40,7 @@ collapse: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/collapse/run_reasoning_qwen3_cpu.sh
 
 real: $(STAMP)
-	PYTHON=$(BIN)/python OMP_NUM_THREADS=1 bash recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh
+	PYTHON=$(BIN)/python bash recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh
 
 # One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)
