@@ -24,8 +24,8 @@ def tree(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**SHORTEST, "PYTHON": sys.executable}.items():
             patch.setenv(name, value)
-        overrides = [f"trainer.total_training_steps={STEPS}", f"data.train_batch_size={PROMPTS}"]
-        subprocess.run(["bash", tree / RECIPE / SCRIPT, *overrides], check=True)
+        sizes = (f"trainer.total_training_steps={STEPS}", f"data.train_batch_size={PROMPTS}", "trainer.save_freq=-1")
+        subprocess.run(["bash", tree / RECIPE / SCRIPT, *sizes], check=True)
     return tree
 
 
