@@ -1,6 +1,7 @@
-"""Every recipe trains with scale=cpu in FP16; LoRA in BF16 too, whose gap FP16 closes.
+"""Recipes train with scale=cpu in FP16; LoRA in BF16 too, whose gap FP16 closes.
 
-Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture of experts in BF16: test_exact.py.
+Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture of experts in BF16: test_exact.py; the sanity test
+and its estimator with a pre-trained model: test_smollm2.py.
 Every estimator: tests/integration/engine/test_estimators_train.py.
 """
 
@@ -47,7 +48,7 @@ def run(run_recipe):
 
 def arm(recipe: str, *precisions: str):
     """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
-    shown_elsewhere = recipe != "lora" and precisions != ("fp16",)
+    shown_elsewhere = recipe in ("sanity", "precision_ablation") or recipe != "lora" and precisions != ("fp16",)
     return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * shown_elsewhere)
 
 
