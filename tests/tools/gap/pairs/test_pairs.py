@@ -15,7 +15,7 @@ from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.gap.pairs import session
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
-from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, summary
+from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, probability_cells, summary
 from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs.store import Series
 
@@ -64,6 +64,15 @@ def test_growth_by_hand(store):
     assert summary([pair], 2)["pairs"][0]["growth"][128]["responses"] == 2
     write_pair(store, "fp16", "fp16", {0: ([-1.0], [-1.5])})
     assert growth_cells([measure(store, "fp16", "fp16")]) is None
+
+
+def test_gap_by_probability_by_hand(store):
+    write_pair(store, "fp16", "fp16", {0: ([-1.0, -5.0], [-1.5, -5.25]), 5: ([-2.0, -1.0], [-2.0, -1.0])})
+    header, rows = probability_cells([measure(store, "fp16", "fp16")])
+    assert header == ["probability", "tokens", "fp16, fp16"]
+    # e^-5 is 0.007, and the others are above 0.1
+    assert rows[0] == ["1e-1 to 1", "75.0%", "1.67e-01"] and rows[2] == ["1e-3 to 1e-2", "25.0%", "2.50e-01"]
+    assert rows[4] == ["0 to 1e-4", "0.0%", "undefined"]
 
 
 def test_all_responses_empty(store):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
+from verl_precision.mismatch.token_bins import PROBABILITY_BINS
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
@@ -91,6 +92,16 @@ def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]] | None:
     return (["tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows) if rows else None
 
 
+def probability_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the mean |gap| by the rollout's probability of a token, a column a pair, ranked."""
+    order, rows = ranked(pairs), []
+    for name in PROBABILITY_BINS:
+        share = _text(order[0].metric(f"{name}/token_fraction"), ".1%")
+        gaps = [_text(pair.metric(f"{name}/log_prob_gap_abs_mean"), ".2e") for pair in order]
+        rows.append([name.removeprefix("prob_").replace("_", " to "), share, *gaps])
+    return ["probability", "tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows
+
+
 def _text(value: float, form: str) -> str:
     return "undefined" if math.isnan(value) else format(value, form)
 
@@ -106,6 +117,12 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
     if header_and_rows := growth_cells(pairs):
         lines += ["", "Spread (std) of the log ratio of a response's first tokens, nats, by their number:", ""]
         lines += markdown_table(*header_and_rows)
+    lines += [
+        "",
+        "Mean |gap| by the probability that the rollout gave a token, nats, and the share of such tokens:",
+        "",
+    ]
+    lines += markdown_table(*probability_cells(pairs))
     return markdown_page("Training-inference mismatch, offline", about, versions, lines)
 
 
