@@ -13,9 +13,9 @@ ESTIMATORS=${ESTIMATORS:-pg_seq_is}
 SEEDS=${SEEDS:-0}
 TASKS=${TASKS:-chain_sum products}
 LEVELS=${LEVELS:-0 1}
-PROBLEMS=${PROBLEMS:-400} # of each task and level, before the filter
-RESPONSES=${RESPONSES:-8} # to each problem, for the filter
-FOLDER=outputs/smollm2    # where smollm2.yaml looks for model and set
+PROBLEMS=${PROBLEMS:-1000} # of each task and level, before the filter
+RESPONSES=${RESPONSES:-8}   # to each problem, for the filter
+FOLDER=outputs/smollm2      # where smollm2.yaml looks for model and set
 #########################################################################
 
 COMMAND=("$PYTHON" -m verl_precision.cli)
