@@ -11,6 +11,7 @@ SCALE=${SCALE:-cpu}
 PRECISIONS=${PRECISIONS:-bf16 fp16}
 ESTIMATORS=${ESTIMATORS:-pg_seq_is}
 SEEDS=${SEEDS:-0}
+PARALLEL=${PARALLEL:-2} # runs at a time on a CPU, each with its share of the cores and 9 GB of memory
 TASKS=${TASKS:-chain_sum products}
 LEVELS=${LEVELS:-0 1}
 PROBLEMS=${PROBLEMS:-1000} # of each task and level, before the filter
@@ -22,7 +23,7 @@ COMMAND=("$PYTHON" -m verl_precision.cli)
 CHOICES=("scale=$SCALE")
 if [[ $SCALE == cpu ]]; then
     export VERL_PLATFORM=cpu
-    CHOICES+=(--parallel 2)
+    CHOICES+=(--parallel "$PARALLEL")
 else
     CHOICES+=(arithmetic=native)
 fi

@@ -12,7 +12,7 @@ from verl_precision.tools.runs.read import read_metrics
 
 RECIPE = Path("recipes/smollm2")
 SCRIPT = "run_reasoning_gym_smollm2_135m_fsdp2.sh"
-SHORTEST = {"LEVELS": "0", "PROBLEMS": "16", "RESPONSES": "4"}
+SHORTEST = {"LEVELS": "0", "PROBLEMS": "16", "RESPONSES": "4", "PARALLEL": "1"}
 STEPS, PROMPTS = 2, 4
 
 
