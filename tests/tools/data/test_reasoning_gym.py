@@ -55,6 +55,17 @@ def test_a_seed_gives_the_same_questions_and_another_seed_others(write):
     assert max(len(row["prompt"][-1]["content"]) for row in harder) > max(map(len, questions))
 
 
+def test_several_levels_and_answers_of_several_lines(write):
+    words = ("--task", "chain_sum", "--size", 10, "--seed", 3)
+    _, said, rows = write("a", *words, "--level", 0, "--level", 2)
+    assert "questions of chain_sum at level 0, 2, seed 3" in said
+    alone = [row for at, level in enumerate((0, 2)) for row in write(f"alone_{at}", *words, "--level", level)[2]]
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in alone]
+    assert {row["extra_info"]["level"] for row in rows} == {0, 2}
+    grids = write("b", "--task", "rotate_matrix", "--size", 3)[2]
+    assert {row["prompt"][0]["content"] for row in grids} == {INSTRUCTIONS[1]}, "a grid is no line"
+
+
 def test_repeated_questions_are_left_out_and_said(write):
     _, said, rows = write("a", "--task", "coin_flip", "--size", 50)
     assert len({row["prompt"][-1]["content"] for row in rows}) == len(rows) < 50
@@ -76,6 +87,7 @@ def test_a_file_is_never_replaced(write):
     ("", 2, "reasoning_gym needs a task. Give --task NAME"),
     ("--task product", 1, "--task product: there is no such task. Allowed: products."),
     ("--task gcd --task gcd", 1, "--task gcd gcd: one is given twice"),
+    ("--task gcd --level 1 --level 1", 1, "--level 1 1: one is given twice"),
     ("--task products --level 11", 1, "--level 11: products has no such level. Allowed: 0 to 10."),
     ("--task acre --level 1", 1, "--level 1: acre has no such level. Allowed: 0."),
     ("--task products --level -1", 2, "--level"),
