@@ -14,7 +14,7 @@ SEEDS=${SEEDS:-0}
 PARALLEL=${PARALLEL:-2} # runs at a time on a CPU, each with its share of the cores and 9 GB of memory
 TASKS=${TASKS:-chain_sum products}
 LEVELS=${LEVELS:-0 1}
-PROBLEMS=${PROBLEMS:-1000} # of each task and level, before the filter
+PROBLEMS=${PROBLEMS:-1500} # of each task and level, before the filter
 RESPONSES=${RESPONSES:-8}   # to each problem, for the filter
 FOLDER=outputs/smollm2      # where smollm2.yaml looks for model and set
 #########################################################################
