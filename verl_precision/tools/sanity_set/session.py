@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -76,7 +75,7 @@ def build_sanity_set(job: SanitySet, console: Console) -> Summary:
         unreadable, overlong = len(data.problems) - len(problems), len(problems) - len(prompts)
         summary = summarise(data, schedule, unreadable, overlong)
         frame.write(content(summary, schedule))
-        write_figure(job.folder / "accuracy.png", schedule, f"{Path(job.model).name} on {job.data.stem}")
+        write_figure(job.folder / "accuracy.png", schedule, f"{job.title} on {job.data.stem}")
         console.print(table(summary))
         if not summary.kept:
             problem = f"{job.window} keeps none of {len(schedule.tallies)} problems, of which so many have an accuracy "

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -60,7 +59,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     for file in job.folder.glob("*, vocabulary-*.npy"):
         file.unlink()
     frame.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
-    figures = write_figures(job.folder, pairs, title="/".join(Path(job.model).parts[-2:]))
+    figures = write_figures(job.folder, pairs, title=job.title)
     frame.show_written(["table.md", "summary.json", *figures])
     return pairs
 
