@@ -41,7 +41,7 @@ APART = {
 }
 # The groups that take longest, longest first, so that two processes end together.
 FIRST = (
-    *("test_smollm2", "test_collapse", "slurm", "test_resume", "test_explain", "test_quickstart", "lora"),
+    *("test_make_real", "test_collapse", "slurm", "test_resume", "test_explain", "test_quickstart", "lora"),
     *("test_routed_experts", "test_phantom_clipping", "tied", "test_sanity_set", "test_cluster_check", "moe", "stall"),
     "test_offline_mismatch",
 )

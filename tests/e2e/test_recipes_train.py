@@ -1,7 +1,7 @@
 """Recipes train with scale=cpu in FP16; LoRA in BF16 too, whose gap FP16 closes.
 
 Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture of experts in BF16: test_exact.py; the sanity test
-and its estimator with a pre-trained model: test_smollm2.py.
+and its estimator with a pre-trained model: test_make_real.py.
 Every estimator: tests/integration/engine/test_estimators_train.py.
 """
 
