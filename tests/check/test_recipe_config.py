@@ -212,6 +212,40 @@ def test_this_machine_is_a_warning_and_the_config_an_error(root):
     assert not report.ok and "loss-settings" in [fault.name for fault in report.faults]
 
 
+MOE = "recipes/moe/moe.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "errors", "warnings"),
+    [
+        ("model_engine=megatron", set(), set()),
+        ("model_engine=megatron scale=2x8_h100 precision=bf16 +router_replay=rollout", set(), {"router-replay-memory"}),
+        ("model_engine=veomni precision=bf16", set(), {"not-carried-over"}),
+        ("model_engine=torchtitan precision=bf16", set(), {"not-carried-over"}),
+        ("actor_rollout_ref.rollout.name=sglang", set(), {"rollout-unverified", "package-not-installed"}),
+        ("actor_rollout_ref.rollout.name=trtllm", set(), {"rollout-unverified", "package-not-installed"}),
+    ],
+)
+def test_other_engines_and_rollouts_hold_or_are_told_by_name(overrides, errors, warnings):
+    faults = check_recipe(Path(MOE), overrides.split()).faults
+    assert {fault.name for fault in faults if fault.severity == "error"} == errors, faults
+    here = {"files-missing", "attention-not-installed", "checkpoint-space"}
+    assert {fault.name for fault in faults if fault.severity == "warning"} - here == warnings, faults
+
+
+def test_who_decides_each_dtype_of_megatron():
+    rows = {row.what: row for row in check_recipe(Path(MOE), ["model_engine=megatron"]).rows}
+    assert (rows["actor forward"].dtype, rows["actor forward"].source) == (
+        "fp16",
+        "actor_rollout_ref.actor.megatron.dtype",
+    )
+    assert (rows["actor master weights, Adam"].dtype, rows["actor master weights, Adam"].source) == (
+        "fp32",
+        "Megatron's optimizer",
+    )
+    assert rows["actor gradient reduction"].dtype == "fp32" and rows["weights to the rollout"].dtype == "fp16"
+
+
 def test_spellings_of_dtypes():
     spelled = {"bf16": ["bfloat16"], "fp16": ["float16", "half", "16", 16], "fp32": ["float"], "auto": ["auto"]}
     assert {name: {short(value) for value in values} for name, values in spelled.items()} == {n: {n} for n in spelled}

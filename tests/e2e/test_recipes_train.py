@@ -48,7 +48,8 @@ def run(run_recipe):
 
 def arm(recipe: str, *precisions: str):
     """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
-    shown_elsewhere = recipe in ("sanity", "precision_ablation") or recipe != "lora" and precisions != ("fp16",)
+    shown_elsewhere = recipe in ("sanity", "precision_ablation", "octothinker")  # the last by the test at the end
+    shown_elsewhere |= recipe != "lora" and precisions != ("fp16",)
     return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * shown_elsewhere)
 
 
@@ -91,3 +92,20 @@ def test_merged_lora_reaches_the_rollout_in_fp16(run):
     in_bf16, k3 = run("lora", "bf16"), "mismatch/k3_kl"
     assert sum(row[k3] for row in in_bf16) > 10 * sum(row[k3] for row in merged)
     assert all(row["mismatch/probs_pearson"] > 0.999 for row in merged)
+
+
+def test_verls_own_engine_is_measured_judged_and_guarded(run_recipe):
+    """No preset of precision, and verl's class of its FSDP engine: only ours puts digests into the weight stream."""
+    own = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_DEVICE=cuda"
+    rows = run_recipe(
+        Path("recipes/octothinker/octothinker.yaml"),
+        *("~precision", "scale=cpu", "estimator=pg_seq_is", own, *STOPS["octothinker"]),
+        *("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1"),
+    )
+    for row in rows:
+        assert row["actor/grad_norm"] > 0 and abs(row["actor/is_weight_mean"] - 1) < 0.05
+        assert row["mismatch/k3_kl"] > 0 and row["mismatch/probs_pearson"] > 0.999, "measured in the worker"
+        assert row["alarm/active_count"] == 0 and row["mismatch/failed_measurements"] == 0
+        assert row["weight_sync/canary_gap"] < 0.5 * row["weight_sync/canary_bound"]
+        assert row["response_length/mean"] < 0.55 * 64
+        assert row.keys().isdisjoint({"precision/skipped_steps", "weight_sync/verified_layers"})

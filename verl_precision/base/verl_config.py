@@ -1,7 +1,8 @@
 """The dtypes a composed config asks for, and where each comes from.
 
 As verl 0.9.1 does it: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never reads
-`dtype`; Megatron reads `dtype` only; the other engines compute in BF16 whatever is set.
+`dtype`; Megatron reads `dtype`, and its optimizer keeps FP32 weights; VeOmni and TorchTitan compute in BF16 whatever is
+set, and VeOmni's weights are FP32 with `mixed_precision=True` alone.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from verl_precision.base.errors import ConfigurationError
 FSDP = ("fsdp", "fsdp2")
 ULYSSES = "ulysses_sequence_parallel_size"
 ROLLOUT = "actor_rollout_ref.rollout"
+# Rollouts whose server, as verl drives it, gives the log-probs of a prompt and ends a response where it is asked to.
+PROMPT_LOG_PROBS = ("vllm", "sglang")
 # Our agent loop, and what it reads in `rollout.custom`.
 AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded", "mark_truncated")
 SEEDED = f"{ROLLOUT}.custom.seeded"
@@ -37,6 +40,7 @@ class Engine:
     reduce: str  # dtype of the gradient reduction
     master: str  # dtype of the parameters the optimizer updates
     source: str  # the setting `compute` comes from
+    sources: tuple[str, str]  # those that `master` and `reduce` come from
     ours: bool  # whether it is this package's engine, which has its own settings and guards
     ulysses: tuple[str, int]  # setting that splits sequences over ranks, and over how many
 
@@ -44,6 +48,11 @@ class Engine:
     def trains(self) -> bool:
         """Whether an optimizer updates it."""
         return self.optim is not None
+
+    @property
+    def our_fsdp(self) -> bool:
+        """Whether it is this package's FSDP engine, with FP32 log-probs, a shadow, router replay and exact weights."""
+        return self.strategy in FSDP and self.ours
 
     @property
     def verls_fsdp(self) -> bool:
@@ -77,24 +86,32 @@ def _engine(role: str, path: str, owner: DictConfig) -> Engine:
     if strategy in FSDP:
         key = "fsdp" if role == "critic" else "fsdp_config"
     node = owner.get(key) or DictConfig({})
-    setting = f"{path}.{key}"
+    setting, optim = f"{path}.{key}", owner.get("optim") if role != "ref" else None
     compute, reduce, master = "bf16", "fp32", "fp32"
+    source, sources = f"{path}.strategy={strategy} (BF16 is hard-wired)", (f"{path}.strategy={strategy}",) * 2
     if strategy in FSDP:
         mixed = node.get("mixed_precision") or {}
         compute, reduce = short(mixed.get("param_dtype", "bf16")), short(mixed.get("reduce_dtype", "fp32"))
         master = short(node.get("model_dtype") or ("bf16" if role == "ref" else "fp32"))
         source = f"{setting}.mixed_precision.param_dtype" + ("" if "param_dtype" in mixed else " (not set: BF16)")
+        sources = f"{setting}.model_dtype", f"{setting}.mixed_precision.reduce_dtype"
     elif strategy == "megatron":
         compute, source = short(node.get("dtype", "bf16")), f"{setting}.dtype"
-    else:
-        source = f"{path}.strategy={strategy} (BF16 is hard-wired)"
+        aware = optim is not None and bool(optim.get("use_precision_aware_optimizer"))
+        low = short((optim or {}).get("main_grads_dtype", "fp32")) if aware else "fp32"
+        in_fp32 = (node.get("override_ddp_config") or {}).get("grad_reduce_in_fp32", low == "fp32")
+        reduce, master = "fp32" if in_fp32 else low, "fp32" if optim is not None else compute
+        whose = "Megatron's optimizer" if optim is not None else f"{setting}.dtype"
+        sources = whose, f"{setting}.override_ddp_config.grad_reduce_in_fp32"
+    elif strategy == "veomni":
+        master = "fp32" if node.get("mixed_precision") else "bf16"
+        sources = f"{setting}.mixed_precision", f"{path}.strategy={strategy}"
     ours = str(node.get("_target_", "")).startswith("verl_precision.")
-    optim = owner.get("optim") if role != "ref" else None
     # verl takes the first, which it calls deprecated, where that is above 1
     sizes = {place: int(at.get(ULYSSES) or 1) for place, at in ((path, owner), (setting, node))}
     place = max(sizes, key=lambda place: sizes[place])
     ulysses = f"{place}.{ULYSSES}", sizes[place]
-    return Engine(role, setting, node, optim, strategy, compute, reduce, master, source, ours, ulysses)
+    return Engine(role, setting, node, optim, strategy, compute, reduce, master, source, sources, ours, ulysses)
 
 
 def engine_kwargs(config: DictConfig) -> DictConfig:
@@ -146,8 +163,10 @@ def transport_dtype(config: DictConfig) -> tuple[str, str]:
         return "bf16", f"{BACKEND}={backend} (verl casts weights to BF16 there)"
     if lora_is_merged(config) and actor.verls_fsdp:
         return "bf16", "actor_rollout_ref.model.lora.merge=True (verl casts merged weights to BF16)"
-    if actor.ours and OmegaConf.select(config, "weight_sync.rounding") == "stochastic":
+    if actor.our_fsdp and OmegaConf.select(config, "weight_sync.rounding") == "stochastic":
         return rollout_dtype(config), "weight_sync.rounding=stochastic (before they leave)"
+    if actor.strategy == "megatron":
+        return actor.compute, f"{actor.source} (Megatron sends the weights it computes with)"
     return actor.master, "the master weights' own; the rollout casts on arrival"
 
 

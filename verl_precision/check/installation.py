@@ -10,7 +10,7 @@ from importlib import metadata
 
 from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.base.versions import TESTED, installed_version, require_tested
-from verl_precision.integration.ledger import LEDGER, LedgerEntry, require_expected_signature
+from verl_precision.integration.ledger import LEDGER, LedgerEntry, modules_to_check, require_expected_signature
 
 ENTRY_POINT_GROUP = "verl.plugins"
 PLUGIN = "verl_precision.plugin"
@@ -39,8 +39,9 @@ def findings() -> Iterator[Finding]:
     yield from _vllm_on_cpu() if on_cpu else [_asked("vLLM", _vllm, "vLLM")]
     if "verl" not in sys.modules:  # why it cannot be imported has been said
         return
+    modules = modules_to_check(on_cpu, importable=True)
     for entry in LEDGER:
-        if on_cpu or not entry.module.startswith("vllm."):
+        if entry.module in modules:
             yield _asked(f"{entry.module}.{entry.name}", partial(_as_tested, entry), "host symbols")
 
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import in_our_words, require_complete, require_overrides
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.memory import GPU_RULES
@@ -43,6 +44,8 @@ class PreflightCallback(Callback):
             require_complete(config)
             if wrong := mistyped(config):  # resolvers and rules would compute with the text
                 raise wrong[0]
+            for note in fit_to_engine(config):
+                print(f"verl_precision: warning: {note}", file=sys.stderr)
             measured = measured_mode(config)
             name_the_run(config)
         except VerlPrecisionError as error:

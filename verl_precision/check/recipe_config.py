@@ -10,12 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import VerlPrecisionError
-from verl_precision.base.verl_config import FSDP, engines, rollout_dtype, transport_dtype
+from verl_precision.base.other_engines import fit_to_engine
+from verl_precision.base.verl_config import engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import Fault
+from verl_precision.check.rules.rule import Fault, as_fault
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
 from verl_precision.integration.trainer.saving import saves
@@ -58,9 +59,11 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
     another machine than it runs on. `gpus` are the names of the GPUs that the run is meant for.
     """
     config = compose_recipe(path, overrides)
+    unread = fit_to_engine(config)
     try:
         name_the_run(config)
         faults = find_faults(config, probe_environment(config, gpus), this_machine=False)
+        faults += [as_fault(note, "not-carried-over", "warning") for note in unread]
         return RecipeReport(list(table(config)), faults, config.trainer.default_local_dir if saves(config) else None)
     except OmegaConfBaseException as error:
         raise in_our_words(error, path) from error
@@ -69,18 +72,23 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
 def table(config: DictConfig) -> Iterator[Row]:
     """Yield what will run in which dtype."""
     for engine in engines(config):
-        mixed_precision, model_dtype = f"{engine.setting}.mixed_precision", f"{engine.setting}.model_dtype"
+        of_weights, of_sums = engine.sources
         yield Row(f"{engine.role} forward", engine.compute, engine.source)
-        yield Row(f"{engine.role} {'master weights, Adam' if engine.trains else 'weights'}", engine.master, model_dtype)
+        yield Row(f"{engine.role} {'master weights, Adam' if engine.trains else 'weights'}", engine.master, of_weights)
         if engine.trains:
-            yield Row(f"{engine.role} gradient reduction", engine.reduce, f"{mixed_precision}.reduce_dtype")
+            yield Row(f"{engine.role} gradient reduction", engine.reduce, of_sums)
     yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
     yield Row("weights to the rollout", *transport_dtype(config))
-    takes = "vLLM takes them in FP32" if config.actor_rollout_ref.rollout.name == "vllm" else ""
+    name = config.actor_rollout_ref.rollout.name
+    takes = "vLLM takes them in FP32" if name == "vllm" else f"as {name} gives them: not verified here"
     yield Row("rollout log-probs", "fp32", takes)
     actor = engines(config)[0]
-    if actor.ours and actor.strategy in FSDP and actor.node.get("fp32_log_probs", True):
+    if actor.our_fsdp and actor.node.get("fp32_log_probs", True):
         yield Row("trainer log-probs", "fp32", f"{actor.setting}.fp32_log_probs")
+    elif actor.strategy == "megatron":
+        yield Row(
+            "trainer log-probs", "fp32", f"Megatron's vocabulary-parallel sum; a temperature divides {actor.compute}"
+        )
     elif config.trainer.device == "cpu":
         yield Row("trainer log-probs", actor.compute, "log-softmax in the logits' dtype (device cpu)")
     else:

@@ -26,6 +26,7 @@ from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import ShadowSettings
 
 ROUNDED_TO = "verl_precision_rounded_to"  # in a batch: the dtype that the weights are rounded to for its forward
+OF_TRAINING = "verl_precision_training_log_probs"  # in a model's output, where its log-probs have the shadow's values
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -48,7 +49,10 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callable:
-    """Return verl's loss function on log-probs that have the shadow's values (nested) and the training's gradient."""
+    """Return verl's loss function on log-probs that have the shadow's values (nested) and the training's gradient.
+
+    The training's own are in the output too, as `OF_TRAINING`.
+    """
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         if "model_output" not in kwargs:
@@ -62,7 +66,8 @@ def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callabl
         output = kwargs["model_output"]
         flat = straight_through(shadow_log_probs.values(), output["log_probs"].values())  # type: ignore[operator]
         values = torch.nested.nested_tensor_from_jagged(flat, shadow_log_probs.offsets())  # type: ignore[attr-defined]
-        return loss_function(*args, **{**kwargs, "model_output": {**output, "log_probs": values}})
+        output = {**output, "log_probs": values, OF_TRAINING: output["log_probs"]}
+        return loss_function(*args, **{**kwargs, "model_output": output})
 
     return loss
 

@@ -32,11 +32,17 @@ FAULTS = Path(__file__).with_name("planted_faults.txt").read_text()
 # Faults that come with another, because one setting breaks two things.
 COMPANIONS = {
     "router-replay": {"bypass-clips-mismatch"},
-    "agent-loop": {"truncated-sampling"},
+    "agent-loop": {"truncated-sampling", "rollout-unverified"},
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
-    "not-exact": {"rollout-quantised", "raw-logprobs", "rollout-contradicts-actor", "setting-ignored"},
+    "not-exact": {
+        "rollout-unverified",
+        "rollout-quantised",
+        "raw-logprobs",
+        "rollout-contradicts-actor",
+        "setting-ignored",
+    },
     "separate-async-transport": {"value-out-of-range"},  # it has no hosts either
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
@@ -115,7 +121,7 @@ ENVIRONMENTS = [
     ("adapter-not-loadable", Environment("0.29.0rc1"), LORA, True),
     ("adapter-not-loadable", Environment("0.31.0"), LORA.replace("_rank", ".rank"), True),
     ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} model.lora.merge=True", False),
-    ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} rollout.name=sglang", False),
+    ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} rollout.name=sglang mismatch.enabled=False", False),
     ("adapter-not-loadable", Environment("0.31.0"), "", False),
     ("adapter-not-loadable", Environment("0.28.0"), LORA, False),
     ("adapter-not-loadable", Environment(None), LORA, False),

@@ -257,7 +257,8 @@ ASKED = Request(**dict(zip(ASKED_FOR, (True, True, True, GRPO, True), strict=Tru
 
 def found_by(request: Request, shadow, data) -> tuple[dict, dict]:
     """Return the metrics of the gap, and of alpha and beta."""
-    found = measurement.measure(request, shadow, {"log_probs": TRAINER}, data)
+    with measurement.shadow_known(shadow):
+        found = measurement.measure(request, {"log_probs": TRAINER}, data)
     assert set(found) == {MISMATCH, PHANTOM, FAILED} and found[FAILED].aggregate() == 0
     return found[MISMATCH].aggregate().metrics(), found[PHANTOM].aggregate().metrics()
 
@@ -308,7 +309,7 @@ def test_with_a_shadow_alpha_and_beta_are_split():
 
 def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):
     unmeasurable = micro_batch(rollout_log_probs=None)
-    found = measurement.measure({**ASKED, "bypass": False}, None, {"log_probs": TRAINER}, unmeasurable)
+    found = measurement.measure({**ASKED, "bypass": False}, {"log_probs": TRAINER}, unmeasurable)
     assert found[FAILED].aggregate() == 1 and found[MISMATCH].aggregate().metrics() == {}
     assert "could not be measured; training goes on" in caplog.text
 

@@ -66,7 +66,7 @@ def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
     keep = config.trainer.max_actor_ckpt_to_keep
     number = max(keep or 1, 1)  # without a limit their number is not known
     needed = (number + 1) * one
-    earlier = machine.removable if keep and engines(config)[0].ours else 0  # verl's own engine never removes them
+    earlier = machine.removable if keep and engines(config)[0].our_fsdp else 0  # verl's own engine never removes them
     held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
     if machine.checkpoint_disk + earlier < needed:
         yield told(

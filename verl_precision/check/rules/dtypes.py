@@ -148,7 +148,7 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
         return
     actor, rollout = engines(config)[0], rollout_dtype(config)
     backend = sync_backend(config)
-    if not (actor.ours and actor.master == "fp32"):
+    if not (actor.our_fsdp and actor.master == "fp32"):
         yield told("stochastic-rounding engine", actor=actor)
     elif rollout not in HALF or config.actor_rollout_ref.rollout.get("quantization"):
         yield told("stochastic-rounding rollout", half=" or ".join(HALF), rollout=rollout)
@@ -160,7 +160,7 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
 def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Faults:
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
-        if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16":
+        if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16" and not engine.ours:
             yield told("megatron-fp16-overflow", engine=engine)
 
 
@@ -180,7 +180,7 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults
 def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
     """Fused kernels take log-probs from the hidden states: the output head never runs."""
     actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
-    if fused and actor.ours and actor.node.get("fp32_output_head"):
+    if fused and actor.our_fsdp and actor.node.get("fp32_output_head"):
         yield told("fp32-head-unread", actor=actor)
 
 

@@ -8,7 +8,6 @@ from packaging.version import Version
 from verl_precision.base.dtypes import EXACT, HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
-    FSDP,
     OF_LOOP,
     ROLLOUT,
     engine_kwargs,
@@ -69,10 +68,10 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Faults:
     temperature = config.actor_rollout_ref.rollout.temperature
     backend = OmegaConf.select(model, "fused_kernel_options.impl_backend")
     fused = bool(model.get("use_fused_kernels"))
-    in_half = backend == "torch" if fused else not actor.ours  # triton's kernel divides its FP32 sums
+    in_half = backend == "torch" if fused else not actor.our_fsdp  # triton's kernel divides its FP32 sums
     if temperature != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
-        case = " of ours" if fused and actor.ours else ""
+        case = " of ours" if fused and actor.our_fsdp else ""
         yield told(f"temperature-in-half{case}", who=who, actor=actor)
 
 
@@ -117,7 +116,7 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
     if not replays_masks(config):
         return
     actor, rollout, model = engines(config)[0], config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    if not actor.ours or actor.strategy not in FSDP:
+    if not actor.our_fsdp:
         yield told("sampling-masks engine")
     if rollout.top_k < 1:
         yield told("sampling-masks top_k")
@@ -128,7 +127,7 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
         "penalty": rollout.get("repetition_penalty", 1.0) != 1,
         "log-probs": not rollout.calculate_log_probs,
         "mode": OmegaConf.select(config, "trainer.v1.trainer_mode") not in ("sync", "vp_sync"),
-        "fp32": actor.ours and not actor.node.get("fp32_log_probs", True),
+        "fp32": actor.our_fsdp and not actor.node.get("fp32_log_probs", True),
         "fused": model.get("use_fused_kernels"),
         "ulysses": actor.ulysses[1] > 1,
     }

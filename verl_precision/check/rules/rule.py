@@ -38,6 +38,12 @@ class Fault:
         return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
 
 
+def as_fault(error: VerlPrecisionError, name: str = "", severity: Severity | Literal[""] = "") -> Fault:
+    """Return a fault with the fields of an error."""
+    fields = ("setting", "value", "problem", "allowed", "remedy")
+    return Fault(name, severity, **{field: getattr(error, field) for field in fields})
+
+
 Faults = Iterator[Fault | VerlPrecisionError]
 """What a rule yields. An error with which another room refuses a value counts as a fault with the same texts."""
 
@@ -111,8 +117,7 @@ class Rule:
         known = environment.machine if self.of_machine else environment
         for found in self.look(config, known) if known is not None else ():
             if isinstance(found, VerlPrecisionError):
-                fields = ("setting", "value", "problem", "allowed", "remedy")
-                found = Fault(**{name: getattr(found, name) for name in fields})
+                found = as_fault(found)
             value = found.value
             if value is None and found.setting:
                 value = OmegaConf.select(config, found.setting)

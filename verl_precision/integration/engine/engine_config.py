@@ -1,11 +1,11 @@
-"""verl's FSDP engine config with our typed settings; an engine that gets one is ours, any other is verl's.
+"""verl's FSDP and Megatron configs with our typed settings; an engine that gets one is ours, any other is verl's.
 
 Reached through `_target_` in the precision presets, so that verl builds it wherever it builds its own.
 """
 
 from dataclasses import dataclass, field
 
-from verl.workers.config import FSDPEngineConfig
+from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
 
 from verl_precision.base.dtypes import short
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings, require_engine_settings
@@ -56,3 +56,16 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
         """The dtype that parameters have in the forward: bf16, fp16 or fp32."""
         assert self.mixed_precision is not None
         return short(self.mixed_precision["param_dtype"])
+
+
+@dataclass
+class PrecisionMcoreConfig(McoreEngineConfig):
+    """verl's settings of Megatron, of which `dtype` decides what it computes in, and ours.
+
+    The loss scale is Megatron's own, with its settings: `optim.override_optimizer_config`.
+
+    Attributes:
+        send_weight_manifest: As in `PrecisionFSDPConfig`.
+    """
+
+    send_weight_manifest: bool = False

@@ -2,7 +2,7 @@
 
 `PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases. The phases
 themselves stand in the modules of their subjects. verl builds and drives our scaler as it does its own.
-An engine whose config is not `PrecisionFSDPConfig` takes verl's path, but for a measurement that the trainer asks for.
+An engine whose config is not `PrecisionFSDPConfig` takes verl's path.
 """
 
 import contextlib
@@ -17,11 +17,10 @@ import torch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
-from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_precision.base.dtypes import long, torch_dtype
-from verl_precision.base.errors import ConfigurationError, LossScaleError, RegistrationError
+from verl_precision.base.errors import ConfigurationError, LossScaleError
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
@@ -29,15 +28,13 @@ from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.arithmetic import round_once
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.learning_rate import ScaledLearningRate
-from verl_precision.integration.engine.measurement import REQUEST, MeasuredUpdates, measure, with_metrics
+from verl_precision.integration.engine.measurement import shadow_known, updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
+from verl_precision.integration.engine.registry import CPU, NVIDIA, register_engine
 from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import SentWeights, merged_lora, write_export_dtype
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.found_checkpoints import adopt_earlier
-
-# (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
-NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
 
 
 class PrecisionFSDPEngine:
@@ -50,7 +47,6 @@ class PrecisionFSDPEngine:
     _shadow: ShadowModel | None = None
     _replay: RouterReplay | None = None
     _report: StepReport
-    _updates: MeasuredUpdates | None = None
     _sent: SentWeights | None = None
     _rate: ScaledLearningRate | None = None
 
@@ -98,7 +94,7 @@ class PrecisionFSDPEngine:
             self.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
         return module
 
-    # Forward: shadow, measurement, router replay, canary, verl's step, verification.
+    # Forward: shadow, router replay, canary, verl's step, verification.
 
     def forward_step(self, micro_batch, loss_function, forward_only):
         """Do verl's forward step; with `ratio_source=shadow`, every log-prob has the shadow's value.
@@ -113,18 +109,16 @@ class PrecisionFSDPEngine:
         if forward_only and ratio_from_shadow:
             with self._shadow.in_place_of_the_actor(self):
                 return step(micro_batch, loss_function, True)
-        measured = self._updates is not None and not (forward_only or self._is_critic)
-        request = self._updates.request if measured else None
-        if request or (ratio_from_shadow and not forward_only):
-            shadow_log_probs = None
-            if self._shadow is not None and (ratio_from_shadow or self._updates.need_shadow(self.engine_config.shadow)):
-                with self._shadow.in_place_of_the_actor(self):
-                    shadow_log_probs = step(micro_batch, None, True)[1]["model_output"]["log_probs"]
-            if ratio_from_shadow:
-                loss_function = loss_of_shadow(loss_function, shadow_log_probs)
-            if request:
-                loss_function = with_metrics(loss_function, functools.partial(measure, request, shadow_log_probs))
-        return step(micro_batch, loss_function, forward_only)
+        if self._shadow is None or forward_only:
+            return step(micro_batch, loss_function, forward_only)
+        updates, shadow_log_probs = updates_of(self), None
+        if ratio_from_shadow or (updates is not None and updates.need_shadow(self.engine_config.shadow)):
+            with self._shadow.in_place_of_the_actor(self):
+                shadow_log_probs = step(micro_batch, None, True)[1]["model_output"]["log_probs"]
+        if ratio_from_shadow:
+            loss_function = loss_of_shadow(loss_function, shadow_log_probs)
+        with shadow_known(shadow_log_probs):
+            return step(micro_batch, loss_function, forward_only)
 
     def _verified_step(self, micro_batch, loss_function, forward_only):
         """Do verl's forward step, perhaps with weights rounded for the canary, then compare dtypes with the config."""
@@ -145,16 +139,13 @@ class PrecisionFSDPEngine:
             return fp32_outputs(self, output, output_args, micro_batch, verls)
         return verls()
 
-    # Update: measurement, verl's mini-batch, then what scaler and weight sync have to report.
+    # Update: verl's mini-batch, which `measurement.py` measures, then what scaler and weight sync have to report.
 
     def train_batch(self, data, loss_function):
-        """Train on a mini-batch as verl does, measured if asked; at the last one of a step also report."""
-        if self._updates is None and tu.get(data, key=REQUEST, default=None) is not None:
-            self._updates = MeasuredUpdates()
+        """Train on a mini-batch as verl does; at the last one of a step also report."""
         if self._rate is not None:
             loss_function = self._rate.watched(loss_function)
-        with contextlib.nullcontext() if self._updates is None else self._updates.one(data):
-            outputs = super().train_batch(data, loss_function)
+        outputs = super().train_batch(data, loss_function)
         if (self._has_precision_config or self._sent is not None) and self.is_mp_src_rank_with_outputs():
             if self._has_precision_config and self._report.last_skipped:
                 # verl averages it over mini-batches: one inf would hide all others
@@ -263,7 +254,7 @@ def register_nvidia_engines(transformer_impl: ModuleType) -> None:
     for model_type, base in _bases(transformer_impl):
         engine = precision_variant(base, f"Precision{base.__name__}")
         for backend in ("fsdp", "fsdp2"):
-            _register(engine, model_type, backend, NVIDIA)
+            register_engine(engine, model_type, backend, NVIDIA)
 
 
 def register_cpu_engines(transformer_impl: ModuleType) -> None:
@@ -274,8 +265,8 @@ def register_cpu_engines(transformer_impl: ModuleType) -> None:
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
     for model_type, base in _bases(transformer_impl):
         name = f"{base.__name__}OnCPU"
-        _register(precision_variant(base, name, always_sends_manifest=True), model_type, "fsdp2", CPU)
-        _register(precision_variant(base, f"Refused{name}", RefuseFSDP1OnCPU), model_type, "fsdp", CPU)
+        register_engine(precision_variant(base, name, always_sends_manifest=True), model_type, "fsdp2", CPU)
+        register_engine(precision_variant(base, f"Refused{name}", RefuseFSDP1OnCPU), model_type, "fsdp", CPU)
 
 
 def _without_pinned_memory(wrapped, instance, args, kwargs):
@@ -285,16 +276,3 @@ def _without_pinned_memory(wrapped, instance, args, kwargs):
 def _bases(transformer_impl: ModuleType) -> Iterator[tuple[str, type]]:
     yield "language_model", transformer_impl.FSDPEngineWithLMHead
     yield "value_model", transformer_impl.FSDPEngineWithValueHead
-
-
-def _register(engine: type, model_type: str, backend: str, key: tuple[str, str]) -> None:
-    """Register an engine under a (device, vendor) key, once; refuse a key that another package owns."""
-    owner = EngineRegistry._engines.get(model_type, {}).get(backend, {}).get(key)
-    if owner is not None and owner.__module__ != engine.__module__:
-        raise RegistrationError(
-            f"verl engine {model_type}/{backend} for (device, vendor) {key} is already registered by "
-            f"{owner.__module__}.{owner.__qualname__}",
-            remedy="Uninstall one of the two packages.",
-        )
-    if owner is None:
-        EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)

@@ -1,12 +1,17 @@
 """The mismatch, measured in the worker while it updates: for bypass mode, and for α and β with a shadow.
 
 The trainer asks for it by a request among a batch's data (`run_monitor.py`). What is measured travels back as
-statistics that merge, not as numbers (`merged_metrics.py`).
+statistics that merge, not as numbers (`merged_metrics.py`). The seam is `BaseEngine.train_batch`, which every engine of
+verl inherits, and through which each gets its loss function: FSDP, Megatron, VeOmni, TorchTitan, Automodel.
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
@@ -16,6 +21,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_precision.base.mergeable import Count
 from verl_precision.engine.settings import ShadowSettings
+from verl_precision.engine.shadow import OF_TRAINING
+from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
@@ -28,6 +35,9 @@ VERSIONS_BEHIND = "verl_precision_versions_behind"
 MISMATCH = "verl_precision/mismatch_statistics"
 PHANTOM = "verl_precision/phantom_statistics"
 FAILED = "verl_precision/failed_measurements"
+
+# Log-probs of the shadow for the micro-batch under way, nested; an engine that has one sets them.
+_shadow_log_probs: ContextVar[Tensor | None] = ContextVar("shadow_log_probs", default=None)
 
 logger = logging.getLogger("verl_precision.mismatch")
 
@@ -43,6 +53,34 @@ class Request(TypedDict):
     beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
     ratio_threshold: float  # C
     longest_response: int  # tokens; a response of this length was cut
+
+
+def measure_every_engine(base: ModuleType) -> None:
+    """Wrap `BaseEngine.train_batch`, once: an update that is asked for is measured, whatever the engine."""
+    wrap_once(base.__name__, "BaseEngine.train_batch", _measured)
+
+
+def _measured(wrapped, instance, args, kwargs):
+    given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
+    updates = updates_of(instance)
+    if updates is None:
+        if tu.get(given["data"], key=REQUEST, default=None) is None:
+            return wrapped(*args, **kwargs)
+        updates = instance.measured_updates = MeasuredUpdates()
+    with updates.one(given["data"]):
+        if updates.request:
+            given["loss_function"] = with_metrics(given["loss_function"], functools.partial(measure, updates.request))
+        return wrapped(**given)
+
+
+def updates_of(engine: Any) -> "MeasuredUpdates | None":
+    """Return what is known of an engine's updates; None before the first for which the trainer asks."""
+    return getattr(engine, "measured_updates", None)
+
+
+def shadow_known(log_probs: Tensor | None) -> AbstractContextManager[None]:
+    """Return a block in which the micro-batch that is measured has these log-probs of the shadow."""
+    return set_within(_shadow_log_probs, log_probs)
 
 
 class MeasuredUpdates:
@@ -71,15 +109,16 @@ class MeasuredUpdates:
             self._steps += self._first_of_step
 
     def need_shadow(self, shadow: ShadowSettings) -> bool:
-        """Return whether α and β are measured in this training step."""
-        return shadow.every_n_steps > 0 and self._steps % shadow.every_n_steps == 0
+        """Return whether α and β are measured in the update under way."""
+        return self.request is not None and shadow.every_n_steps > 0 and self._steps % shadow.every_n_steps == 0
 
 
 def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping[str, Any]]) -> Callable:
     """Return verl's loss function with further metrics, measured from model output and micro-batch before the loss."""
 
     def loss_and_metrics(*args: Any, **kwargs: Any) -> Any:
-        if "model_output" not in kwargs:  # top-k distillation asks for its part of the logits
+        # Top-k distillation asks for its part of the logits; a critic has values in the place of log-probs.
+        if "log_probs" not in kwargs.get("model_output", ()):
             return loss_function(*args, **kwargs)
         further = measured(kwargs["model_output"], kwargs["data"])
         loss, metrics = loss_function(*args, **kwargs)
@@ -88,9 +127,7 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
     return loss_and_metrics
 
 
-def measure(
-    request: Request, shadow_log_probs: Tensor | None, output: Mapping[str, Tensor], data: Any
-) -> dict[str, MergedMetric]:
+def measure(request: Request, output: Mapping[str, Tensor], data: Any) -> dict[str, MergedMetric]:
     """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
 
     Log-probs, of shadow and model output, are nested, of prompt and response tokens. The keys are the same whether it
@@ -98,7 +135,8 @@ def measure(
     """
     failed, mismatch, phantom = 0, MismatchByVersion(), PhantomStatistics()
     try:
-        mismatch, phantom = _measure(request, output["log_probs"].detach(), shadow_log_probs, data)
+        log_probs = output.get(OF_TRAINING, output["log_probs"]).detach()
+        mismatch, phantom = _measure(request, log_probs, _shadow_log_probs.get(), data)
     except Exception:  # somebody's run is under way, and does not need this number
         failed = 1
         logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")

@@ -39,7 +39,11 @@ class SentWeights:
                 # The schedule counts the steps that changed the weights, and checkpoints hold it.
                 weights = rounded_stream(weights, dtype, step=engine.lr_scheduler.last_epoch)
             closed |= config.send_weight_manifest
-        return send_with_manifest(weights, self._reports.new_address()) if closed else weights
+        return self.closed(weights) if closed else weights
+
+    def closed(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return a weight stream closed by a manifest."""
+        return send_with_manifest(weights, self._reports.new_address())
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of what was sent since the last call."""

@@ -18,7 +18,14 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.base.verl_config import engines, lora_rank, quantisations, rollout_dtype, uses_adapter
+from verl_precision.base.verl_config import (
+    PROMPT_LOG_PROBS,
+    engines,
+    lora_rank,
+    quantisations,
+    rollout_dtype,
+    uses_adapter,
+)
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import CanarySettings
@@ -54,6 +61,8 @@ class TrainerCanary:
         self._seconds = 0.0
         self._syncs = 0
         self._works = settings.every_n_syncs > 0
+        if self._works and (name := str(config.actor_rollout_ref.rollout.name)) not in PROMPT_LOG_PROBS:
+            self._give_up(f"as verl drives it, a {name} server gives no log-probs of a prompt")
 
     def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
         """Ask every one of verl's rollout replicas to score the canary, if this sync is due, and wait for no answer."""
@@ -158,7 +167,9 @@ def _dtype(name: str) -> torch.dtype:
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:
     """Return the rollout's dtype if it misses part of the trainer's weights; an adapter rounds after its product."""
     finer = torch.finfo(train).eps < torch.finfo(rollout).eps
-    return str(rollout).removeprefix("torch.") if finer and engines(config)[0].ours and not lora_rank(config) else None
+    return (
+        str(rollout).removeprefix("torch.") if finer and engines(config)[0].our_fsdp and not lora_rank(config) else None
+    )
 
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:

@@ -69,8 +69,8 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
         "cuda_graphs": on_gpu and not rollout.get("enforce_eager", False),
         "attention": attention_of(config) if on_gpu else "sdpa",
         "packed": bool(model.get("use_remove_padding", False)),
-        "fp32_output_head": bool(actor.ours and actor.node.get("fp32_output_head")),
-        "fp32_log_probs": bool(actor.node.get("fp32_log_probs", True)) if actor.ours else verls_fp32,
+        "fp32_output_head": bool(actor.our_fsdp and actor.node.get("fp32_output_head")),
+        "fp32_log_probs": bool(actor.node.get("fp32_log_probs", True)) if actor.our_fsdp else verls_fp32,
         "micro_batch_tokens": int(config.actor_rollout_ref.actor.get("ppo_max_token_len_per_gpu") or 16384),
         "max_response_tokens": min(int(config.data.max_response_length), 512),  # more cost time, and show the same
         "prompts": str(files if isinstance(files, str) else files[0]),
