@@ -131,6 +131,14 @@ def test_a_replica_that_does_not_move_while_the_others_do_is_stale():
     assert len(verdict.problems) == 1 and "replica 1: it answers as before this sync" in verdict.problems[0]
 
 
+def test_a_replica_alone_that_does_not_move_while_the_trainer_does_is_stale_in_the_end():
+    """Each update is within the rounding of a healthy rollout: they add up until none is as large."""
+    judge, served, unit = CanaryJudge(FP16, FP16), _noisy(0.001), 2**-10 * (1 + float(TRUTH.abs().mean()))
+    named = [bool(_judge(judge, served, trainer=TRUTH + 0.7 * unit * sync).problems) for sync in range(5)]
+    assert named == [False, False, False, True, True], "0.7, 1.4, 2.1 and 2.8 units; the limit is 2"
+    assert _judge(judge, served + 0.001, trainer=TRUTH).problems == ()
+
+
 @pytest.mark.parametrize(("before", "after"), [
     (TRUTH, TRUTH),  # a learning rate of zero, or updates below the rollout's precision, leave every answer as it was
     (TRUTH + 3, TRUTH),  # a replica comes back to health

@@ -27,6 +27,7 @@ TF32_EPS = 2.0**-10  # as FP16's
 LARGEST_SHARE = 0.15
 E4M3_EPS, E5M2_EPS, FOUR_BITS_EPS = 2.0**-3, 2.0**-2, 2.0**-1
 NOTICEABLE = 0.5  # the rounding of another batch moves log-probs by less
+ALONE = 2.0  # what the trainer's log-probs must have moved by, where no other replica's have: no healthy gap is as large
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class CanaryJudge:
     tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
     grids: Collection[str] = ()  # vLLM's names of the grids below 16 bits, of weights and of the cache
     _healthy: list[float] = field(default_factory=list)  # gaps of the first healthy syncs, in units
-    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # replica -> (log π, log μ), last sync
+    # Replica -> (log π, log μ) of the sync that last changed the replica's answers.
+    _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
         """Judge one sync by log π and log μ of the tokens that each replica rank scored, [S, T - 1], nats.
@@ -99,24 +101,24 @@ class CanaryJudge:
             for rank, gap in gaps.items()
             if not gap < bound
         ]
-        problems += self._stale(now, NOTICEABLE * unit)
-        self._before = now
+        problems += self._stale(now, unit)
         if not problems and len(self._healthy) < LEARNING_SYNCS:
             self._healthy.append(worst / unit)
         return CanaryVerdict(worst, bound, tuple(problems))
 
-    def _stale(self, now: Mapping[int, tuple[Tensor, Tensor]], noticeable: float) -> list[str]:
-        """Name replicas that have not moved by one bit while the trainer and other replicas have moved."""
-        moves = {
-            rank: [_trimmed_gap(new, old) for new, old in zip(now[rank], self._before[rank], strict=True)]
-            for rank in sorted(self._before.keys() & now.keys())
-        }
-        largest = max((moved for _, moved in moves.values()), default=0.0)
+    def _stale(self, now: Mapping[int, tuple[Tensor, Tensor]], unit: float) -> list[str]:
+        """Name replicas whose answers stay the same, to the last bit, while the trainer's log-probs move."""
+        before = {rank: self._before[rank] for rank in sorted(self._before.keys() & now.keys())}
+        same = [rank for rank, (_, answer) in before.items() if torch.equal(now[rank][1], answer)]
+        trainer = {rank: _trimmed_gap(now[rank][0], before[rank][0]) for rank in same}
+        others = max((_trimmed_gap(now[rank][1], before[rank][1]) for rank in before if rank not in same), default=0.0)
+        self._before = {rank: self._before[rank] if rank in same else now[rank] for rank in now}
+        least = (NOTICEABLE if others > NOTICEABLE * unit else ALONE) * unit
         return [
-            f"replica {rank}: it answers as before this sync, to the last bit, while other replicas' log-probs moved "
-            f"by {largest:.3g} nats a token: it is stale"
-            for rank, (trainer_moved, moved) in moves.items()
-            if moved == 0.0 and trainer_moved > noticeable and largest > noticeable
+            f"replica {rank}: it answers as before this sync, to the last bit, while the trainer's log-probs moved by "
+            f"{moved:.3g} nats a token: it is stale"
+            for rank, moved in trainer.items()
+            if moved > least
         ]
 
 

@@ -7,7 +7,9 @@ cannot know (then the canary covers it): docs/weight_sync.md.
 import logging
 import time
 import traceback
+import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ from verl_precision.integration.cpu.vllm_reload import layerwise_reload
 from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
 from verl_precision.integration.rollout.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
+from verl_precision.weight_sync.adapter import not_held
 from verl_precision.weight_sync.manifest import StreamDigest, TensorDigest
 from verl_precision.weight_sync.report import SyncReport
 from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError
@@ -49,7 +52,9 @@ class _Sync:
     reply_to: str | None = None
     received: dict[str, torch.dtype] = field(default_factory=dict)
     digests: StreamDigest | None = None  # of what was received; None: the trainer announces no manifest
+    loading: str = ""  # what the model was given last
     loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
+    adapter: dict[str, Tensor] = field(default_factory=dict)  # the tensors of a LoRA adapter
     failure: Exception | None = None
     report: SyncReport = field(default_factory=SyncReport)
 
@@ -59,6 +64,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
     _sync: _Sync | None = None
     _sync_index = 0
+    _without_adapter = 0  # streams of base weights since the latest adapter
+    _encoded: "dict[str, weakref.ref[Tensor]]" = {}  # outputs of encoders that were cached when the latest sync ended
 
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
@@ -67,6 +74,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
         model: Any = self.model_runner.model
         adapter_only, by_layer = bool(peft_config and base_sync_done), False
+        self._without_adapter = 0 if adapter_only else self._without_adapter + 1
+        problems = [] if self._sync_index == 0 else self._old_encoder_outputs()
         parameters: set[str] = set()
         records: dict[str, LayerRecord] = {}
         try:
@@ -83,15 +92,16 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
                 if sync.failure is not None:
                     raise sync.failure
-            problems = self._arrival_problems(sync)
+            problems += self._arrival_problems(sync) + self._delivery_problems()
             if adapter_only:
-                problems += self._adapter_problems(sync)
+                problems += self._adapter_problems(sync, peft_config or {})
             elif by_layer:
                 problems += _coverage_problems(parameters, sync.loaded) + self._layer_problems(model, records, sync)
             else:
                 sync.report.unverified_layers = len(verify.layers_with_parameters(model))
         finally:
             self._sync = None
+            self._encoded = {key: weakref.ref(output) for key, output in self._encoder_outputs().items()}
             records.clear()
             get_torch_device().empty_cache()  # verl emptied it while the records were there; the KV cache comes next
         if problems:
@@ -128,13 +138,18 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 sync.received[name] = tensor.dtype
                 if sync.digests is not None:
                     sync.digests.add(name, tensor)
+            if tensors:
+                sync.loading = f"a tensor from {tensors[0][0]} to {tensors[-1][0]}"
+            if peft_config and base_sync_done:
+                sync.adapter = dict(tensors)
             sync.report.seconds += time.perf_counter() - start
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
             # Logged as text and kept without its frames, which hold views of the transfer buffer: the buffer could not
             # be released, and the sender would wait for ever.
             logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
-            sync.failure = error.with_traceback(None)
+            why = f"{sync.loading}: {type(error).__name__}: {error}"
+            sync.failure = WeightSyncError(f"Weight sync {self._sync_index} did not take: {why}. {SYNC_HELP}")
         return None
 
     def _get_zmq_handle(self) -> str:
@@ -166,12 +181,47 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         sync.report.seconds += time.perf_counter() - start
         return lost + manifest.rounded_on_the_way(sync.received, dtype)
 
-    def _adapter_problems(self, sync: _Sync) -> list[str]:
-        """Ask whether vLLM holds the adapter; without it verl would serve the base model."""
-        sync.report.unverified_layers = len({name.partition(".lora_")[0] for name in sync.received})
-        if verl_vllm.VLLM_LORA_INT_ID in self.list_loras():
+    def _encoder_outputs(self) -> dict[str, Tensor]:
+        """Return vLLM's cache of what encoders made of images and audio; its newer runner keeps it in an object."""
+        cache = getattr(self.model_runner, "encoder_cache", None)
+        return getattr(cache, "encoder_outputs", cache) or {}
+
+    def _old_encoder_outputs(self) -> list[str]:
+        """Name encoder outputs that the weights before the latest sync made, and that are served still (verl#6523)."""
+        old = [key for key, output in self._encoder_outputs().items() if key in self._encoded]
+        old = [key for key in old if self._encoded[key]() is self._encoder_outputs()[key]]
+        came = f"weight sync {self._sync_index - 1}"
+        return [f"encoder output {key}: made before {came}, and served after it: caches were not reset" for key in old]
+
+    def _delivery_problems(self) -> list[str]:
+        """Ask whether an adapter comes at all, where vLLM is there to serve one (verl#7495)."""
+        if self.model_runner.vllm_config.lora_config is None or self._without_adapter < 2:
             return []
-        return [f"LoRA adapter {verl_vllm.VLLM_LORA_INT_ID}: vLLM does not hold it; the base model would be sampled"]
+        return [
+            f"LoRA adapter {verl_vllm.VLLM_LORA_INT_ID}: {self._without_adapter} weight streams brought base weights "
+            "and none an adapter; the initial policy would be sampled. verl sends adapters with "
+            "rollout.checkpoint_engine.backend=naive only; else set model.lora.merge=True"
+        ]
+
+    def _adapter_problems(self, sync: _Sync, peft_config: dict) -> list[str]:
+        """Ask whether vLLM computes with the adapter; else it would serve the base model, and say nothing."""
+        layers = len({name.partition(".lora_")[0] for name in sync.received})
+        sync.report.unverified_layers = layers
+        number = verl_vllm.VLLM_LORA_INT_ID
+        if number not in self.list_loras():
+            return [f"LoRA adapter {number}: vLLM does not hold it; the base model would be sampled"]
+        manager = self.model_runner.model.lora_manager
+        adapter, rank = manager.get_adapter(number), peft_config["r"]
+        using = {name: layer for name, layer in manager.modules.items() if adapter.get_lora(name) is not None}
+        if number not in manager.lora_index_to_id or not all(_whole(l, adapter.get_lora(n)) for n, l in using.items()):
+            return []
+        slot = manager.lora_index_to_id.index(number)
+        held = [stack[slot, 0, :rank] for layer in using.values() for stack in layer.lora_a_stacked]
+        held += [stack[slot, 0, :, :rank] for layer in using.values() for stack in layer.lora_b_stacked]
+        scaling = peft_config["lora_alpha"] / rank ** (0.5 if peft_config.get("use_rslora") else 1)
+        missing = not_held(sync.adapter, held, manager.lora_config.lora_dtype, scaling)
+        sync.report.verified_layers, sync.report.unverified_layers = (0 if missing else layers), 0
+        return [f"{name}: no layer of vLLM computes with it, of {len(using)} that use an adapter" for name in missing]
 
     def _layer_problems(self, model: Any, records: dict[str, LayerRecord], sync: _Sync) -> list[str]:
         start, problems = time.perf_counter(), []
@@ -209,12 +259,23 @@ def _collect_loaded(model: Any, sync: _Sync) -> None:
     """Have the names that `model.load_weights` returns collected, until the attribute is deleted."""
     load_weights = model.load_weights
 
+    def told(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            sync.loading = name
+            yield name, tensor
+
     def collecting(weights: Any) -> Any:
-        names = load_weights(weights)
+        names = load_weights(told(weights))
         sync.loaded = None if names is None or sync.loaded is None else sync.loaded | set(names)
         return names
 
     model.load_weights = collecting
+
+
+def _whole(layer: Any, weights: Any) -> bool:
+    """Return whether vLLM keeps a layer's adapter as it came: no experts, no rank's part, no tensor split in slices."""
+    tensors = len(weights.lora_a) if isinstance(weights.lora_a, list) else 1
+    return isinstance(layer.lora_a_stacked, tuple) and layer.tp_size == 1 and tensors == layer.n_slices
 
 
 def _coverage_problems(parameters: set[str], loaded: set[str] | None) -> list[str]:
