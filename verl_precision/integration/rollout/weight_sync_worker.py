@@ -212,12 +212,13 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             return [f"LoRA adapter {number}: vLLM does not hold it; the base model would be sampled"]
         manager = self.model_runner.model.lora_manager
         adapter, rank = manager.get_adapter(number), peft_config["r"]
-        using = {name: layer for name, layer in manager.modules.items() if adapter.get_lora(name) is not None}
-        if number not in manager.lora_index_to_id or not all(_whole(l, adapter.get_lora(n)) for n, l in using.items()):
+        all_layers = [(layer, adapter.get_lora(name)) for name, layer in manager.modules.items()]
+        using = [layer for layer, weights in all_layers if weights is not None]
+        if number not in manager.lora_index_to_id or not all(_whole(*one) for one in all_layers if one[1] is not None):
             return []
         slot = manager.lora_index_to_id.index(number)
-        held = [stack[slot, 0, :rank] for layer in using.values() for stack in layer.lora_a_stacked]
-        held += [stack[slot, 0, :, :rank] for layer in using.values() for stack in layer.lora_b_stacked]
+        held = [stack[slot, 0, :rank] for layer in using for stack in layer.lora_a_stacked]
+        held += [stack[slot, 0, :, :rank] for layer in using for stack in layer.lora_b_stacked]
         scaling = peft_config["lora_alpha"] / rank ** (0.5 if peft_config.get("use_rslora") else 1)
         missing = not_held(sync.adapter, held, manager.lora_config.lora_dtype, scaling)
         sync.report.verified_layers, sync.report.unverified_layers = (0 if missing else layers), 0
@@ -232,8 +233,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             if record is None:
                 sync.report.unverified_layers += not sync.on_cpu and not comparable(layer)
                 continue
-            if record.empty and name not in tied:
-                continue  # nothing was sent to it; whether something was due is asked by name
+            if record.empty and name not in tied:  # whether something was due is asked by name
+                sync.report.unverified_layers += 1
+                continue
             try:
                 damage = verify.find_damage(layer, record, repack=sync.on_cpu, model_dtype=dtype)
             except NotVerifiableError as reason:

@@ -1,0 +1,268 @@
+"""Faults of weight syncs that others ran into: each is named within two syncs, with its tensor or replica.
+
+Each test says what the thread saw, plants that in real vLLM engines fed by verl's real sender, and asserts which
+witness names it: the bits (an error inside the sync) or the canary (log-probs after it). A stand-in is said to be one:
+for a layout of NVIDIA's kernels, and for an image.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from engine_pair import EnginePair, full_weights, move
+from peft import LoraConfig, get_peft_model
+from test_accelerator import AcceleratorPair, like_an_accelerator
+from test_witnesses import needs_adapters
+from test_worker import BEFORE_0_28, LACKS
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from verl.utils.fsdp_utils import normalize_peft_param_name
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension as upstream
+from vllm.model_executor.model_loader import reload
+
+from verl_precision.base.errors import WeightSyncError
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.weight_sync.canary import LEARNING_SYNCS, CanaryJudge
+
+pytestmark = pytest.mark.usefixtures("vllm_process")
+
+SMALL, LARGE = 0.001, 0.02  # updates: within a healthy gap, and far outside it
+
+
+@pytest.fixture(scope="module")
+def four() -> EnginePair:
+    """Four replicas in FP16 whose canary has learned its bound."""
+    return _learned(EnginePair("qwen3", "float16", replicas=4))
+
+
+@pytest.fixture(scope="module")
+def moe() -> EnginePair:
+    """A mixture of experts in FP16 whose canary has learned its bound."""
+    pair = EnginePair("qwen3_moe", "float16")
+    move(pair.model, 0.1)
+    return _learned(pair)
+
+
+@pytest.fixture(scope="module")
+def adapted() -> EnginePair:
+    """A LoRA adapter with an effect, in good health after one sync."""
+    pair = EnginePair("qwen3", "float16", lora=True)
+    move(pair.model, 0.3)
+    pair.sync()
+    assert pair.canary().problems == ()
+    return pair
+
+
+@pytest.fixture
+def lone(four) -> Iterator[EnginePair]:
+    """One replica by itself, in good health, with a canary that has seen nothing yet."""
+    pair = copy.copy(four)
+    pair.engines, pair.judge = four.engines[:1], CanaryJudge(torch.float16, torch.float16)
+    pair.sync()
+    yield pair
+    pair.sync()
+    assert pair.canary().problems == (), "the replica is well again after the test"
+
+
+def _learned(pair: EnginePair) -> EnginePair:
+    for _ in range(LEARNING_SYNCS):
+        move(pair.model, 0.01)
+        pair.sync()
+        assert pair.canary().problems == ()
+    return pair
+
+
+def _named_within_two_syncs(pair: EnginePair, after_the_sync: Callable[[], object], update: float, words: str) -> None:
+    """Assert that the canary names replica 0 after the first or the second sync."""
+    problems: tuple[str, ...] = ()
+    for _ in range(2):
+        move(pair.model, update)
+        pair.sync()
+        after_the_sync()
+        if problems := pair.canary().problems:
+            break
+    assert problems and problems[0].startswith("replica 0: ") and words in " ".join(problems), problems
+
+
+def _worker(pair: EnginePair) -> object:
+    (worker,) = pair.engines[0].collective_rpc(lambda self: self)
+    return getattr(worker, "worker", worker)
+
+
+@needs_adapters
+def test_a_disaggregated_sync_that_sends_no_adapter(monkeypatch):
+    """verl#7495: every sync brings the frozen base model and `list_loras()` stays empty; it looks like staleness."""
+    pair = EnginePair("qwen3", "float16", lora=True)
+    base = {name: tensor for name, tensor in pair.model.state_dict().items() if "lora_" not in name}
+    monkeypatch.setattr(pair, "_streams", lambda rank: [(normalize_peft_param_name(base).items(), {})])
+    pair.sync()
+    assert pair.canary().problems == (), "the adapter has no effect yet"
+    move(pair.model, 0.1)
+    with pytest.raises(WeightSyncError, match="LoRA adapter 123: 2 weight streams brought base weights and none an"):
+        pair.sync()
+    (problem,) = pair.canary().problems[-1:]
+    assert "replica 0: it answers as before this sync, to the last bit" in problem
+
+
+def test_experts_whose_layout_the_loader_cannot_write(monkeypatch):
+    """verl#7978: FlashInfer's TRT-LLM kernel makes expert weights 4-D. Stand-in: the shape alone, on an H100's path."""
+    like_an_accelerator(monkeypatch)
+    pair = AcceleratorPair("qwen3_moe")
+    for layer in pair.model.modules():
+        if hasattr(layer, "w13_weight"):
+            weight = layer.w13_weight
+            weight.data = weight.data.unflatten(2, (-1, 16)).transpose(1, 2).contiguous()
+    with pytest.raises(
+        WeightSyncError, match=r"sync 0 did not take: model\.layers\.0\.mlp\.experts\.\d\.\w+\.weight: "
+    ):
+        pair.sync()
+
+
+def test_encoder_outputs_of_the_weights_before(lone):
+    """verl#6523: outputs of image encoders stay cached over a sync. Stand-in: an image, for a text model's runner."""
+    runner = _worker(lone).model_runner
+    runner.encoder_cache["an-image"] = torch.zeros(4, 64)
+    lone.sync()
+    with pytest.raises(
+        WeightSyncError, match=r"encoder output an-image: made before weight sync \d+, and served after"
+    ):
+        lone.sync()
+    lone.engines[0].llm_engine.reset_encoder_cache()  # as verl's clear_kv_cache does
+    runner.encoder_cache["an-image"] = torch.zeros(4, 64)  # the same image, encoded anew
+    lone.sync()
+    runner.encoder_cache.clear()
+
+
+@pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
+def test_experts_in_the_layout_of_the_first_load_alone(moe, monkeypatch):
+    """SkyRL#1680: the first load packs expert weights, later ones do not, and the experts read permuted numbers."""
+    monkeypatch.setattr("verl_precision.integration.cpu.vllm_reload.forget_expert_kernel", lambda layer: None)
+    move(moe.model, LARGE)
+    with pytest.raises(WeightSyncError, match=r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"):
+        moe.sync()
+    assert "replica 0: its served log-probs differ" in moe.canary().problems[0]
+    monkeypatch.undo()
+    moe.sync()
+    assert moe.canary().problems == ()
+
+
+def test_a_reload_for_each_chunk_of_a_sync(moe, monkeypatch):
+    """SkyRL#1680: each chunk has a reload of its own, which ends layers that the chunk has only a part of."""
+    runner, load = _worker(moe).model_runner, upstream._update_weights
+
+    def by_chunk(self, weights, **arguments):
+        for start in range(0, len(weights), 5):
+            reload.initialize_layerwise_reload(runner.model)
+            load(self, weights[start : start + 5], **arguments)
+            reload.finalize_layerwise_reload(runner.model, runner.model_config)
+
+    move(moe.model, LARGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(upstream, "_update_weights", by_chunk)
+        (report,) = moe.sync()
+    assert report.unverified_layers > 20, "the bits cannot tell, and say so"
+    assert "replica 0: its served log-probs differ" in moe.canary().problems[0]
+    moe.sync()
+    assert moe.canary().problems == ()
+
+
+@needs_adapters
+def test_an_adapter_that_binds_no_module(adapted, monkeypatch):
+    """verl-omni#552: vLLM takes the adapter, and none of its layers uses it; rewards stay flat while KL explodes."""
+    monkeypatch.setattr(_worker(adapted).model_runner.model.lora_manager, "modules", {})
+    move(adapted.model, 0.3)
+    with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.down_proj\.lora_A\.weight: no layer of vLLM .* of 0 "):
+        adapted.sync()
+    assert adapted.canary().problems[0].startswith("replica 0: ")
+    monkeypatch.undo()
+    adapted.sync()
+    assert adapted.canary().problems == ()
+
+
+@pytest.mark.parametrize("update", [SMALL, LARGE])
+def test_a_wake_up_that_loads_the_checkpoint_again(lone, monkeypatch, update):
+    """trl#5312: after each sync the rollout's weights are read from the disk once more: the initial policy samples."""
+    checkpoint = cached_tiny_model("qwen3")
+    monkeypatch.setattr(lone, "model", AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+    monkeypatch.setattr(_worker(lone).model_runner.load_config, "load_format", "auto")
+    reload_from_disk = partial(lone.engines[0].collective_rpc, "reload_weights")
+    _named_within_two_syncs(lone, reload_from_disk, update, words="to the last bit" if update == SMALL else "differ")
+
+
+@pytest.mark.parametrize("update", [SMALL, LARGE])
+def test_a_loader_that_gives_its_first_weights_for_ever(lone, monkeypatch, update):
+    """vllm#32718: weights are loaded from an iterator that was cached. All that was sent arrived, and is not loaded."""
+    model, cached = type(_worker(lone).model_runner.model), {}
+    load = model.load_weights
+
+    def from_the_cache(self, weights):
+        return load(self, [(name, cached.setdefault(name, tensor)) for name, tensor in weights])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "load_weights", from_the_cache)
+        lone.sync()
+        assert lone.canary().problems == ()
+        _named_within_two_syncs(lone, lambda: None, update, words="to the last bit")
+
+
+def test_an_adapter_merged_in_bf16(lone, monkeypatch):
+    """verl's own engine merges LoRA in BF16, whatever the rollout's dtype is: BF16's gap is back in an FP16 rollout."""
+    adapted = get_peft_model(copy.deepcopy(lone.model), LoraConfig(r=8, target_modules=["q_proj", "down_proj"]))
+    move(adapted, 0.1)
+    merged = full_weights(adapted.merge_and_unload())
+    monkeypatch.setattr(lone, "_streams", lambda rank: [([(name, t.bfloat16()) for name, t in merged], {})])
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight: arrived in bfloat16, too coarse for a rollout in fl"):
+        lone.sync()
+    monkeypatch.setattr(lone, "_streams", lambda rank: [(merged, {})])
+    assert lone.sync()[0].unverified_layers == 0, "as our engine merges it"
+    monkeypatch.undo()
+
+
+def test_one_replica_of_four_is_stale(four):
+    """A sync that leaves a replica out; the update is smaller than the canary's bound."""
+    four.sync()
+    assert four.canary().problems == ()
+    move(four.model, SMALL)
+    four.sync(only=[0, 1, 3])
+    (problem,) = four.canary().problems
+    assert problem.startswith("replica 2: it answers as before this sync, to the last bit")
+
+
+def _applied_twice(before: dict[str, Tensor]) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]:
+    return lambda stream: ((name, 2 * t - before[name] if name in before else t) for name, t in stream)
+
+
+def test_a_delta_applied_twice(lone, monkeypatch):
+    """On the road to vLLM the bits name it; made before the manifest, or without one, the canary does."""
+    before = {name: tensor.clone() for name, tensor in full_weights(lone.model)}
+    assert lone.canary().problems == ()
+    move(lone.model, LARGE)
+    with pytest.raises(
+        WeightSyncError, match=r"model\.embed_tokens\.weight: float32\[99, 64\] arrived with other values"
+    ):
+        lone.sync(damage=_applied_twice(before))
+    monkeypatch.setattr(lone, "_streams", lambda rank: [(_applied_twice(before)(full_weights(lone.model)), {})])
+    lone.sync()
+    assert lone.canary().problems[0].startswith("replica 0: its served log-probs differ")
+
+
+def _experts_reversed(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Give the last expert's tensors the first one's names, and so on."""
+    for name, tensor in stream:
+        before, there, rest = name.partition(".experts.")
+        number, _, leaf = rest.partition(".")
+        yield (f"{before}.experts.{7 - int(number)}.{leaf}" if there else name), tensor
+
+
+def test_experts_in_another_order(moe, monkeypatch):
+    """On the road to vLLM the bits name it; exported in another order, all bits arrive, and the canary names it."""
+    move(moe.model, LARGE)
+    with pytest.raises(
+        WeightSyncError, match=r"experts\.0\.\w+\.weight: float32\[\d+, \d+\] arrived with other values"
+    ):
+        moe.sync(damage=_experts_reversed)
+    monkeypatch.setattr(moe, "_streams", lambda rank: [(_experts_reversed(full_weights(moe.model)), {})])
+    moe.sync()
+    assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
