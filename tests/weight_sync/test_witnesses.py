@@ -2,8 +2,9 @@
 
 Faults that the bits see without an engine are in test_worker.py.
 
-`HEALTHY_SYNCS=100 HEALTHY_PAIRS=all python -m pytest -s tests/weight_sync/test_witnesses.py -k healthy` is the long
-form: 100 syncs of each of dense, tied, MoE and LoRA models in BF16, FP16 and FP32.
+`HEALTHY_SYNCS=80 HEALTHY_PAIRS=all python -m pytest -s tests/weight_sync/test_witnesses.py -k healthy` is the long
+form: 80 syncs of each of dense, tied, MoE and LoRA models, and of one on a grid of 8 bits, in BF16, FP16 and FP32. With
+`VERL_PRECISION_ARITHMETIC=exact` (not with LoRA) vLLM computes in exact arithmetic.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from statistics import median
 import pytest
 import torch
 from engine_pair import EnginePair, move, without
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.versions import installed_vllm, loads_adapters
@@ -22,20 +24,36 @@ from verl_precision.weight_sync.canary import LEARNING_SYNCS
 pytestmark = pytest.mark.usefixtures("vllm_process")
 
 SYNCS = int(os.environ.get("HEALTHY_SYNCS", "6"))  # more than the syncs that the canary learns from
-MODELS = {"dense": "qwen3", "tied": "qwen3_tied", "moe": "qwen3_moe", "lora": "qwen3"}
+MODELS = {"dense": "qwen3", "tied": "qwen3_tied", "moe": "qwen3_moe", "lora": "qwen3", "fp8": "qwen3"}
 VLLM = installed_vllm()
 CANNOT = f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/precision.md)"
 needs_adapters = pytest.mark.skipif(VLLM is not None and not loads_adapters(VLLM), reason=CANNOT)
-PAIRS = [("dense", "bfloat16"), ("tied", "float16"), ("moe", "float32"), ("lora", "float16")]
+PAIRS = [("dense", "bfloat16"), ("tied", "float16"), ("moe", "float32"), ("lora", "float16"), ("fp8", "float16")]
 if os.environ.get("HEALTHY_PAIRS") == "all":
     PAIRS = list(itertools.product(MODELS, ("bfloat16", "float16", "float32")))
 CASES = [pytest.param(*pair, marks=needs_adapters if "lora" in pair else ()) for pair in PAIRS]
 
 
+def _on_a_grid_of_8_bits(patch: pytest.MonkeyPatch) -> None:
+    """Have vLLM round linear weights to e4m3, a scale a row, before it packs them: a stand-in for its FP8 kernels."""
+    process = UnquantizedLinearMethod.process_weights_after_loading
+
+    def rounded(self, layer):
+        weight = layer.weight.data
+        scales = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+        weight.copy_((weight.float() / scales).to(torch.float8_e4m3fn).float() * scales)
+        process(self, layer)
+
+    patch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", rounded)
+
+
 @pytest.mark.parametrize(("model", "dtype"), CASES)
-def test_healthy_syncs_raise_nothing(model, dtype):
+def test_healthy_syncs_raise_nothing(model, dtype, monkeypatch):
     torch.manual_seed(0)
+    if model == "fp8":
+        _on_a_grid_of_8_bits(monkeypatch)
     pair = EnginePair(MODELS[model], dtype, lora=model == "lora")
+    pair.judge.grids = ("fp8",) if model == "fp8" else ()
     guard, canary, worst = [], [], 0.0
     for sync in range(SYNCS):
         move(pair.model, 0.01)
