@@ -70,7 +70,7 @@ def test_it_trains(run, recipe, precision):
         assert row["mismatch/probs_pearson"] > 0.999, "the rollout has the trainer's weights, experts and adapters too"
         assert row["alarm/active_count"] == 0
         assert row["weight_sync/canary_gap"] < 0.5 * row["weight_sync/canary_bound"]
-        assert (row["weight_sync/unverified_layers"] > 0) == (recipe == "lora"), "the guard knows all but adapters"
+        assert row["weight_sync/verified_layers"] > 0 == row["weight_sync/unverified_layers"], "adapters too"
         short = row["response_length/mean"] < 0.55 * 64  # of 64 tokens: 23 where three characters end it, else 45
         assert short == (recipe in STOPS)
         if precision == "fp16":

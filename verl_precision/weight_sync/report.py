@@ -18,8 +18,8 @@ _PREFIX = "vp-weight-sync-"  # followed by the process that waits for the report
 class SyncReport:
     """What one rollout worker could verify of one weight sync."""
 
-    verified_layers: int = 0  # shown to compute exactly what they were sent
-    unverified_layers: int = 0  # unknown layout, quantised, or an adapter; not those whose turn comes in a later sync
+    verified_layers: int = 0  # shown to compute exactly what they were sent, of an adapter too
+    unverified_layers: int = 0  # unknown layout, or quantised; not those whose turn comes in a later sync
     seconds: float = 0.0  # time that the worker spent on verification
     weights_digest: int = 0  # 40 bits of the digests of what was received: equal weights, equal number
 
