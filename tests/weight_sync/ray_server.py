@@ -14,7 +14,7 @@ class Server:
     """Answers -5 for every token of a prompt, or of its continuation; or misbehaves."""
 
     def __init__(self, behaviour: str) -> None:
-        self.behaviour = behaviour
+        self.behaviour, self.seen = behaviour, []
 
     async def generate(self, prompt_ids, sampling_params, request_id):
         if self.behaviour == "hangs":
@@ -23,6 +23,10 @@ class Server:
             os._exit(1)
         if self.behaviour == "raises":
             raise RuntimeError("engine core is dead")
+        if sampling_params == {"max_tokens": 1}:  # whether a cache answers
+            self.seen.append(prompt_ids)
+            cached = 16 if self.behaviour == "keeps its cache" and self.seen.count(prompt_ids) > 1 else 0
+            return SimpleNamespace(token_ids=[1], log_probs=None, extra_fields={"num_cached_tokens": cached})
         if self.behaviour == "continues":
             written = sampling_params.pop("max_tokens")
             assert sampling_params == {"logprobs": True, "temperature": 0.0, "ignore_eos": True}

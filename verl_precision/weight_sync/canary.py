@@ -27,9 +27,7 @@ TF32_EPS = 2.0**-10  # as FP16's
 LARGEST_SHARE = 0.15
 E4M3_EPS, E5M2_EPS, FOUR_BITS_EPS = 2.0**-3, 2.0**-2, 2.0**-1
 NOTICEABLE = 0.5  # the rounding of another batch moves log-probs by less
-ALONE = (
-    2.0  # what the trainer's log-probs must have moved by, where no other replica's have: no healthy gap is as large
-)
+ALONE = 2.0  # likewise, where no other replica has moved: more than any healthy gap
 
 
 @dataclass(frozen=True)

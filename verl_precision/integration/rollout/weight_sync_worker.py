@@ -212,13 +212,13 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             return [f"LoRA adapter {number}: vLLM does not hold it; the base model would be sampled"]
         manager = self.model_runner.model.lora_manager
         adapter, rank = manager.get_adapter(number), peft_config["r"]
-        all_layers = [(layer, adapter.get_lora(name)) for name, layer in manager.modules.items()]
-        using = [layer for layer, weights in all_layers if weights is not None]
-        if number not in manager.lora_index_to_id or not all(_whole(*one) for one in all_layers if one[1] is not None):
+        given = [(layer, adapter.get_lora(name)) for name, layer in manager.modules.items()]
+        using = [(layer, weights) for layer, weights in given if weights is not None]
+        if number not in manager.lora_index_to_id or not all(_whole(*one) for one in using):
             return []
         slot = manager.lora_index_to_id.index(number)
-        held = [stack[slot, 0, :rank] for layer in using for stack in layer.lora_a_stacked]
-        held += [stack[slot, 0, :, :rank] for layer in using for stack in layer.lora_b_stacked]
+        held = [stack[slot, 0, :rank] for layer, _ in using for stack in layer.lora_a_stacked]
+        held += [stack[slot, 0, :, :rank] for layer, _ in using for stack in layer.lora_b_stacked]
         scaling = peft_config["lora_alpha"] / rank ** (0.5 if peft_config.get("use_rslora") else 1)
         missing = not_held(sync.adapter, held, manager.lora_config.lora_dtype, scaling)
         sync.report.verified_layers, sync.report.unverified_layers = (0 if missing else layers), 0

@@ -74,6 +74,9 @@ class TrainerCanary:
         if not self._tokens.numel():
             special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
             self._tokens = canary_tokens(len(tokenizer), special, self.settings.sequences, self.settings.tokens)
+        # A prompt of its own, asked once a sync: if a part of it comes from a cache, that was filled before the sync.
+        # (Requests for prompt log-probs do not read the cache.)
+        once = {"prompt_ids": self._tokens[0].flip(0).tolist(), "sampling_params": {"max_tokens": 1}}
         sampling: dict[str, Any] = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         if self._continued:
             sampling = {"logprobs": True, "max_tokens": self._continued, "temperature": 0.0, "ignore_eos": True}
@@ -81,8 +84,8 @@ class TrainerCanary:
         for replica in replicas:
             generate = replica.server_handle.generate
             self._asked[replica.replica_rank] = [
-                generate.remote(prompt_ids=prompt, sampling_params=sampling, request_id=f"canary-{uuid.uuid4().hex}")
-                for prompt in prompts
+                generate.remote(**asked, request_id=f"canary-{uuid.uuid4().hex}")
+                for asked in [*({"prompt_ids": prompt, "sampling_params": sampling} for prompt in prompts), once]
             ]
 
     def collect(self) -> None:
@@ -92,7 +95,12 @@ class TrainerCanary:
         for rank, futures in asked.items():
             left = max(0.0, start + self.settings.timeout_seconds - time.perf_counter())
             try:
-                self._outputs[rank] = ray.get(futures, timeout=left)
+                *self._outputs[rank], once = ray.get(futures, timeout=left)
+                if cached := once.extra_fields.get("num_cached_tokens"):
+                    self._problems.append(
+                        f"replica {rank}: it read {cached} tokens from a prefix cache that older weights filled: the "
+                        "sync did not reset it"
+                    )
             except ray.exceptions.GetTimeoutError:
                 self._problems.append(
                     f"replica {rank} has not answered within weight_sync.canary.timeout_seconds="
