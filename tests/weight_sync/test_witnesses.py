@@ -16,9 +16,11 @@ import pytest
 import torch
 from engine_pair import EnginePair, move, without
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.versions import installed_vllm, loads_adapters
+from verl_precision.engine.arithmetic.chosen import inner_dtype
 from verl_precision.weight_sync.canary import LEARNING_SYNCS
 
 pytestmark = pytest.mark.usefixtures("vllm_process")
@@ -54,6 +56,7 @@ def test_healthy_syncs_raise_nothing(model, dtype, monkeypatch):
         _on_a_grid_of_8_bits(monkeypatch)
     pair = EnginePair(MODELS[model], dtype, lora=model == "lora")
     pair.judge.grids = ("fp8",) if model == "fp8" else ()
+    assert AttentionBackendEnum.CPU_ATTN.is_overridden() == (inner_dtype() is not None), "the arithmetic asked for"
     guard, canary, worst = [], [], 0.0
     for sync in range(SYNCS):
         move(pair.model, 0.01)
