@@ -9,12 +9,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.base.verl_config import engines, rollout_dtype, transport_dtype
+from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
-from verl_precision.check.probe import probe_environment
+from verl_precision.check.probe import model_config, probe_environment
+from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Fault, as_fault
 from verl_precision.check.verl_refusals import mistyped
@@ -79,6 +81,7 @@ def table(config: DictConfig) -> Iterator[Row]:
             yield Row(f"{engine.role} gradient reduction", engine.reduce, of_sums)
     yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
     yield Row("weights to the rollout", *transport_dtype(config))
+    yield from _states(config)
     name = config.actor_rollout_ref.rollout.name
     takes = "vLLM takes them in FP32" if name == "vllm" else f"as {name} gives them: not verified here"
     yield Row("rollout log-probs", "fp32", takes)
@@ -93,6 +96,24 @@ def table(config: DictConfig) -> Iterator[Row]:
         yield Row("trainer log-probs", actor.compute, "log-softmax in the logits' dtype (device cpu)")
     else:
         yield Row("trainer log-probs", "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32")
+
+
+def _states(config: DictConfig) -> Iterator[Row]:
+    """Yield the dtypes of what a layer with a gated delta net keeps of the tokens before."""
+    text = gated_delta_nets(model_config(config))
+    if not text or config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    given, setting = engine_kwargs(config), f"{ROLLOUT}.engine_kwargs.vllm"
+    recent = short(given.get("mamba_cache_dtype", "auto"))
+    recent = rollout_dtype(config) if recent == "auto" else recent
+    named = text.get("mamba_ssm_dtype") if str(text.get("model_type")).startswith("qwen3_5") else None
+    asked = short(given.get("mamba_ssm_cache_dtype", "auto"))
+    state, source = (asked, "") if asked != "auto" else (short(named or recent), " (auto)")
+    if asked == "auto" and named:
+        source = " (auto: mamba_ssm_dtype of the model's config.json)"
+    yield Row("rollout recurrent state", state, f"{setting}.mamba_ssm_cache_dtype{source}")
+    yield Row("rollout convolution state", recent, f"{setting}.mamba_cache_dtype")
+    yield Row("trainer recurrent state", "fp32", "transformers: the delta rule is computed in FP32")
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:

@@ -1,6 +1,7 @@
-"""Rules of the trainer's attention: which kinds have no FP32, are not installed, or have no Ulysses."""
+"""Rules of the trainer's attention: kinds without FP32, sinks or Ulysses, not installed, or that cannot be packed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -10,6 +11,10 @@ from verl_precision.check.rules.rule import Environment, Faults, Machine, rule, 
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
+WITH_SINKS = ("gpt_oss",)
+# verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
+# kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
+PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
 
 
 @rule("attention-refuses-fp32")
@@ -47,6 +52,34 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
         if size > 1 and engine.strategy in FSDP and engine.role != "critic":  # verl loads it with flash attention
             case = " in FP32" if engine.role in full else ""
             yield told(f"ulysses-needs-flash{case}", setting=setting, attention=attention)
+
+
+@rule("attention-without-sinks")
+def attention_without_sinks(config: DictConfig, environment: Environment) -> Faults:
+    """transformers refuses gpt-oss with an attention that has no sinks, in a worker, after Ray's start."""
+    attention = attention_of(config)
+    engine = config.actor_rollout_ref.actor.strategy in FSDP
+    if environment.model.get("model_type") in WITH_SINKS and engine and attention in ("sdpa", VERLS_ATTENTION):
+        yield told("attention-without-sinks", value=attention)
+
+
+@rule("packed-delta-nets")
+def packed_delta_nets(config: DictConfig, environment: Environment) -> Faults:
+    """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
+    kind = environment.model.get("model_type")
+    packed = config.actor_rollout_ref.model.use_remove_padding and config.actor_rollout_ref.actor.strategy in FSDP
+    if not packed or not gated_delta_nets(environment.model):
+        return
+    if kind not in PACKED_BY_VERL:
+        yield told("packed-delta-nets", kind=kind, known=" or ".join(PACKED_BY_VERL))
+    elif config.trainer.device == "cpu" or (environment.machine and not environment.machine.linear_attention):
+        yield told("packed-delta-nets torch", kind=kind)
+
+
+def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a model's `config.json` that describes its gated delta nets; empty if it has none."""
+    text = model.get("text_config") or model
+    return text if "linear_num_value_heads" in text else {}
 
 
 def attention_of(config: DictConfig) -> str:
