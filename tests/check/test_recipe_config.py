@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -53,6 +54,30 @@ def test_table_says_what_the_preset_says(precision, compose_recipe):
     assert rows["actor forward"] == rows["critic forward"] == train
     assert rows["actor master weights, Adam"] == rows["actor gradient reduction"] == "fp32"
     assert rows["rollout"] == rollout and rows["weights to the rollout"] == "fp32"
+
+
+@pytest.mark.parametrize(("architecture", "given", "recurrent", "convolution"), [
+    ("qwen3_5", {}, "fp32", "bf16"),  # its config.json names FP32
+    ("qwen3_next", {}, "bf16", "bf16"),
+    ("qwen3_next", {"mamba_cache_dtype": "float16"}, "fp16", "fp16"),
+    ("qwen3_next", {"mamba_ssm_cache_dtype": "float32"}, "fp32", "bf16"),
+    ("qwen3_5", {"mamba_ssm_cache_dtype": "bfloat16"}, "bf16", "bf16"),
+])  # fmt: skip
+def test_table_has_the_states_dtypes_that_vllm_takes(architecture, given, recurrent, convolution, compose_recipe):
+    """vLLM's own word: what its layer allocates, from the config that vLLM makes of the same settings."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    wanted = [f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={value}" for name, value in given.items()]
+    config = compose_recipe(RECIPE, "precision=bf16", f"tiny_architecture={architecture}", *wanted)
+    rows = {row.what: row.dtype for row in table(config)}
+    assert rows["rollout recurrent state"] == recurrent and rows["rollout convolution state"] == convolution
+    assert rows["trainer recurrent state"] == "fp32"
+    engine = EngineArgs(str(config.actor_rollout_ref.model.path), dtype="bfloat16", **given).create_engine_config()
+    model, _ = ModelRegistry.resolve_model_cls(engine.model_config.architectures, engine.model_config)
+    taken = [short(dtype) for dtype in model.get_mamba_state_dtype_from_config(engine)]
+    on_amx = torch.cpu._is_amx_tile_supported()  # there vLLM keeps the recurrent state in FP32, whatever is asked
+    assert taken == [convolution, "fp32" if on_amx else recurrent]
 
 
 @pytest.mark.parametrize(("rollout", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])

@@ -95,6 +95,7 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         flash_attention=installed_version("flash-attn") is not None,
         linear_attention=installed_version("flash-linear-attention") is not None,
+        torchvision=installed_version("torchvision") is not None,
         math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
         critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),

@@ -6,12 +6,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.verl_config import FSDP, engines
+from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Faults, Machine, rule, told
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
 WITH_SINKS = ("gpt_oss",)
+WITH_TORCHVISION = "qwen3_5"  # how the model types begin: vLLM's class for text stands beside the one for images
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
@@ -61,6 +62,23 @@ def attention_without_sinks(config: DictConfig, environment: Environment) -> Fau
     engine = config.actor_rollout_ref.actor.strategy in FSDP
     if environment.model.get("model_type") in WITH_SINKS and engine and attention in ("sdpa", VERLS_ATTENTION):
         yield told("attention-without-sinks", value=attention)
+
+
+@rule("sinks-in-bf16-alone")
+def sinks_in_bf16_alone(config: DictConfig, environment: Environment) -> Faults:
+    """vLLM's attention kernel for a CPU reads sinks as BF16: with others the first request ends its engine."""
+    sinks, dtype = environment.model.get("model_type") in WITH_SINKS, rollout_dtype(config)
+    if sinks and config.trainer.device == "cpu" and dtype not in ("bf16", "auto"):
+        yield told("sinks-in-bf16-alone", value=dtype)
+
+
+@rule("torchvision-missing")
+def torchvision_missing(config: DictConfig, environment: Environment) -> Faults:
+    """vLLM cannot import its class for Qwen3.5 without torchvision, which no CPU environment of ours has."""
+    kind, machine = str(environment.model.get("model_type")), environment.machine
+    if kind.startswith(WITH_TORCHVISION) and machine is not None and not machine.torchvision:
+        if config.actor_rollout_ref.rollout.name == "vllm":
+            yield told("torchvision-missing", kind=kind)
 
 
 @rule("packed-delta-nets")

@@ -57,6 +57,7 @@ class Machine:
     shared_memory: int  # bytes free in /dev/shm
     flash_attention: bool = True  # whether flash-attn is installed
     linear_attention: bool = True  # whether flash-linear-attention is
+    torchvision: bool = True  # whether torchvision is
     math_verify: bool = True  # whether math-verify is
     # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"

@@ -1,7 +1,7 @@
-"""Gated delta nets of vLLM on a CPU in FP32 and FP16: its own kernels take BF16 alone, and any other request ends it.
+"""Gated delta nets of vLLM on a CPU in any dtype: its kernels take BF16 with an FP32 state, and others end its engine.
 
 The same steps in plain torch, one sequence after the other; a prompt and a decoded token take the same recurrence, in
-FP32. BF16 goes on in vLLM's kernels.
+FP32, and the state is kept in its own dtype. BF16 with an FP32 state goes on in vLLM's kernels.
 """
 
 from itertools import pairwise
@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 from vllm.utils.torch_utils import _resolve_layer_name
 
 from verl_precision.integration.ledger import wrapping
@@ -22,15 +23,16 @@ def in_any_dtype(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Write the attention of a step's tokens into `core_attn_out`; without metadata it is a warm-up."""
     mixed_qkv, b, a, core_attn_out, layer_name = args
     context = get_forward_context()
-    if mixed_qkv.dtype == torch.bfloat16 or context.attn_metadata is None:
-        return wrapped(*args, **kwargs)
     layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    vllms = mixed_qkv.dtype == torch.bfloat16 and [state.dtype for state in layer.kv_cache[1:]] == [torch.float32]
+    if vllms or context.attn_metadata is None:
+        return wrapped(*args, **kwargs)
     step = context.attn_metadata[layer.prefix]
-    assert step.spec_sequence_masks is None, "speculative decoding of gated delta nets on a CPU takes BF16 alone"
+    assert step.spec_sequence_masks is None, "speculative decoding of gated delta nets on a CPU is vLLM's own in BF16"
     conv_states, states = layer.kv_cache
     conv_states = conv_states if is_conv_state_dim_first() else conv_states.transpose(-1, -2)
     states = states.view(*states.shape[:2], *states.shape[:1:-1])  # as vLLM's kernels for a CPU: [slots, heads, K, V]
-    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", layer.conv1d.weight).view(conv_states.shape[1], 1, -1)
+    weight = _unpacked_conv_weight(layer).unsqueeze(1)
     decay = -layer.A_log.float().exp() * functional.softplus(a.float() + layer.dt_bias.float())
     for index, (start, end) in enumerate(pairwise(step.non_spec_query_start_loc.tolist())):
         slot = int(step.non_spec_state_indices_tensor[index])

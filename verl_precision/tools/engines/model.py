@@ -9,6 +9,8 @@ from typing import Any
 
 from verl_precision.base.content import content_digest
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.versions import installed_version
+from verl_precision.check.rules.attention import WITH_SINKS, WITH_TORCHVISION
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
@@ -35,8 +37,15 @@ class Model:
         return self.config.get("max_position_embeddings")
 
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
-        """Refuse FP16, chosen by an option, where vLLM refuses it."""
+        """Refuse dtypes of vLLM, chosen by an option, where it refuses them, and a model that lacks a package."""
         kind = str(self.config.get("model_type"))
+        asked = f"{option} {' '.join(dtypes)} with model {self.name}"
+        if kind in WITH_SINKS and set(dtypes) != {"bf16"} and not _has_gpu():
+            problem = f"{asked}: vLLM's attention kernel for a CPU takes attention sinks in BF16 alone"
+            raise ConfigurationError(problem, allowed="bf16", remedy="Run it on a GPU, or in BF16 (`mismatch` can).")
+        if kind.startswith(WITH_TORCHVISION) and installed_version("torchvision") is None:
+            problem = f"{asked}: vLLM's class for model type {kind!r} imports torchvision, which is not installed"
+            raise ConfigurationError(problem, remedy="Install the torchvision that belongs to the installed torch.")
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
             others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
             problem = f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others})"
@@ -60,6 +69,12 @@ class Model:
             require_family(AutoConfig.from_pretrained(model_location(self.name)))
         except ConfigurationError as error:
             raise ConfigurationError(error.problem, allowed=error.allowed, **given) from None
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def model_location(model: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from verl_precision.base.dtypes import long
 from verl_precision.base.files import new_file
+from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.engine.arithmetic.chosen import chosen
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location
@@ -51,10 +52,15 @@ class VllmEngine:
         """
         cpu_settings = {} if prepare_process(arithmetic) else _CPU_SETTINGS
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
+        from transformers import PretrainedConfig
         from vllm import LLM
 
+        location = model_location(model)
+        if cpu_settings and gated_delta_nets(PretrainedConfig.get_config_dict(location)[0]):
+            # States are cached at the borders of chunks alone.
+            cpu_settings = {**cpu_settings, "enable_prefix_caching": False}
         llm = LLM(
-            model=model_location(model),
+            model=location,
             dtype=long(dtype),
             max_model_len=max_model_len,
             disable_log_stats=True,

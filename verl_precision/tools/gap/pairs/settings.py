@@ -21,8 +21,8 @@ class MismatchJob(PromptedJob):
     )
     responses: int = option(default=8, help="Responses to each prompt, in each rollout dtype.", ge=1)
     max_response_tokens: int = option(default=1024, help="Largest number of tokens of a response.", ge=1)
-    # vLLM chooses its own. With flash_attention_2 the trainer packs without padding.
-    attention: Literal["sdpa", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
+    # vLLM chooses its own. With flash_attention_2 the trainer packs without padding; gpt-oss has eager.
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
     full_vocabulary: int = option(
         default=0, help="Positions at which all log-probs are compared too, at most 8 of a response.", ge=0
     )

@@ -1,0 +1,45 @@
+"""Architectures with gated delta nets, windows or other norms: each sync takes, and both engines give the same."""
+
+import pytest
+import torch
+from engine_pair import EnginePair, move
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from verl_precision.base.tiny_model import cached_tiny_model
+
+pytestmark = pytest.mark.usefixtures("vllm_process")
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [
+    ("qwen3_next", "float32"), ("qwen3_next", "bfloat16"), ("glm4", "float32"), ("gemma3", "float32"),
+])  # fmt: skip
+def test_syncs_take_and_decoding_is_the_trainers(architecture, dtype):
+    """In FP32, and in BF16 with a BF16 state, vLLM's own kernels of a gated delta net refuse the first request."""
+    pair = EnginePair(architecture, dtype)
+    torch.manual_seed(0)
+    for _ in range(2):
+        move(pair.model)
+        (report,) = pair.sync()
+        assert report.verified_layers > 20
+        assert pair.canary().problems == ()
+    (engine,), prompts = pair.engines, [{"prompt_token_ids": [5, 6, 7, 8 + i]} for i in range(3)]
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, seed=0)
+    for prompt, output in zip(prompts, engine.generate(prompts, sampling, use_tqdm=False), strict=True):
+        drawn = output.outputs[0]
+        tokens = torch.tensor([prompt["prompt_token_ids"] + list(drawn.token_ids)])
+        rollout = torch.tensor([at[token].logprob for at, token in zip(drawn.logprobs, drawn.token_ids, strict=True)])
+        gap = (pair._score(tokens)[0, 3:] - rollout).abs().mean()
+        assert gap < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+
+
+@pytest.mark.parametrize(("architecture", "leaks"), [("qwen3_next", True), ("qwen3", False)])
+def test_nobody_tells_transformers_delta_nets_where_a_packed_sequence_ends(architecture, leaks):
+    """When this fails, the rule packed-delta-nets can go. verl gives position ids that begin anew, and no more."""
+    model = AutoModelForCausalLM.from_pretrained(cached_tiny_model(architecture), attn_implementation="sdpa").eval()
+    first, second = torch.randint(3, 99, (2, 1, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(24).repeat(2)[None]
+    with torch.no_grad():
+        packed = model(torch.cat((first, second), 1), position_ids=positions, use_cache=False).logits[:, 24:]
+        alone = model(second, use_cache=False).logits
+    assert ((packed - alone).abs().max() > 1e-2 * alone.abs().max()) == leaks
