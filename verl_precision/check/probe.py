@@ -19,6 +19,7 @@ from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
+from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
@@ -94,8 +95,6 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         flash_attention=installed_version("flash-attn") is not None,
-        linear_attention=installed_version("flash-linear-attention") is not None,
-        torchvision=installed_version("torchvision") is not None,
         math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
         critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
@@ -107,6 +106,11 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
         missing_packages=frozenset(
             package for _, _, package in needed_packages(config) if importlib.util.find_spec(package) is None
+        ),
+        missing_for_model=frozenset(
+            package
+            for package, kinds in NEEDED_BY_MODEL.items()
+            if model.get("model_type") in kinds and installed_version(package) is None
         ),
         columns=columns,
         train_rows=rows,

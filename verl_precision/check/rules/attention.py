@@ -12,10 +12,12 @@ from verl_precision.check.rules.rule import Environment, Faults, Machine, rule, 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
 WITH_SINKS = ("gpt_oss",)
-WITH_TORCHVISION = "qwen3_5"  # how the model types begin: vLLM's class for text stands beside the one for images
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
+# vLLM's classes for text stand beside those for images, which import torchvision.
+WITH_TORCHVISION = (*PACKED_BY_VERL, "qwen3_5_text", "qwen3_5_moe_text")
+NEEDED_BY_MODEL = {"flash-linear-attention": PACKED_BY_VERL, "torchvision": WITH_TORCHVISION}
 
 
 @rule("attention-refuses-fp32")
@@ -72,26 +74,30 @@ def sinks_in_bf16_alone(config: DictConfig, environment: Environment) -> Faults:
         yield told("sinks-in-bf16-alone", value=dtype)
 
 
-@rule("torchvision-missing")
-def torchvision_missing(config: DictConfig, environment: Environment) -> Faults:
-    """vLLM cannot import its class for Qwen3.5 without torchvision, which no CPU environment of ours has."""
-    kind, machine = str(environment.model.get("model_type")), environment.machine
-    if kind.startswith(WITH_TORCHVISION) and machine is not None and not machine.torchvision:
-        if config.actor_rollout_ref.rollout.name == "vllm":
-            yield told("torchvision-missing", kind=kind)
+@rule("torchvision-missing", of_machine=True)
+def torchvision_missing(config: DictConfig, machine: Machine) -> Faults:
+    """vLLM cannot import its class for Qwen3.5 without torchvision."""
+    if "torchvision" in machine.missing_for_model and config.actor_rollout_ref.rollout.name == "vllm":
+        yield told("torchvision-missing")
 
 
 @rule("packed-delta-nets")
 def packed_delta_nets(config: DictConfig, environment: Environment) -> Faults:
     """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
     kind = environment.model.get("model_type")
-    packed = config.actor_rollout_ref.model.use_remove_padding and config.actor_rollout_ref.actor.strategy in FSDP
-    if not packed or not gated_delta_nets(environment.model):
-        return
-    if kind not in PACKED_BY_VERL:
+    if _is_packed(config) and gated_delta_nets(environment.model) and kind not in PACKED_BY_VERL:
         yield told("packed-delta-nets", kind=kind, known=" or ".join(PACKED_BY_VERL))
-    elif config.trainer.device == "cpu" or (environment.machine and not environment.machine.linear_attention):
-        yield told("packed-delta-nets torch", kind=kind)
+
+
+@rule("packed-delta-nets", of_machine=True)
+def packed_delta_nets_in_torch(config: DictConfig, machine: Machine) -> Faults:
+    """verl says where it ends, and without flash-linear-attention nobody listens."""
+    if _is_packed(config) and "flash-linear-attention" in machine.missing_for_model:
+        yield told("packed-delta-nets torch")
+
+
+def _is_packed(config: DictConfig) -> bool:
+    return bool(config.actor_rollout_ref.model.use_remove_padding) and config.actor_rollout_ref.actor.strategy in FSDP
 
 
 def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:

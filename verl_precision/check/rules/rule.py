@@ -56,8 +56,6 @@ class Machine:
     memory: int  # bytes of memory available
     shared_memory: int  # bytes free in /dev/shm
     flash_attention: bool = True  # whether flash-attn is installed
-    linear_attention: bool = True  # whether flash-linear-attention is
-    torchvision: bool = True  # whether torchvision is
     math_verify: bool = True  # whether math-verify is
     # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
@@ -71,6 +69,7 @@ class Machine:
     unwritable: frozenset[str] = frozenset()
     # packages that are not installed, among those that a logger or another setting needs
     missing_packages: frozenset[str] = frozenset()
+    missing_for_model: frozenset[str] = frozenset()  # the same among those that the model's classes need
     columns: tuple[str, ...] | None = None  # of the first training file; None where that cannot be read
     train_rows: int | None = None  # rows of the training files; None where that is not known
     # names that the reward function's file defines; None where it cannot be told without running it

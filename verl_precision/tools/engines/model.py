@@ -43,7 +43,7 @@ class Model:
         if kind in WITH_SINKS and set(dtypes) != {"bf16"} and not _has_gpu():
             problem = f"{asked}: vLLM's attention kernel for a CPU takes attention sinks in BF16 alone"
             raise ConfigurationError(problem, allowed="bf16", remedy="Run it on a GPU, or in BF16 (`mismatch` can).")
-        if kind.startswith(WITH_TORCHVISION) and installed_version("torchvision") is None:
+        if kind in WITH_TORCHVISION and installed_version("torchvision") is None:
             problem = f"{asked}: vLLM's class for model type {kind!r} imports torchvision, which is not installed"
             raise ConfigurationError(problem, remedy="Install the torchvision that belongs to the installed torch.")
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
