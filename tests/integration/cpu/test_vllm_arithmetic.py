@@ -142,10 +142,10 @@ def test_a_process_that_was_not_asked(monkeypatch):
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from verl_precision.integration.cpu.vllm_arithmetic import register_operations
+    from verl_precision.integration.cpu.vllm_on_cpu import compute_as_asked
 
     monkeypatch.setenv(VARIABLE, "native")
-    register_operations(None)
+    compute_as_asked(None)
     assert not op_registry_oot and not AttentionBackendEnum.CPU_ATTN.is_overridden()
 
 

