@@ -25,8 +25,8 @@ RIM = (
 )
 # Most lines of Python in each part of the house.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 12_040,
-    ("check",): 4_100,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 12_240,
+    ("check",): 4_190,
     ("tools", "cli"): 8_920,
 }
 # Modules that need torch, NumPy and PyYAML at most: hosts and their companions may be missing.

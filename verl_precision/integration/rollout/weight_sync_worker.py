@@ -188,7 +188,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
     def _old_encoder_outputs(self) -> list[str]:
         """Name encoder outputs that the weights before the latest sync made, and that are served still (verl#6523)."""
-        old = [key for key, one in self._encoder_outputs().items() if key in self._encoded and self._encoded[key]() is one]
+        old = [
+            key for key, one in self._encoder_outputs().items() if key in self._encoded and self._encoded[key]() is one
+        ]
         came = f"weight sync {self._sync_index - 1}"
         return [f"encoder output {key}: made before {came}, and served after it: caches were not reset" for key in old]
 
