@@ -79,7 +79,7 @@ def delta_nets(kind: str) -> Environment:
     return Environment(model={"model_type": kind, "text_config": text} if kind == "qwen3_5" else text)
 
 
-PACKED = "model.use_remove_padding=True"
+GPT_OSS, PACKED = Environment(model={"model_type": "gpt_oss"}), "model.use_remove_padding=True"
 A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
 KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
 EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
@@ -150,25 +150,15 @@ ENVIRONMENTS = [
     ("attention-not-installed", here(flash_attention=False), f"+{ATTENTION}=sdpa", False),
     ("attention-not-installed", here(flash_attention=False), CPU, False),
     ("attention-not-installed", here(), "", False),
-    ("attention-without-sinks", Environment(model={"model_type": "gpt_oss"}), "", True),
-    ("attention-without-sinks", Environment(model={"model_type": "gpt_oss"}), f"+{ATTENTION}=sdpa", True),
-    ("attention-without-sinks", Environment(model={"model_type": "gpt_oss"}), f"+{ATTENTION}=eager", False),
+    ("attention-without-sinks", GPT_OSS, "", True),
+    ("attention-without-sinks", GPT_OSS, f"+{ATTENTION}=sdpa", True),
+    ("attention-without-sinks", GPT_OSS, f"+{ATTENTION}=eager", False),
     ("attention-without-sinks", Environment(model={"model_type": "qwen3"}), "", False),
     ("torchvision-missing", here(missing_for_model=frozenset(["torchvision"])), "", True),
     ("torchvision-missing", here(missing_for_model=frozenset(["torchvision"])), "rollout.name=sglang", False),
-    (
-        "sinks-in-bf16-alone",
-        Environment(model={"model_type": "gpt_oss"}),
-        f"+precision=fp32 {CPU} +{ATTENTION}=eager",
-        True,
-    ),
-    (
-        "sinks-in-bf16-alone",
-        Environment(model={"model_type": "gpt_oss"}),
-        f"+precision=bf16 {CPU} +{ATTENTION}=eager",
-        False,
-    ),
-    ("sinks-in-bf16-alone", Environment(model={"model_type": "gpt_oss"}), f"+precision=fp32 +{ATTENTION}=eager", False),
+    ("sinks-in-bf16-alone", GPT_OSS, f"+precision=fp32 {CPU} ++{ATTENTION}=eager", True),
+    ("sinks-in-bf16-alone", GPT_OSS, f"+precision=bf16 {CPU} ++{ATTENTION}=eager", False),
+    ("sinks-in-bf16-alone", GPT_OSS, f"+precision=fp32 ++{ATTENTION}=eager", False),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED, True),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED.replace("True", "False"), False),
     ("packed-delta-nets", delta_nets("qwen3_5_text"), PACKED, True),
