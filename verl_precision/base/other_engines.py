@@ -30,7 +30,8 @@ def fit_to_engine(config: DictConfig) -> list[ConfigurationError]:
     engine = str(config.get("model_engine", "dp"))
     if engine == "dp" or not any(OmegaConf.select(config, f"{path}.{block}") for path, block in OWNERS.items()):
         return []
-    words = table_of(__file__, "engine_settings.yaml").get(engine)
+    tables = table_of(__file__, "engine_settings.yaml")
+    words, neutral = tables.get(engine), tables["neutral"]
     if words is None or config.trainer.device == "cpu":
         problem = f"verl's {engine} engine needs GPUs" if words else "this package has no presets for this engine"
         remedy = "Choose a scale of GPUs, or model_engine=dp, verl's FSDP engine."
@@ -44,7 +45,7 @@ def fit_to_engine(config: DictConfig) -> list[ConfigurationError]:
                 owner.strategy = engine
             if not block:
                 continue
-            for setting, value in _moved(engine, words, f"{path}.{name}", block):
+            for setting, value in _moved(engine, words, neutral, f"{path}.{name}", block):
                 if path.endswith(".ref") and not setting.startswith(("dtype", "mixed_precision")):
                     continue  # it has no state and no optimizer, and its layout is the actor's
                 _put(config, f"{path}.{setting if setting.startswith('optim.') else f'{engine}.{setting}'}", value)
@@ -52,7 +53,7 @@ def fit_to_engine(config: DictConfig) -> list[ConfigurationError]:
     return said
 
 
-def _moved(engine: str, words: dict[str, Any], path: str, block: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _moved(engine: str, words: dict, neutral: dict, path: str, block: dict) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the engine, with values, that say what the block of FSDP's says."""
     dtype = short((block.get("mixed_precision") or {}).get("param_dtype", "bf16"))
     if dtype not in words["dtypes"]:
@@ -62,15 +63,14 @@ def _moved(engine: str, words: dict[str, Any], path: str, block: dict[str, Any])
     yield from words["dtypes"][dtype].items()
     if block.get("offload_policy"):
         block = {**block, "param_offload": True, "optimizer_offload": True}
-    neutral, moved = table_of(__file__, "engine_settings.yaml")["neutral"], words["settings"]
+    moved = words["settings"]
     for name, value in _flat(block):
         whole = next((each for each in moved if name == each or name.startswith(f"{each}.")), None)
         if whole is not None:
             if not name.startswith("loss_scale") or dtype == "fp16":
                 yield moved[whole] + name.removeprefix(whole), value
         elif name not in neutral or neutral[name] not in (None, value):
-            problem = f"verl's {engine} engine has nothing of the kind"
-            allowed = str(neutral.get(name, "not set"))
+            problem, allowed = f"verl's {engine} engine has nothing of the kind", str(neutral.get(name, "not set"))
             remedy = "Leave it out with this engine, or choose model_engine=dp."
             raise ConfigurationError(problem, setting=f"{path}.{name}", value=value, allowed=allowed, remedy=remedy)
 
@@ -79,7 +79,7 @@ def _optimizer(words: dict[str, Any], engine: str, path: str, owner: DictConfig)
     """Say torch's arguments of Adam in the engine's words; return those that it does not read."""
     optim = owner.optim
     given: Any = OmegaConf.to_container(optim.get("override_optimizer_config") or OmegaConf.create(), resolve=True)
-    named = {f"override_optimizer_config.{key}": (key, given[key]) for key in ("eps",) if key in given}
+    named = {"override_optimizer_config.eps": ("eps", given["eps"])} if "eps" in given else {}
     if engine == "megatron":
         named |= {f"betas.{place}": (f"betas.{place}", beta) for place, beta in enumerate(optim.betas)}
     unread = []
@@ -97,7 +97,7 @@ def _optimizer(words: dict[str, Any], engine: str, path: str, owner: DictConfig)
         if OmegaConf.select(owner, setting) == verls:
             said = {"allowed": "a schedule that is meant", "remedy": "Say which one is meant."}
             unread.append(ConfigurationError(problem, setting=f"{path}.{setting}", value=verls, **said))
-    if engine == "torchtitan" and not optim.get("override_optimizer_config"):
+    if engine == "torchtitan" and not optim.get("override_optimizer_config"):  # its typed config has no such block
         optim.pop("override_optimizer_config", None)
     return unread
 

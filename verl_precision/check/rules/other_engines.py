@@ -24,7 +24,7 @@ def megatron_optimizer(config: DictConfig, environment: Environment) -> Faults:
             yield told("megatron-optimizer", setting=setting, value=override[key], allowed=allowed, remedy=remedy)
 
 
-@rule("veomni-half-weights", "error")
+@rule("veomni-half-weights")
 def veomni_half_weights(config: DictConfig, environment: Environment) -> Faults:
     """VeOmni loads its weights in BF16 unless `mixed_precision` is True, and the optimizer updates them there."""
     for engine in engines(config):

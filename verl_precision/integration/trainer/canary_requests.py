@@ -175,9 +175,8 @@ def _dtype(name: str) -> torch.dtype:
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:
     """Return the rollout's dtype if it misses part of the trainer's weights; an adapter rounds after its product."""
     finer = torch.finfo(train).eps < torch.finfo(rollout).eps
-    return (
-        str(rollout).removeprefix("torch.") if finer and engines(config)[0].our_fsdp and not lora_rank(config) else None
-    )
+    is_rounded = finer and engines(config)[0].our_fsdp and not lora_rank(config)
+    return str(rollout).removeprefix("torch.") if is_rounded else None
 
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
