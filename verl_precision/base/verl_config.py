@@ -126,8 +126,9 @@ def rollout_dtype(config: DictConfig) -> str:
 
 
 def sync_backend(config: DictConfig) -> str:
-    """Return the checkpoint engine that carries weights to the rollout."""
-    return str(OmegaConf.select(config, BACKEND) or "naive")
+    """Return the checkpoint engine that carries weights to the rollout; verl's V1 trainers on its GPUs take `naive`."""
+    beside = config.trainer.get("use_v1", True) and not str(config.trainer.v1.trainer_mode).endswith("separate_async")
+    return "naive" if beside else str(OmegaConf.select(config, BACKEND) or "naive")
 
 
 def quantisations(config: DictConfig) -> dict[str, str]:

@@ -1,11 +1,15 @@
 """Each planted fault is found, by name, with its setting and a remedy; nothing else is. A new rule gets a row there."""
 
 import ast
+import asyncio
 import functools
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -194,6 +198,7 @@ DISAGGREGATED = (
 TRITON = "model.fused_kernel_options.impl_backend=triton"
 ROWS = [line.split() for line in FAULTS.splitlines()]
 SHORT = {
+    "DISAGGREGATED": DISAGGREGATED,
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
     "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True "
@@ -268,8 +273,11 @@ def test_every_text_is_of_a_rule():
     "rollout.logprobs_mode=raw_logprobs rollout.calculate_log_probs=False",
     "rollout.dtype=half +precision=fp16 trainer.device=cuda trainer.save_freq=-1",
     "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=naive",
-    "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=nixl",
-    f"+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=nccl {DISAGGREGATED}",
+    "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=mooncake",  # no trainer reads it
+    "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=nccl DISAGGREGATED",
+    "+precision=fp16 model.lora_rank=8 rollout.checkpoint_engine.backend=nccl",
+    "+precision=fp16 model.lora_rank=8 model.lora.merge=True rollout.checkpoint_engine.backend=nccl DISAGGREGATED",
+    "model_engine=veomni model.lora_rank=8 rollout.checkpoint_engine.backend=nccl DISAGGREGATED",
     "+precision=fp16 trainer.save_freq=-1 rollout.temperature=0.7",
     "+precision=fp16 trainer.save_freq=-1 +rollout.engine_kwargs.vllm.kv_cache_dtype=bfloat16",
     f"+precision=fp16 trainer.save_freq=-1 rollout.temperature=0.7 model.use_fused_kernels=True {TRITON}",
@@ -313,6 +321,21 @@ def test_the_list_of_transports_that_cast_is_verls():
         (name,) = re.findall(r'^@CheckpointEngineRegistry\.register\("(\w+)"\)', source, re.M)
         casting |= {name} if re.search(r"\.to\((self\.)?rollout_dtype\)", source) else set()
     assert casting == set(CASTING)
+
+
+def test_verl_asks_its_engine_for_an_adapter_on_the_way_called_naive_alone():
+    """When this fails, the rule adapter-not-delivered can go, and `sync_backend`'s look at the mode."""
+    from verl.trainer.ppo.v1 import trainer_base, trainer_separate_async
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    asked, sent = [], AsyncMock(return_value={})
+    engine = SimpleNamespace(get_per_tensor_param=lambda **how: asked.append(how) or ("weights", "adapter's config"))
+    worker = SimpleNamespace(actor=SimpleNamespace(engine=engine), checkpoint_engine=SimpleNamespace(send_weights=sent))
+    asyncio.run(inspect.unwrap(ActorRolloutRefWorker.update_weights)(worker, global_steps=1, mode="nccl"))
+    assert asked == [{}]  # an engine's default is base_sync_done=False: all weights but the adapter's
+    sent.assert_awaited_once_with("weights", global_steps=1)
+    assert 'checkpoint_engine_config.backend = "naive"' in inspect.getsource(trainer_base)
+    assert "checkpoint_engine_config.backend" not in inspect.getsource(trainer_separate_async)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp32_train_bf16_rollout", "fp32_train_fp16_rollout"])

@@ -8,6 +8,7 @@ from packaging.version import Version
 from verl_precision.base.dtypes import EXACT, HALF
 from verl_precision.base.verl_config import (
     AGENT_LOOP,
+    FSDP,
     OF_LOOP,
     ROLLOUT,
     engine_kwargs,
@@ -174,6 +175,14 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults
         return
     if uses_adapter(config):
         yield told("adapter-not-loadable", value=False, vllm=vllm)
+
+
+@rule("adapter-not-delivered")
+def adapter_not_delivered(config: DictConfig, environment: Environment) -> Faults:
+    """Of its checkpoint engines, verl gives adapters to `naive` alone; the others get the base weights at each sync."""
+    trains_adapters = engines(config)[0].strategy in (*FSDP, "megatron")  # the others train the whole model
+    if uses_adapter(config) and trains_adapters and (backend := sync_backend(config)) != "naive":
+        yield told("adapter-not-delivered", backend=backend)
 
 
 def importance_ratios(config: DictConfig) -> str | None:
