@@ -104,11 +104,14 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
     ("mismatch --max-response-tokens 5000", "model's context 2048. Allowed: up to "),
     ("mismatch --model VLLM_REFUSES", "--rollout-dtype fp16 with model gemma: vLLM refuses FP16"),
+    ("mismatch --model SINKS", "--rollout-dtype fp16 bf16 with model sinks: vLLM's attention kernel for a CPU takes"),
+    ("mismatch --model SINKS --rollout-dtype bf16", "--attention sdpa with model sinks, whose attention has sinks: it"),
     ("mismatch --arithmetic exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
     ("mismatch --arithmetic exact --ray-address local", "vLLM's operations are replaced on a CPU alone"),
     ("mismatch --full-vocabulary 1025", "8 positions of a response are compared. Allowed: 0 to 1024"),
     ("mismatch --full-vocabulary 1 --ray-address local", "engines on Ray write no files here"),
     ("explain --exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
+    ("explain --model SINKS", "--rollout-dtype bf16 fp32 with model sinks: vLLM's attention kernel for a CPU takes"),
     ("explain --exact --train-dtype fp16", "Allowed: --train-dtype as --rollout-dtype"),
     ("explain --arithmetic exact --fp32-output-head", "Allowed: --fp32-log-probs and no --fp32-output-head"),
     ("explain --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
@@ -142,11 +145,11 @@ def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").touch()
     write_rows(tmp_path / "data.jsonl", [row(1, data_source="math_dapo")])
-    for name, kind in (("gemma", "gemma3"), ("others", "gpt2")):
+    for name, kind in (("gemma", "gemma3"), ("others", "gpt2"), ("sinks", "gpt_oss")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
         (tmp_path / name / "model.safetensors").touch()
-    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").replace("OTHERS", "others").split()
+    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").replace("OTHERS", "others").replace("SINKS", "sinks").split()
     code, shown = typed(*given, "--output", "out")
     assert code == 1 and words in shown, shown
     assert not (tmp_path / "out").exists() and not made_up.seen

@@ -11,7 +11,7 @@ from verl_precision.check.rules.rule import Environment, Faults, Machine, rule, 
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
-WITH_SINKS = ("gpt_oss",)
+WITH_SINKS, WITHOUT_SINKS = ("gpt_oss",), ("sdpa", VERLS_ATTENTION)  # models, and kinds of attention
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
@@ -62,7 +62,7 @@ def attention_without_sinks(config: DictConfig, environment: Environment) -> Fau
     """transformers refuses gpt-oss with an attention that has no sinks, in a worker, after Ray's start."""
     attention = attention_of(config)
     engine = config.actor_rollout_ref.actor.strategy in FSDP
-    if environment.model.get("model_type") in WITH_SINKS and engine and attention in ("sdpa", VERLS_ATTENTION):
+    if environment.model.get("model_type") in WITH_SINKS and engine and attention in WITHOUT_SINKS:
         yield told("attention-without-sinks", value=attention)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl_precision.base.content import content_digest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_version
-from verl_precision.check.rules.attention import WITH_SINKS, WITH_TORCHVISION
+from verl_precision.check.rules.attention import WITH_SINKS, WITH_TORCHVISION, WITHOUT_SINKS
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
@@ -51,6 +51,12 @@ class Model:
             problem = f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others})"
             remedy = f"Choose another {option}."
             raise ConfigurationError(f"{problem}, whose activations overflow it", allowed="bf16, fp32", remedy=remedy)
+
+    def require_attention(self, attention: str, whose: str = "") -> None:
+        """Refuse an attention of the trainer without the sinks that a model has; `whose` says who asks for it."""
+        if str(self.config.get("model_type")) in WITH_SINKS and attention in WITHOUT_SINKS:
+            problem = f"{whose}--attention {attention} with model {self.name}, whose attention has sinks: it has none"
+            raise ConfigurationError(problem, allowed="eager", remedy="Use `mismatch --attention eager`.")
 
     def require_arithmetic(self, arithmetic: str, ray_address: str | None) -> None:
         """Refuse operations that are rounded once on GPUs, which have others, and for a model that has others."""

@@ -4,6 +4,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
 from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, probability_cells, summary
 from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.jobs import frame
 from verl_precision.tools.jobs.store import Series
 
 FIGURES = ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
@@ -138,6 +140,24 @@ def test_every_pair_is_measured_on_the_same_responses(measured, made_up, tmp_pat
     assert "3/6 responses sampled in fp16, scored in fp16" in shown and "wrote table.md, summary.json, tokens" in shown
     assert {path.name for path in (tmp_path / "job").iterdir()} == {"journal.jsonl", "table.md", "summary.json"}
     assert json.loads((tmp_path / "job" / "summary.json").read_text())["prompt_count"] == 2
+
+
+def test_the_trainers_attention_is_the_one_that_is_asked_for(measured, made_up, monkeypatch, tmp_path):
+    """vLLM chooses its own."""
+    built = {}
+
+    def start(build, name, *place):
+        built[name] = build
+        return made_up.start(build, name, *place)
+
+    monkeypatch.setattr(frame, "start_engine", start)
+    measured(attention="eager")
+    asked = {name: signature(one.func).bind(*one.args, **one.keywords).arguments for name, one in built.items()}
+    attention = {name: arguments.get("attention") for name, arguments in asked.items()}
+    assert attention == {"sample-fp16": None, "sample-bf16": None, "score-fp16": "eager", "score-bf16": "eager"}
+    assert "attention of the trainer: eager" in (tmp_path / "job" / "table.md").read_text()
+    with pytest.raises(ConfigurationError, match="attention: 'eager' there, 'sdpa' now"):
+        measured()
 
 
 def test_all_log_probs_of_some_positions_are_compared(measured, made_up, tmp_path):

@@ -35,6 +35,7 @@ def explain(
     models["rollout"] = models["trainer"] if job.rollout_model is None else find_model(job.rollout_model)
     between = [] if job.through_exact else ["fp32"]
     models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype, *between])
+    models["trainer"].require_attention("sdpa", "the path begins with ")
     models["rollout"].require_arithmetic("exact" if job.exact else job.arithmetic, job.ray_address)
     response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
     prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)

@@ -33,6 +33,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
     frame, model = Frame(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
+    model.require_attention(job.attention)
     model.require_arithmetic(job.arithmetic, job.ray_address)
     prompt_ids = prompt_tokens(job, model, model, job.max_response_tokens)
     length = max(map(len, prompt_ids)) + job.max_response_tokens
