@@ -55,6 +55,7 @@ class _Sync:
     loading: str = ""  # what the model was given last
     loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
     adapter: dict[str, Tensor] = field(default_factory=dict)  # the tensors of a LoRA adapter
+    buffers: list[tuple[str, Tensor]] = field(default_factory=list)  # on CPU, to be set when the reload has ended
     failure: Exception | None = None
     report: SyncReport = field(default_factory=SyncReport)
 
@@ -92,6 +93,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
                 if sync.failure is not None:
                     raise sync.failure
+            super()._apply_buffer_updates_all_models(sync.buffers, dict(model.named_buffers()))
             problems += self._arrival_problems(sync) + self._delivery_problems()
             if adapter_only:
                 problems += self._adapter_problems(sync, peft_config or {})
@@ -151,6 +153,13 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             why = f"{sync.loading}: {type(error).__name__}: {error}"
             sync.failure = WeightSyncError(f"Weight sync {self._sync_index} did not take: {why}. {SYNC_HELP}")
         return None
+
+    def _apply_buffer_updates_all_models(self, buffer_updates: list, main_named_buffers: dict) -> int:
+        """Set buffers as verl does; on CPU later, since a layer-wise reload would put the old values back."""
+        if self._sync is None or not self._sync.on_cpu:
+            return super()._apply_buffer_updates_all_models(buffer_updates, main_named_buffers)
+        self._sync.buffers += buffer_updates
+        return len(buffer_updates)
 
     def _get_zmq_handle(self) -> str:
         return own_path(super()._get_zmq_handle())
