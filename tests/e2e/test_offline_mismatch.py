@@ -55,3 +55,18 @@ def test_going_on_with_a_finished_analysis_computes_nothing(analysis):
     assert len(kept) == 1 + 4, "a log for each dtype of each engine"
     assert run() == k3
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("architecture", "dtypes", "attention"), [
+    ("glm4", ("bf16", "fp32"), "sdpa"), ("glm4_moe", ("bf16", "fp32"), "sdpa"), ("gemma3", ("bf16", "fp32"), "sdpa"),
+    ("gemma4", ("bf16", "fp32"), "sdpa"), ("gpt_oss", ("bf16",), "eager"),
+])  # fmt: skip
+def test_models_of_this_year(architecture, dtypes, attention, tmp_path):
+    """FP16 is refused by vLLM, or by its kernel of attention sinks."""
+    sizes = {"max_prompts": 6, "responses": 2, "max_response_tokens": 64, "attention": attention}
+    model, both = f"tiny:{architecture}", {"rollout_dtypes": dtypes, "train_dtypes": dtypes}
+    pairs = measure_mismatch(MismatchJob(model=model, output=tmp_path / "job", **both, **sizes), Console(quiet=True))
+    k3 = {(pair.rollout, pair.train): pair.k3 for pair in pairs}
+    assert 1e-9 < k3["bf16", "bf16"] < 1e-3
+    assert k3.get(("fp32", "fp32"), 0) < 1e-11

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("vllm_process")
 
 @pytest.mark.parametrize(("architecture", "dtype"), [
     ("qwen3_next", "float32"), ("qwen3_next", "bfloat16"), ("glm4", "float32"), ("gemma3", "float32"),
-    ("gemma4", "float32"),
+    ("gemma4", "float32"), ("glm4_moe", "float32"),
 ])  # fmt: skip
 def test_syncs_take_and_decoding_is_the_trainers(architecture, dtype):
     """In FP32, and in BF16 with a BF16 state, vLLM's own kernels of a gated delta net refuse the first request."""
@@ -34,6 +34,15 @@ def test_syncs_take_and_decoding_is_the_trainers(architecture, dtype):
         rollout = torch.tensor([at[token].logprob for at, token in zip(drawn.logprobs, drawn.token_ids, strict=True)])
         gap = (pair._score(tokens)[0, 3:] - rollout).abs().mean()
         assert gap < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+
+
+def test_a_sync_on_a_cpu_leaves_gpt_oss_without_experts():
+    """When this fails, the rule gpt-oss-on-cpu can go."""
+    pair = EnginePair("gpt_oss", "bfloat16")
+    (report,) = pair.sync()
+    assert report.unverified_layers == 8  # experts and sinks of four layers
+    with pytest.raises(AssertionError):  # of vLLM's: no kernel was made for them again
+        pair.canary()
 
 
 @pytest.mark.parametrize(("architecture", "leaks"), [("qwen3_next", True), ("qwen3", False)])

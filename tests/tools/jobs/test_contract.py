@@ -149,7 +149,8 @@ def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypa
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": kind}))
         (tmp_path / name / "model.safetensors").touch()
-    given = command.replace("DATA", "data.jsonl").replace("VLLM_REFUSES", "gemma").replace("OTHERS", "others").replace("SINKS", "sinks").split()
+    named = {"DATA": "data.jsonl", "VLLM_REFUSES": "gemma", "OTHERS": "others", "SINKS": "sinks"}
+    given = [named.get(word, word) for word in command.split()]
     code, shown = typed(*given, "--output", "out")
     assert code == 1 and words in shown, shown
     assert not (tmp_path / "out").exists() and not made_up.seen

@@ -109,8 +109,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         if problems:
             for problem in problems:
                 logger.error("weight sync %d: %s", self._sync_index, problem)
-            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            shown = "; ".join(problems[:_SHOWN]) + more
+            shown = "; ".join(problems[:_SHOWN] + [f"and {n} more" for n in [len(problems) - _SHOWN] if n > 0])
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
         if sync.reply_to is not None:
             sync.report.write(sync.reply_to)
@@ -147,8 +146,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             sync.report.seconds += time.perf_counter() - start
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
-            # Logged as text and kept without its frames, which hold views of the transfer buffer: the buffer could not
-            # be released, and the sender would wait for ever.
+            # Without its frames: they hold views of the transfer buffer, for whose release the sender would wait for ever.
             logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
             why = f"{sync.loading}: {type(error).__name__}: {error}"
             sync.failure = WeightSyncError(f"Weight sync {self._sync_index} did not take: {why}. {SYNC_HELP}")
