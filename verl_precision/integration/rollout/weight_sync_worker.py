@@ -146,7 +146,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             sync.report.seconds += time.perf_counter() - start
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
-            # Without its frames: they hold views of the transfer buffer, for whose release the sender would wait for ever.
+            # Without its frames: they hold views of the transfer buffer, and the sender would wait for its release.
             logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
             why = f"{sync.loading}: {type(error).__name__}: {error}"
             sync.failure = WeightSyncError(f"Weight sync {self._sync_index} did not take: {why}. {SYNC_HELP}")
