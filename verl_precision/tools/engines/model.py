@@ -62,13 +62,12 @@ class Model:
         """Refuse operations that are rounded once on GPUs, which have others, and for a model that has others."""
         if arithmetic == "native":
             return
-        import torch
         from transformers import AutoConfig
 
         from verl_precision.engine.arithmetic.chosen import require_family
 
         given: Any = {"setting": "--arithmetic", "value": arithmetic, "remedy": "Use --arithmetic native."}
-        if torch.cuda.is_available() or ray_address is not None:
+        if _has_gpu() or ray_address is not None:
             problem, allowed = "vLLM's operations are replaced on a CPU alone", "native on GPUs"
             raise ConfigurationError(problem, allowed=allowed, **given)
         try:
