@@ -30,6 +30,7 @@ RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 # Of a CPU, and of a GPU; with arguments.
 ON_CPU = ("mismatch.py", "losses.py", "digest.py", "engine.py", "import_time.py", "step_share.py", "arithmetic.py")
+ON_CPU += ("kept_tokens.py",)
 ON_GPU = ("digest.py --device cuda --megabytes 4096 --shape 768 2048", "grouped_experts.py")
 WORSE = 1.2
 INTRODUCTION = """# Benchmarks
@@ -52,8 +53,8 @@ leave out a forward then saves less than on a GPU. A share above 100% says that 
 faster than the large ones that the limit is taken from. The quickstart's step is about the smallest there is, and
 what is constant weighs most in it. `make quickstart`, `make test` and CI are timed in [the log](log/speed.md).
 
-Each benchmark's own docstring says what it does. `alarm_rates.py` and `fault_injection.py` are studies without a peer,
-and are run by themselves.
+Each benchmark's own docstring says what it does. `alarm_rates.py`, `fault_injection.py` and `live_page.py` are studies
+without a peer, and are run by themselves.
 
 | what | ours | a user would run instead | ratio (quartiles) | target | physical limit | share reached | grows |
 |---|---|---|---|---|---|---|---|"""

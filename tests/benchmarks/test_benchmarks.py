@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-STUDIES = {"alarm_rates.py", "fault_injection.py"}
+STUDIES = {"alarm_rates.py", "fault_injection.py", "live_page.py"}
 
 
 def load(name):
@@ -37,6 +37,7 @@ def records(monkeypatch, name, *options):
 
 @pytest.mark.parametrize(("name", "options", "rows"), [
     ("losses", ("--rows", "4", "--tokens", "32", "--repeats", "2"), 14),
+    ("kept_tokens", ("--responses", "2", "--tokens", "64", "--repeats", "2"), 2),
     ("digest", ("--megabytes", "1", "--tensors", "8", "--repeats", "2"), 2),
     ("grouped_experts", ("--tokens", "8", "--repeats", "2"), 4),
 ])  # fmt: skip

@@ -11,6 +11,7 @@ from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.staleness import MismatchByVersion
 from verl_precision.mismatch.token_bins import PROBABILITY_BINS
+from verl_precision.mismatch.turns import MismatchByTurn
 from verl_precision.weight_sync.bf16_grid import CROSSINGS, OFF_GRID
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport
@@ -28,7 +29,10 @@ def test_documented_are_the_emitted():
     shadow, trainer = (rollout - torch.rand(probs.shape, generator=generator) for _ in range(2))
     mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
     mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, range(4))
+    turns = (torch.arange(20) % 2 == 0).expand(4, 20)  # ten
+    by_turn = MismatchByTurn.measure(trainer, rollout, turns, mismatch.whole)
     found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
+    found |= set(by_turn.metrics())
     routing = routing_agreement({3: Choice(ONE, ONE)}, ONE.expand(1, 4).unsqueeze(-1), torch.ones(1).bool())
     found |= {CROSSINGS, OFF_GRID, *routing}
     for beta_in_ratio in (True, False):
@@ -37,7 +41,7 @@ def test_documented_are_the_emitted():
         found |= set(phantom.metrics())
 
     rows = re.findall(r"^\| `((?:mismatch|phantom|weight_sync|precision/bf16)[/_][^`]+)` \|", TEXT, re.M)
-    fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123", "{layer}": ("03",)}
+    fill = {"{bin}": PROBABILITY_BINS, "{k}": "0123", "{n}": "12345678", "{layer}": ("03",)}
     documented = []
     for row in rows:
         mark, names = next(((mark, names) for mark, names in fill.items() if mark in row), ("", ("",)))

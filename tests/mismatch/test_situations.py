@@ -226,7 +226,7 @@ def trainer_of(config, monkeypatch, folder: Path):
     monkeypatch.setattr(base, "_save_checkpoint", lambda self: (folder / f"global_step_{self.global_steps}").mkdir())
     monkeypatch.setattr(base, "_load_checkpoint", lambda self: None)
     trainer = TRAINER_REGISTRY["vp_sync"](config)
-    trainer.logger = SimpleNamespace(logger={})
+    trainer.logger, trainer.tokenizer = SimpleNamespace(logger={}), None
     return trainer
 
 

@@ -7,7 +7,10 @@ cancels in the ratio; in bypass mode they are the rollout's, and the precision g
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class ClipRange(NamedTuple):
     low: float  # clipped below if the advantage is negative
     high: float  # clipped above if it is positive
     dual: float = math.inf  # clipped above if it is negative
+
+    def silences(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
+        """Return where a token of this log-ratio, of a token or a response, and this advantage loses its gradient."""
+        beyond = (log_ratio < self.low) | (log_ratio > self.dual)
+        return ((log_ratio > self.high) & (advantages > 0)) | (beyond & (advantages < 0))
 
 
 def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:

@@ -48,6 +48,12 @@ class Alarm:
             f"  Try, strongest first:\n{fixes}"
         )
 
+    def row(self) -> dict[str, object]:
+        """Return it as a row of a table."""
+        said = {"step": self.step, "alarm": self.name, "metric": self.metric, "value": self.seen, "normal": self.normal}
+        advice = {"meaning": self.advice.meaning, "try_first": "; ".join(self.advice.try_first)}
+        return {**said, "since_step": self.since_step, **advice}
+
 
 @dataclass(frozen=True)
 class Limit:

@@ -14,6 +14,8 @@ PROB_GAP_MAX = "mismatch/probs_diff_max"
 ROUTING_AGREEMENT = "mismatch/routing_agreement"
 FAILED_MEASUREMENTS = "mismatch/failed_measurements"
 STALE_FRACTION = "mismatch/stale_fraction"
+TURNS_MAX = "mismatch/turns_max"
+TOOL_FRACTION = "mismatch/tool_token_fraction"
 NONFINITE_TRAINER = "mismatch/nonfinite_trainer_tokens"
 NONFINITE_ROLLOUT = "mismatch/nonfinite_rollout_tokens"
 NONFINITE_RESPONSES = "nonfinite_responses"
@@ -34,13 +36,18 @@ SKIPPED_STEPS = "precision/skipped_steps"
 ACTIVE_ALARMS = "alarm/active_count"
 
 ACTOR = "actor/"
-# What is also measured of the responses of each version, where there are several.
+# What is also measured of the responses of each version, and of the tokens of each turn, where there are several.
 BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
 
 
 def behind(versions: int, key: str) -> str:
     """Return the name of a metric of `BY_VERSION`, of the responses that are 0 to 3 versions behind; 3: 3 or more."""
     return key.replace("/", f"/behind_{versions}/", 1)
+
+
+def of_turn(turn: int, key: str) -> str:
+    """Return the name of a metric of `BY_VERSION`, of the tokens of the policy's turn 1 to 8; 8: the 8th and later."""
+    return key.replace("/", f"/turn_{turn}/", 1)
 
 
 def of_current_version(metrics: Mapping[str, object], key: str) -> float | None:

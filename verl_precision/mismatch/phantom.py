@@ -91,7 +91,8 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
     """Return metrics of clipped tokens, with and without beta; `counted_R`: whose last token counts."""
     trainer_N, shadow_N, mu_N = chunk.log_probs
     assert chunk.advantages_N is not None
-    positive_N, negative_N = chunk.advantages_N > 0, chunk.advantages_N < 0
+    advantages_N = chunk.advantages_N
+    positive_N = advantages_N > 0
 
     def ratio(log_ratio_N: Tensor) -> Tensor:
         if not clip.sequence:
@@ -102,8 +103,7 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
         return means_R.repeat_interleave(chunk.lengths_R)
 
     def clipped(log_ratio_N: Tensor) -> Tensor:
-        beyond_N = (log_ratio_N < clip.low) | (log_ratio_N > clip.dual)
-        return ((log_ratio_N > clip.high) & positive_N) | (beyond_N & negative_N)
+        return clip.silences(log_ratio_N, advantages_N)
 
     with_beta_N, without_N = clipped(ratio(trainer_N - mu_N)), clipped(ratio(shadow_N - mu_N))
     n, bounds = trainer_N.new_full((), len(chunk)), tuple(clip)

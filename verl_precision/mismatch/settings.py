@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import settings
-from verl_precision.losses.settings import require_threshold
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -60,18 +60,28 @@ class MismatchSettings:
     Attributes:
         enabled: False leaves verl's own trainer in place.
         ratio_threshold: C ≥ 1 of the shares of responses within C; the paper's is 3.
-        histograms: Whether to give those of the log-prob gap, to the loggers that can show them (wandb, TensorBoard).
+        keep_tokens: N, the responses of each step whose tokens are kept beside the metrics file; 0: none. At most 256.
+        keep_text: Whether their text is kept, too.
+        histograms: Whether to give those of the log-prob gap to the loggers that can show them (docs/metrics.md).
         alarm: When to speak up.
     """
 
     enabled: bool = Field(default=True, strict=True)
     ratio_threshold: float = Field(default=3.0, strict=True)
+    keep_tokens: int = Field(default=0, ge=0, le=256, strict=True)
+    keep_text: bool = Field(default=True, strict=True)
     histograms: bool = Field(default=True, strict=True)
     alarm: AlarmSettings = AlarmSettings()
 
     def __post_init__(self) -> None:
-        """Check the bound of C as the losses do."""
+        """Check the bound of C as the losses do, and that tokens are kept by a trainer that measures."""
+        from verl_precision.losses.settings import require_threshold  # with torch, which who reads an alarm can spare
+
         require_threshold(self.ratio_threshold, "mismatch.ratio_threshold")
+        if self.keep_tokens and not self.enabled:
+            problem = "verl's own trainer keeps none: mismatch.enabled=False leaves it in place"
+            remedy = "Set mismatch.enabled=True."
+            raise ConfigurationError(problem, setting="mismatch.keep_tokens", value=self.keep_tokens, remedy=remedy)
 
     @classmethod
     def from_block(cls, block: Mapping[str, Any] | None) -> MismatchSettings:

@@ -34,7 +34,7 @@ from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.cpu.platform import PlatformCPU
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig, PrecisionMcoreConfig
-from verl_precision.integration.engine.measurement import MISMATCH, REQUEST, Request
+from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, MISMATCH, REQUEST, Request
 from verl_precision.integration.engine.single_rank import nested, one_rank
 from verl_precision.integration.ledger import LEDGER
 from verl_precision.weight_sync.manifest import MANIFEST_NAME
@@ -91,6 +91,7 @@ def update(engine: Any, overflow: bool = False, **asked: Any) -> dict[str, Any]:
         from verl.utils import tensordict_utils as tu
 
         tu.assign_non_tensor(batch, **asked)
+        batch[LOTS] = torch.arange(RESPONSES).unsqueeze(-1)
     with pytest.MonkeyPatch.context() as patch, engine.train_mode():
         if overflow:
             patch.setattr(
@@ -116,7 +117,7 @@ def learns(name: str) -> str:
 
 
 def measures(name: str) -> str:
-    """The mismatch of a mini-batch that the trainer asks for, in the first update of a step only."""
+    """The mismatch of a mini-batch that the trainer asks for, and the tokens that it may keep."""
     request = Request(
         mismatch=True,
         rollout_as_shadow=True,
@@ -125,11 +126,14 @@ def measures(name: str) -> str:
         beta_in_ratio=True,
         ratio_threshold=3.0,
         longest_response=RESPONSE,
+        keep=2,
     )
     metrics = update(make(name, "bf16"), **{REQUEST: request})
     if MISMATCH not in metrics:
         return "no"
-    return _yes(metrics[MISMATCH].aggregate().metrics()["mismatch/tokens"] == RESPONSES * RESPONSE)
+    kept = [len(one.log_probs) for one, _ in metrics[CANDIDATES].aggregate().chosen()]
+    tokens = metrics[MISMATCH].aggregate().metrics()["mismatch/tokens"]
+    return _yes(tokens == RESPONSES * RESPONSE and kept == [RESPONSE] * 2)
 
 
 def skips(name: str) -> str:

@@ -14,8 +14,16 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
-from verl_precision.integration.engine.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, VERSIONS_BEHIND, Request
-from verl_precision.integration.trainer import run_monitor
+from verl_precision.integration.engine.measurement import (
+    FAILED,
+    MISMATCH,
+    PHANTOM,
+    REQUEST,
+    TURNS,
+    VERSIONS_BEHIND,
+    Request,
+)
+from verl_precision.integration.trainer.batch_fields import fetch
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, RunMonitor
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
@@ -58,7 +66,7 @@ def asked_of(monitor: RunMonitor) -> Request | None:
     return batch.extra_info.get(REQUEST)
 
 
-COMMON = {"ratio_threshold": 3.0, "longest_response": 4}
+COMMON = {"ratio_threshold": 3.0, "longest_response": 4, "keep": 0}
 ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
 
 
@@ -200,7 +208,7 @@ def test_a_batch_is_fetched_without_padding(monkeypatch, layout):
     batch = batch_of(0, 0, 0, 0)
     batch.keys.insert(1, "u_9_0")  # no such row
     batch.tags.insert(1, {"is_padding": True})
-    found = run_monitor._fetch(batch, *fields)
+    found = fetch(batch, *fields)
     assert [tensor.values().numel() for tensor in found] == [sum(lengths)] * 4
     padded = [torch.nn.utils.rnn.pad_sequence(rows[name], batch_first=True) for name in fields]
     expected = MismatchStatistics.measure(*padded).metrics()
@@ -259,7 +267,8 @@ def found_by(request: Request, shadow, data) -> tuple[dict, dict]:
     """Return the metrics of the gap, and of alpha and beta."""
     with measurement.shadow_known(shadow):
         found = measurement.measure(request, {"log_probs": TRAINER}, data)
-    assert set(found) == {MISMATCH, PHANTOM, FAILED} and found[FAILED].aggregate() == 0
+    asked = {TURNS} if request["mismatch"] else set()
+    assert set(found) == {MISMATCH, PHANTOM, FAILED} | asked and found[FAILED].aggregate() == 0
     return found[MISMATCH].aggregate().metrics(), found[PHANTOM].aggregate().metrics()
 
 
@@ -357,17 +366,18 @@ def test_on_alarm_stop_returns_the_error_that_ends_the_run():
     assert len(errors) == 1 and isinstance(errors[0], MismatchAlarmError) and "on_alarm" in str(errors[0])
 
 
-def test_the_histogram_is_shown_once_where_it_can_be(monkeypatch, caplog):
+def test_histogram_and_alarms_are_shown_once_where_they_can_be(monkeypatch, caplog):
     shown = []
-    writer = SimpleNamespace(add_histogram_raw=lambda name, **fields: shown.append((name, fields)))
+    writer = SimpleNamespace(
+        add_histogram_raw=lambda name, **fields: shown.append((name, fields["global_step"], fields["num"])),
+        add_text=lambda name, text, step: shown.append((name, step, text.count("loss_scale_at_minimum"))),
+    )
     tracking = SimpleNamespace(logger={"tensorboard": SimpleNamespace(writer=writer), "console": None})
     stored(monkeypatch, (-1.0, -2.0))
     judge = monitor()
     judge.measure_in_driver(batch_of(0), 1)
     for step in (7, 8):
-        judge.show_histograms(tracking, step)
-    ((name, fields),) = shown
-    assert name == "mismatch/log_prob_gap" and fields["global_step"] == 7 and fields["num"] == 2
-    assert fields["min"] <= 0 < 0.5 <= fields["max"] and sum(fields["bucket_counts"]) == 2
-    assert len(fields["bucket_limits"]) == len(fields["bucket_counts"])
-    assert caplog.text == ""
+        judge.judge(step, {"precision/loss_scale": 1.0})
+        judge.show(tracking, step)
+    assert shown == [("mismatch/log_prob_gap", 7, 2), ("alarm/raised", 7, 1)]
+    assert "could not" not in caplog.text

@@ -84,7 +84,7 @@ def trainer(config, monkeypatch, tmp_path):
         (tmp_path / f"global_step_{step}").mkdir()
     trainer = TRAINER_REGISTRY["vp_sync"](config)
     trainer.global_steps, trainer.local_trigger_step = 2, 0
-    trainer.logger = SimpleNamespace(log=lambda data, step: None, logger={})
+    trainer.logger, trainer.tokenizer = SimpleNamespace(log=lambda data, step: None, logger={}), None
     return trainer
 
 

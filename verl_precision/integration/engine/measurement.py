@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,15 +25,21 @@ from verl_precision.engine.shadow import OF_TRAINING
 from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.clipping import ClipRange
+from verl_precision.mismatch.candidates import Candidates
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.turns import MismatchByTurn
 
-# Keys among a batch's data: the request, and, where some are not current, how many versions behind each response is.
+# Keys among a batch's data: the request; where some are not current, how many versions behind each response is; and,
+# where tokens are kept, its lot (`candidates.lot_of`).
 REQUEST = "verl_precision_measure"
 VERSIONS_BEHIND = "verl_precision_versions_behind"
+LOTS = "verl_precision_lots"
 # Keys of what comes back.
 MISMATCH = "verl_precision/mismatch_statistics"
 PHANTOM = "verl_precision/phantom_statistics"
+TURNS = "verl_precision/turn_statistics"
+CANDIDATES = "verl_precision/candidates"
 FAILED = "verl_precision/failed_measurements"
 
 # Log-probs of the shadow for the micro-batch under way, nested; an engine that has one sets them.
@@ -53,6 +59,7 @@ class Request(TypedDict):
     beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
     ratio_threshold: float  # C
     longest_response: int  # tokens; a response of this length was cut
+    keep: int  # responses of which tokens are kept
 
 
 def measure_every_engine(base: ModuleType) -> None:
@@ -133,20 +140,31 @@ def measure(request: Request, output: Mapping[str, Tensor], data: Any) -> dict[s
     Log-probs, of shadow and model output, are nested, of prompt and response tokens. The keys are the same whether it
     failed or not: verl merges ranks by the keys of the first.
     """
-    failed, mismatch, phantom = 0, MismatchByVersion(), PhantomStatistics()
+    failed, found = 0, Found(MismatchByVersion(), PhantomStatistics(), MismatchByTurn(), Candidates(request["keep"]))
     try:
         log_probs = output.get(OF_TRAINING, output["log_probs"]).detach()
-        mismatch, phantom = _measure(request, log_probs, _shadow_log_probs.get(), data)
+        found = _measure(request, log_probs, _shadow_log_probs.get(), data, found)
     except Exception:  # somebody's run is under way, and does not need this number
         failed = 1
         logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")
-    found = {MISMATCH: MergedMetric([mismatch]), PHANTOM: MergedMetric([phantom])}
-    return {**found, FAILED: MergedMetric([Count(torch.tensor(float(failed)))])}
+    metrics = {MISMATCH: MergedMetric([found.mismatch]), PHANTOM: MergedMetric([found.phantom])}
+    if request["mismatch"]:
+        metrics[TURNS] = MergedMetric([found.turns])
+    if request["keep"]:
+        metrics[CANDIDATES] = MergedMetric([found.candidates])
+    return {**metrics, FAILED: MergedMetric([Count(torch.tensor(float(failed)))])}
 
 
-def _measure(
-    request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any
-) -> tuple[MismatchByVersion, PhantomStatistics]:
+class Found(NamedTuple):
+    """What is measured of a micro-batch."""
+
+    mismatch: MismatchByVersion
+    phantom: PhantomStatistics
+    turns: MismatchByTurn
+    candidates: Candidates
+
+
+def _measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any, found: Found) -> Found:
     fields = ["response_mask", "advantages"]
     if "rollout_log_probs" in data:
         fields.append("rollout_log_probs")
@@ -157,16 +175,16 @@ def _measure(
     padded = data.select(*fields).to_padded_tensor()
     mask, advantages, rollout = (padded[name] for name in fields)
     trainer = no_padding_2_padding(log_probs, data)
-    behind = [0] * len(mask)
-    if VERSIONS_BEHIND in data:
-        counts = data[VERSIONS_BEHIND]
-        behind = (counts.values() if counts.is_nested else counts).flatten().tolist()
+    behind = _of_responses(data, VERSIONS_BEHIND) or [0] * len(mask)
+    lengths_B = data["response_mask"].offsets().diff()
     ended = ended_by_themselves(data["response_mask"], request["longest_response"])
-    mismatch, phantom = MismatchByVersion(), PhantomStatistics()
+    mismatch, phantom, turns, candidates = found
     if request["mismatch"]:
         threshold = request["ratio_threshold"]
         mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
+        turns = MismatchByTurn.measure(trainer, rollout, mask, mismatch.whole, lengths_B)
     clip = None if request["clip"] is None else ClipRange(*request["clip"])
+    shadow = None
     if shadow_log_probs is not None:
         shadow = no_padding_2_padding(shadow_log_probs, data)
         phantom = PhantomStatistics.measure(
@@ -174,7 +192,16 @@ def _measure(
         )
     elif request["rollout_as_shadow"]:
         phantom = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip, ended)
-    return mismatch, phantom
+    if request["keep"] and request["mismatch"]:
+        lots = _of_responses(data, LOTS)
+        candidates = Candidates.measure(request["keep"], lots, trainer, rollout, mask, shadow, lengths_B.tolist())
+    return Found(mismatch, phantom, turns, candidates)
+
+
+def _of_responses(data: Any, field: str) -> list[int]:
+    """Return a field with one whole number for each response; empty where there is none."""
+    values = data.get(field, None)
+    return [] if values is None else (values.values() if values.is_nested else values).flatten().tolist()
 
 
 def ended_by_themselves(response_mask: Tensor, longest_response: int) -> Tensor:

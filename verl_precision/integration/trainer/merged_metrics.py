@@ -12,13 +12,11 @@ from contextvars import ContextVar
 from functools import reduce
 from typing import Any
 
-import numpy as np
 from verl.utils.metric import AggregationType, Metric
 
 from verl_precision.base.mergeable import Mergeable, Statistic
 from verl_precision.integration.ledger import set_within, wrap_once
 
-WANDB_BINS = 512  # the most that wandb takes
 _kept: ContextVar[bool] = ContextVar("kept", default=False)
 
 
@@ -83,42 +81,3 @@ def _aggregate_dp(wrapped, instance, args, kwargs):
     if not metrics or not isinstance(metrics[0], MergedMetric):
         return wrapped(*args, **kwargs)
     return MergedMetric(piece for metric in metrics for piece in metric.values).merged()
-
-
-def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], step: int) -> None:
-    """Hand histograms, name -> (edges, counts), to those loggers in verl's `Tracking` that take them."""
-    for name, histogram in histograms.items():
-        edges, counts = _occupied(*(np.asarray(part, dtype=np.float64) for part in histogram))
-        if counts.size and "wandb" in tracking.logger:
-            import wandb
-
-            shown = wandb.Histogram(np_histogram=_coarser(edges, counts))
-            tracking.log(data={name: shown}, step=step, backend=["wandb"])
-        if counts.size and "tensorboard" in tracking.logger:
-            centres = (edges[1:] + edges[:-1]) / 2
-            tracking.logger["tensorboard"].writer.add_histogram_raw(
-                name,
-                min=float(edges[0]),
-                max=float(edges[-1]),
-                num=float(counts.sum()),
-                sum=float((counts * centres).sum()),
-                sum_squares=float((counts * centres**2).sum()),
-                bucket_limits=edges[1:].tolist(),
-                bucket_counts=counts.tolist(),
-                global_step=step,
-            )
-
-
-def _occupied(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cut off empty bins at both ends, and end the outermost ones, which have no bound, somewhere."""
-    if edges.size > 3:
-        edges = np.nan_to_num(edges, neginf=2 * edges[1], posinf=2 * edges[-2])
-    used = np.flatnonzero(counts)
-    first, end = (used[0], used[-1] + 1) if used.size else (0, 0)
-    return edges[first : end + 1], counts[first:end]
-
-
-def _coarser(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge neighbouring bins until wandb takes them."""
-    starts = np.arange(0, counts.size, -(-counts.size // WANDB_BINS))
-    return np.append(edges[starts], edges[-1]), np.add.reduceat(counts, starts)

@@ -1,17 +1,17 @@
 """What the measuring trainer does at each point of a step, without being a trainer: measure, judge and remember."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from tensordict import TensorDict
 
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
@@ -20,18 +20,25 @@ from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
-from verl_precision.integration.engine.measurement import MISMATCH, PHANTOM
-from verl_precision.integration.trainer.merged_metrics import log_histograms
+from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
+from verl_precision.integration.trainer.batch_fields import fetch, kept, put
+from verl_precision.integration.trainer.shown import log_histograms, log_table
+from verl_precision.integration.trainer.token_recorder import TokenRecorder
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import MismatchAlarm, act_on
+from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
+from verl_precision.mismatch.candidates import Candidates, lot_of
+from verl_precision.mismatch.kept_tokens import KeptSummary
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.statistics import MismatchStatistics
+from verl_precision.mismatch.turns import MismatchByTurn
 
 ALARM_FILE = "mismatch_alarm.json"
+ALARM_TABLE, KEPT_TABLE = "alarm/raised", "mismatch/kept_responses"
+KEPT_COLUMNS = [each.name for each in dataclasses.fields(KeptSummary) if each.name != "offset"]  # no place in a file
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
@@ -66,7 +73,9 @@ class RunMonitor:
             beta_in_ratio=beta_in_ratio,
             ratio_threshold=settings.ratio_threshold,
             longest_response=self.longest_response,
+            keep=settings.keep_tokens,
         )
+        self.recorder = TokenRecorder(config, settings) if settings.keep_tokens else None
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
@@ -75,32 +84,43 @@ class RunMonitor:
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
+        self._candidates = Candidates(settings.keep_tokens)
         self._losses: dict[str, Statistic] = {}
+        self._raised: list[Alarm] = []  # at this step
+        self._kept: Sequence[KeptSummary] = ()
         self._seconds, self._failures = 0.0, 0
 
     def remember_mask(self, batch: Any) -> None:
         """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask."""
         if self._rejects:
             with self._guarded():
-                (self._mask,) = _fetch(batch, "response_mask")
+                (self._mask,) = fetch(batch, "response_mask")
+                if self.recorder is not None:
+                    self.recorder.remember_mask(batch, self._mask)
 
     def measure_in_driver(self, batch: Any, step: int) -> None:
         """Measure what verl has computed already, if it has; responses of the version before `step` are current."""
         if self._mask is not None:
             with self._guarded():
-                self._count_rejected(*_fetch(batch, "response_mask"))
+                self._count_rejected(*fetch(batch, "response_mask"))
         if self.in_worker:
             self._mask = None
             return
         with self._guarded():
             fields = ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
-            trainer, rollout, mask, advantages = _fetch(batch, *fields)
+            trainer, rollout, mask, advantages = fetch(batch, *fields)
             mask, self._mask = mask if self._mask is None else self._mask, None
-            behind = _versions_behind(_kept(batch)[1], step)
+            keys, tags = kept(batch)
+            behind = _versions_behind(tags, step)
             threshold = self.settings.ratio_threshold
             ended = measurement.ended_by_themselves(mask, self.longest_response)
             gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
             self._add(MISMATCH, gap)
+            self._add(TURNS, MismatchByTurn.measure(trainer, rollout, mask, gap.whole))
+            if self.recorder is not None:
+                lots = [lot_of(step, key) for key in keys]
+                found = Candidates.measure(self._candidates.keep, lots, trainer, rollout, mask)
+                self._candidates = self._candidates.merge(found)
             if not self.shadowed:
                 # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
                 self._add(PHANTOM, beta_of_current_version(trainer, rollout, mask, advantages, behind, None))
@@ -128,13 +148,20 @@ class RunMonitor:
         behind = _versions_behind(batch.tags, step + bool(updates))
         if self.in_worker and any(behind):
             with self._guarded():
-                _put(batch, measurement.VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
+                put(batch, measurement.VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
+        if self.in_worker and self.recorder is not None:
+            with self._guarded():
+                pairs = zip(batch.keys, batch.tags, strict=True)
+                lots = [-1 if tag.get("is_padding", False) else lot_of(step, key) for key, tag in pairs]
+                put(batch, measurement.LOTS, torch.tensor(lots).unsqueeze(-1))
 
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
         """Take an update's statistics (`merged_metrics.statistics_kept`), and give our metrics their own names."""
-        for key in (MISMATCH, PHANTOM):
+        for key in (MISMATCH, PHANTOM, TURNS):
             if names.ACTOR + key in metrics:
                 self._add(key, metrics.pop(names.ACTOR + key))
+        if names.ACTOR + CANDIDATES in metrics:
+            self._candidates = self._candidates.merge(metrics.pop(names.ACTOR + CANDIDATES))
         for key in [key for key in metrics if key.startswith(tuple(names.ACTOR + ours for ours in METRIC_PREFIXES))]:
             metrics[key.removeprefix(names.ACTOR)] = metrics.pop(key)
         found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
@@ -164,28 +191,39 @@ class RunMonitor:
             )
             logger.warning(text, 100 * share)
 
+    def keep_tokens(self, batch: Any, step: int, tokenizer: Any) -> None:
+        """Write the tokens of a few responses of the step's updates, whose keys and tags `batch` has."""
+        found, self._candidates = self._candidates, Candidates(self._candidates.keep)
+        if self.recorder is not None:
+            with self._guarded():
+                self._kept = self.recorder.write(batch, step, found.chosen(), tokenizer)
+
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
 
         `alarm/active_count` and `timing_s/mismatch` are added to the step's metrics.
         """
         stop, start = None, time.perf_counter()
-        raised = self.alarm.update(step, metrics)
-        self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
+        self._raised = self.alarm.update(step, metrics)
+        self.first_alarm_step = min((alarm.since_step for alarm in self._raised), default=None)
         try:
-            act_on(raised, self.settings.alarm, log=logger.warning)
+            act_on(self._raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
         metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
-    def show_histograms(self, tracking: Any, step: int) -> None:
-        """Give the histogram of the gap to the loggers that can show it."""
+    def show(self, tracking: Any, step: int) -> None:
+        """Give the step's histogram of the gap, alarms and kept responses to the loggers that can show them."""
         mismatch, self._sets = self._sets.get(MISMATCH), {}
-        if mismatch is not None and self.settings.histograms:
-            with self._guarded():
+        responses, self._kept = self._kept, ()
+        with self._guarded():
+            if mismatch is not None and self.settings.histograms:
                 log_histograms(tracking, mismatch.histograms(), step)
+            log_table(tracking, ALARM_TABLE, [alarm.row() for alarm in self._raised], step)
+            rows = [{name: getattr(response, name) for name in KEPT_COLUMNS} for response in responses]
+            log_table(tracking, KEPT_TABLE, rows, step)
 
     def save(self, folder: str) -> None:
         """Write the alarm's memory beside a checkpoint."""
@@ -224,28 +262,6 @@ def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, An
     )
 
 
-def _kept(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return keys and tags of the responses that are no padding."""
-    kept = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-    return [batch.keys[row] for row in kept], [batch.tags[row] for row in kept]
-
-
 def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
     """Return how many versions of the weights each response is behind; its first tokens decide."""
     return [max(step - 1 - tag["min_global_steps"], 0) for tag in tags]
-
-
-def _fetch(batch: Any, *fields: str) -> list[Any]:
-    """Return fields of a batch, nested: padded, a batch of long responses would take gigabytes in the driver."""
-    import transfer_queue as tq
-
-    data = tq.kv_batch_get(keys=_kept(batch)[0], partition_id=batch.partition_id, select_fields=list(fields))
-    return [torch.nested.as_nested_tensor(list(data[name].unbind()), layout=torch.jagged) for name in fields]
-
-
-def _put(batch: Any, field: str, values: torch.Tensor) -> None:
-    """Give the workers one more field of a batch."""
-    import transfer_queue as tq
-
-    fields = TensorDict({field: values}, batch_size=len(values))
-    batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields

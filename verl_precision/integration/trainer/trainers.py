@@ -89,6 +89,8 @@ def _measuring(base: type, mode: str) -> type:
             if self._plan.asked_to_end():  # while verl was loading: nothing was learned yet
                 return
             self._plan.saved()
+            if self._monitor.recorder is not None:
+                self._monitor.recorder.begin(self.global_steps)
             with kept_files.series_goes_on(self.global_steps):  # of the checkpoint, which is loaded
                 super().fit(agent_loop_manager)
             kept_files.forget_row(self.logger)
@@ -136,13 +138,14 @@ def _measuring(base: type, mode: str) -> type:
             guard_seconds = metrics.get("weight_sync/seconds", 0.0)
             metrics.update({**canary, "weight_sync/seconds": guard_seconds + canary.get("weight_sync/seconds", 0.0)})
             self._monitor.add_metrics(metrics)
+            self._monitor.keep_tokens(batch, global_steps, self.tokenizer)
             stop = self._monitor.judge(global_steps, metrics)
             if self._monitor.first_alarm_step is not None:
                 folder = Path(self.config.trainer.default_local_dir)
                 kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
             if self._saved_step == global_steps:
                 self._monitor.save(_checkpoint_folder(self))
-            self._monitor.show_histograms(self.logger, global_steps)
+            self._monitor.show(self.logger, global_steps)
             if stop is not None:
                 self.logger.log(data=metrics, step=global_steps)
                 if self._saved_step != global_steps:  # saved twice, verl counts it twice, and removes it with keep=1

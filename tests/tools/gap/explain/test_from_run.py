@@ -6,12 +6,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from kept_responses import response
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.mismatch.kept_tokens import append
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by, gap_of, recorded_causes, replays_sampling
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -177,6 +179,19 @@ def test_a_run_folder(run_folder, typed):
     assert "verl-precision explain --rollout-dtype fp16 --train-dtype fp16 --top-p 0.8 --packed" in said
     assert "--packed --micro-batch-tokens 256 --prompts prompts.jsonl --max-prompts 16" in said
     assert sorted(path.name for path in run_folder.iterdir()) == ["hydra", "metrics.jsonl"], "nothing is written"
+
+
+def test_the_tokens_that_a_run_kept_are_computed_again(run_folder, typed):
+    """Those of the model's own weights; later ones need the weights of their step."""
+    path = run_folder / "kept_tokens.bin"
+    append(path, [response(1, version=0), response(2, version=1), response(3, version=2)])
+    _, said = typed("explain", "--run", run_folder)
+    assert f"--packed --micro-batch-tokens 256 --tokens {path} --step 1" in said and "--prompts" not in said
+    assert "Kept tokens of steps 2 to 3 were sampled with later weights" in said
+    path.unlink()
+    append(path, [response(2, version=1)])
+    _, said = typed("explain", "--run", run_folder)
+    assert "--tokens" not in said and "--prompts prompts.jsonl" in said and "steps 2 to 2 were sampled" in said
 
 
 def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path, typed):

@@ -19,6 +19,7 @@ from verl_precision.check.rules.attention import attention_of
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import first_alarms
+from verl_precision.mismatch.kept_tokens import beside, index_of
 from verl_precision.mismatch.metric_names import value_of
 from verl_precision.tools.gap.explain.judge import CAUSES
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -126,11 +127,20 @@ def show_run(source: Path, console: Console) -> None:
         say("It has left no config. A rerun tells the share of each cause, and more of them:")
         say("verl-precision explain --recipe RECIPE.yaml")
         return
+    path = beside(run.path)
+    kept = index_of(path)[0] if path.is_file() else []
+    if first := next((one.step for one in kept if not one.version), None):  # sampled with the weights of the model
+        drawn = ("prompts", "prompt_field", "max_prompts")
+        settings = {name: value for name, value in settings.items() if name not in drawn}
+        settings |= {"tokens": str(path), "step": first}
     job = Explanation(**settings)
     known = {one.cause for one in found if one.fault is not None}
     causes = ", ".join(one.cause for one in variants(job)[1:] if one.cause not in known)
     say(f"A rerun tells the share of each cause ({causes}) and what vLLM's operations do:")
     say(f"verl-precision explain {shlex.join(as_options(Explanation, settings))}")
+    if later := [one.step for one in kept if one.version]:
+        text = f"Kept tokens of steps {min(later)} to {max(later)} were sampled with later weights: for step N, export "
+        say(text + "the checkpoint of step N-1, and give it as --model.")
     if lora_rank(config):
         say("It trains an adapter: add --adapter and the folder lora_adapter of a checkpoint.")
 

@@ -7,11 +7,13 @@ from functools import partial
 import numpy as np
 from rich.console import Console
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import Model, find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.judge import Result, judge, longest_sum
+from verl_precision.tools.gap.explain.kept import kept_rollout
 from verl_precision.tools.gap.explain.operations import OperationComparer, comparison, read_operations, recording
 from verl_precision.tools.gap.explain.page import FILES, show, write
 from verl_precision.tools.gap.explain.routing import Replay, read_routing, series_of
@@ -38,9 +40,16 @@ def explain(
     models["trainer"].require_attention("sdpa", "the path begins with ")
     models["rollout"].require_arithmetic("exact" if job.exact else job.arithmetic, job.ray_address)
     response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
-    prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
+    kept = None if job.tokens is None else kept_rollout(job, models["rollout"])
+    if kept is None:
+        prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
+    else:
+        prompt_ids = kept.prompt_ids
     length = max(map(len, prompt_ids)) + response_tokens
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
+    if routed and kept is not None:
+        problem = "a mixture of experts, and the run has not kept which experts computed its tokens"
+        raise ConfigurationError(problem, setting="--tokens", value=job.tokens, remedy="Leave it out: draw anew.")
     chain = variants(job, routed)
     wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
     of_record = [one.name for one in chain if one.engine == "vllm" and one.alone and not one.compiled]
@@ -50,7 +59,11 @@ def explain(
         "rollout_model_fingerprint": models["rollout"].fingerprint,
         "adapter_fingerprint": None if job.adapter is None else adapter_fingerprint(job.adapter),
     }
+    if kept is not None:
+        fingerprints["tokens_fingerprint"] = kept.fingerprint
     with open_store(frame, job, prompt_ids, **fingerprints) as store:
+        if kept is not None:
+            kept.record(_series(store, chain[0]))
 
         def fill(name: str, works: Sequence[Work], build: Callable[[], partial]) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made

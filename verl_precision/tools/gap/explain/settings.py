@@ -5,7 +5,7 @@ from typing import ClassVar
 from verl_precision.base.dtypes import EXACT, Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
-from verl_precision.tools.jobs.settings import PromptedJob
+from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, PromptedJob
 
 
 @settings(command_option, kw_only=True)
@@ -34,6 +34,8 @@ class Explanation(PromptedJob):
         "--fp32-log-probs/--16-bit-log-probs", default=True, help="How the trainer takes log-probs."
     )
     fp32_output_head: bool = option(default=False, help="The trainer computes its logits in FP32.")
+    tokens: str | None = option(default=None, help="File of a run's kept tokens: score these, and draw none.")
+    step: int | None = option(default=None, help="Of --tokens: this step's, and not the first one's.", ge=1)
     exact: bool = option(default=False, help="Compare the engines in exact arithmetic, on a CPU, and not in FP32.")
 
     @property
@@ -46,6 +48,11 @@ class Explanation(PromptedJob):
         if self.adapter is not None and self.rollout_model is not None:
             problem = f"--adapter {self.adapter} with --rollout-model: the rollout has the trainer's weights, merged"
             raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")
+        if self.step is not None and self.tokens is None:
+            raise ConfigurationError(f"--step {self.step} is one of --tokens", remedy="Name the file with --tokens.")
+        if self.tokens is not None and (self.prompts != BUILT_IN_PROMPTS or self.responses != 1):
+            problem = f"--tokens {self.tokens} with --prompts or --responses: the responses are there already"
+            raise ConfigurationError(problem, allowed="one of them", remedy="Leave --prompts and --responses out.")
         if self.through_exact:
             head = self.fp32_log_probs and not self.fp32_output_head
             alike = {

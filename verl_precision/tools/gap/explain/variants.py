@@ -65,10 +65,17 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
         if wanted:
             chain.append(replace(chain[-1], name=name or cause, cause=cause, words=words, **changes))
 
+    if job.tokens is not None:  # nothing can be drawn again: one step holds all that was special about the drawing
+        chain[0] = replace(chain[0], words=f"what the run's vLLM said as it sampled, {rollout}")
+        cause = "temperature" if untempered else "sampling" if truncated else "decode"
+        drawn = {"tempered": True, "processed": True, "cached": False, "draws": False}
+        then(cause, "the same tokens as a prompt", "prefill", **drawn)
+        untempered = truncated = False
+    redrawn = job.tokens is None
     then("temperature", "divided by the temperature", "tempered", untempered, tempered=True)
     then("sampling", "without top-p and top-k", "untruncated", truncated, processed=False)
-    then("cache", "without prefix cache and chunked prefill", "uncached", job.prefix_caching, cached=False)
-    then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
+    then("cache", "without prefix cache and chunked prefill", "uncached", redrawn and job.prefix_caching, cached=False)
+    then("decode", "the same tokens as a prompt", "prefill", redrawn, processed=True, draws=False)
     then("batch", "each sequence alone", "prefill_alone", alone=True)
     then("cuda_graphs", "not compiled, without CUDA graphs", "eager", job.cuda_graphs, compiled=False)
     exact, between = job.through_exact, "in exact arithmetic" if job.through_exact else "in fp32"

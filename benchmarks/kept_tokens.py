@@ -1,0 +1,102 @@
+"""What keeping the tokens of a few responses costs a step: to choose, decide and write 16 of 32, of 20,480 tokens each.
+
+    python benchmarks/kept_tokens.py
+    python benchmarks/kept_tokens.py --responses 16 --tokens 20480
+
+The recorder of a run writes to a file on this machine's disk, with text. verl's transfer queue and tokenizer are made
+up: the batch that is fetched is small beside what a step of verl's fetches, and a token's text is made once in a run.
+On one thread, which is what Ray gives a driver. Beside the file of one step stands the bound that a run prints at its
+start.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from measure import Record, parser, record, report
+from omegaconf import OmegaConf
+
+from verl_precision.integration.trainer import token_recorder
+from verl_precision.mismatch.candidates import Candidates, lot_of
+from verl_precision.mismatch.settings import MismatchSettings
+
+STEP_MS, PROMPT = 60_000.0, 1024
+CONFIG = """
+trainer: {logger: [console], default_local_dir: ""}
+algorithm: {rollout_correction: {bypass_mode: true}}
+actor_rollout_ref:
+  actor: {policy_loss: {loss_mode: vp_grpo}, clip_ratio: 0.2, clip_ratio_low: 0.2, clip_ratio_high: 0.28}
+  rollout: {prompt_length: 1024, response_length: 0}
+"""
+
+
+def parse() -> argparse.Namespace:
+    made = parser(__doc__, repeats=7)
+    made.add_argument("--responses", type=int, default=16, help="responses that are kept, of twice as many")
+    made.add_argument("--tokens", type=int, default=20_480, help="tokens of each")
+    return made.parse_args()
+
+
+def batch_of(responses: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Log-probs as a model gives them, with BF16's gap, and token ids as a text has them: a few of many are common."""
+    random = torch.Generator().manual_seed(0)
+    mu = -torch.empty(responses, tokens).exponential_(2.5, generator=random)
+    ids = torch.empty(responses, tokens + PROMPT).exponential_(0.7, generator=random).exp().clamp(max=150_000).long()
+    return {
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
+        "response_mask": torch.ones(responses, tokens, dtype=torch.int64),
+        "rollout_log_probs": mu,
+        "log_probs": (mu + 0.02 * torch.randn(mu.shape, generator=random)).clamp(max=0),
+        "advantages": torch.randn(responses, 1, generator=random).expand(-1, tokens).contiguous(),
+        "rm_scores": torch.zeros(responses, tokens),
+    }
+
+
+def cpu_ms(call: Callable[[], object]) -> float:
+    """Return the CPU time of a call."""
+    start = time.process_time()
+    call()
+    return 1e3 * (time.process_time() - start)
+
+
+def records(arguments: argparse.Namespace) -> Iterator[Record]:
+    torch.set_num_threads(1)
+    keep, tokens = arguments.responses, arguments.tokens
+    batch = batch_of(2 * keep, tokens)
+    keys = [f"{row}_0_0" for row in range(2 * keep)]
+    meta = SimpleNamespace(keys=keys, tags=[{"min_global_steps": 0}] * len(keys), partition_id="train")
+    rows = {key: {name: values[row] for name, values in batch.items()} for row, key in enumerate(keys)}
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(f" {token:x}" for token in ids))
+
+    def fetch_rows(keys: list[str], partition: str, *fields: str) -> dict[str, list[torch.Tensor]]:
+        return {name: [rows[key][name] for key in keys] for name in fields}
+
+    with TemporaryDirectory() as folder, patch.object(token_recorder, "fetch_rows", fetch_rows):
+        config: Any = OmegaConf.create(CONFIG)
+        config.trainer.default_local_dir, config.actor_rollout_ref.rollout.response_length = folder, tokens
+        recorder = token_recorder.TokenRecorder(config, MismatchSettings(keep_tokens=keep))
+
+        def keep_them() -> None:
+            recorder.path.unlink(missing_ok=True)
+            lots = [lot_of(1, key) for key in keys]
+            pi, mu, mask = (batch[name] for name in ("log_probs", "rollout_log_probs", "response_mask"))
+            recorder.write(meta, 1, Candidates.measure(keep, lots, pi, mu, mask).chosen(), tokenizer)
+
+        times = [cpu_ms(keep_them) for _ in range(arguments.repeats + 1)][1:]
+        size = Path(recorder.path).stat().st_size / 1e6
+    what = f"{keep} responses of {tokens:,} tokens kept"
+    growth, step = "with the tokens of the batch, and of what is kept", [STEP_MS] * len(times)
+    yield record(f"{what}, CPU time", "a step of 60 s", "ms", times, step, at_most=0.005, growth=growth)
+    bound = recorder.most / 1e6
+    yield record(f"{what}, size", "the bound that the run prints", "MB", [size], [bound], at_most=1.0, growth=growth)
+
+
+if __name__ == "__main__":
+    report(records(given := parse()), given.json)

@@ -1,0 +1,98 @@
+"""Which responses are kept: the shares by hand, no duplicates, and the same however the step is cut."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_precision.mismatch.candidates import Candidates, lot_of, shares_of
+
+NAMES = ("largest weight", "largest gap", "random")
+
+
+@pytest.mark.parametrize(
+    ("keep", "shares"), [(0, (0, 0, 0)), (1, (1, 0, 0)), (2, (1, 1, 0)), (4, (2, 1, 1)), (16, (6, 5, 5))]
+)
+def test_shares(keep, shares):
+    assert shares_of(keep) == shares and sum(shares) == keep
+
+
+def chosen(gaps, keep, lots=None, mask=None, **more) -> dict[int, str]:
+    """Return row -> reason of what is kept of responses with these gaps."""
+    gaps = torch.tensor(gaps)
+    lots = lots or list(range(len(gaps)))
+    mask = torch.ones_like(gaps) if mask is None else torch.tensor(mask)
+    mu = torch.full_like(gaps, -2.0)
+    found = Candidates.measure(keep, lots, mu + gaps, mu, mask, **more).chosen()
+    assert len({one.lot for one, _ in found}) == len(found)
+    return {lots.index(one.lot): reason for one, reason in found}
+
+
+def test_by_hand():
+    """|log-weights| 0.4, 0.5, 0, 0.1, 0; largest gaps 0.2, 0.3, 0.9, 0.1, 0."""
+    gaps = [[0.2, 0.2], [-0.3, -0.2], [0.9, -0.9], [0.1, 0.0], [0.0, 0.0]]
+    assert chosen(gaps, 1) == {1: "largest weight"}
+    assert chosen(gaps, 2) == {1: "largest weight", 2: "largest gap"}
+    lots = [5, 4, 3, 2, 1]
+    assert chosen(gaps, 4, lots) == {1: "largest weight", 0: "largest weight", 2: "largest gap", 4: "random"}
+    assert set(chosen(gaps, 16)) == {0, 1, 2, 3, 4}, "fewer than asked for: all"
+
+
+def test_what_is_masked_never_matters_and_padding_is_never_chosen():
+    nan = math.nan
+    gaps = [[0.1, nan], [0.2, 9.0], [nan, nan], [0.5, 0.5]]
+    mask = [[1, 0], [1, 0], [0, 0], [1, 1]]
+    assert chosen(gaps, 4, [0, 1, 2, -1], mask).keys() == {0, 1}
+    assert chosen(gaps, 1, [0, 1, 2, -1], mask) == {1: "largest weight"}
+
+
+def test_a_response_with_a_number_that_is_none_comes_first():
+    assert chosen([[5.0], [math.nan], [1.0]], 1) == {1: "largest weight"}
+    assert chosen([[0.0, 0.0], [math.inf, -math.inf], [1.0, 0.0]], 1) == {1: "largest weight"}
+
+
+def test_it_carries_the_trainers_and_the_shadows_log_probs_without_padding():
+    trainer, shadow = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -2.5, -9.0]])
+    found = Candidates.measure(1, [7], trainer, trainer - 0.1, torch.tensor([[1, 0, 0]]), shadow, lengths=[2])
+    ((one, _),) = found.chosen()
+    assert one.log_probs.tolist() == [-1.0, -2.0] and one.shadow_log_probs.tolist() == [-1.5, -2.5]
+    assert one.log_weight == pytest.approx(0.1) and one.largest_gap == pytest.approx(0.1)
+
+
+def test_lots_depend_on_step_and_identity_alone():
+    assert lot_of(3, "u_0_0") == lot_of(3, "u_0_0") and len({lot_of(step, "u_0_0") for step in range(100)}) == 100
+    drawn = [min(range(20), key=lambda row: lot_of(step, f"u{row}")) for step in range(400)]
+    assert max(drawn.count(row) for row in range(20)) < 60, "20 of each are expected"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.integers(1, 9), st.integers(1, 12))
+def test_the_same_however_it_is_cut(data, keep, rows):
+    """Into pieces in any order, padded or nested; ties are broken by lot."""
+    steps = st.integers(-3, 3).map(lambda number: number / 4)
+    gaps = [data.draw(st.lists(steps, min_size=1, max_size=4)) for _ in range(rows)]
+    lots = data.draw(st.permutations(range(rows)))
+    rows_of = [torch.tensor(row) - 3 for row in gaps]
+
+    def measured(some: list[int], padded: bool) -> Candidates:
+        pi = [rows_of[row] for row in some]
+        mu, ones = [torch.full_like(row, -3.0) for row in pi], [torch.ones_like(row) for row in pi]
+        if padded:
+            pad = [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (pi, mu, ones)]
+            return Candidates.measure(keep, [lots[row] for row in some], *pad, lengths=[len(row) for row in pi])
+        nested = [torch.nested.as_nested_tensor(each, layout=torch.jagged) for each in (pi, mu, ones)]
+        return Candidates.measure(keep, [lots[row] for row in some], *nested)
+
+    def said(found: Candidates) -> list:
+        return [(one.lot, one.log_weight, one.log_probs.tolist(), reason) for one, reason in found.chosen()]
+
+    whole = said(measured(list(range(rows)), padded=True))
+    assert len(whole) == min(keep, rows)
+    order, pieces = data.draw(st.permutations(range(rows))), Candidates(keep)
+    cut = data.draw(st.integers(0, rows))
+    for piece in (order[:cut], order[cut:]):
+        if piece:
+            pieces = measured(piece, padded=data.draw(st.booleans())).merge(pieces)
+    assert said(pieces) == whole

@@ -1,0 +1,136 @@
+"""Histograms and tables for those of verl's loggers that can show them; docs/metrics.md says which.
+
+verl hands its loggers numbers alone. A logger that fails costs a line in the log, and neither the run nor the others.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+MOST_BINS = 512  # the most that wandb takes
+
+logger = logging.getLogger("verl_precision.mismatch")
+
+
+def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], step: int) -> None:
+    """Hand histograms, name -> (edges, counts), to those loggers in verl's `Tracking` that take them.
+
+    Args:
+        tracking: verl's `Tracking`.
+        histograms: By name, K + 1 edges (the outermost may be infinite) and K counts. One without counts is not shown.
+        step: The training step.
+    """
+    for name, histogram in histograms.items():
+        edges, counts = _occupied(*(np.asarray(part, dtype=np.float64) for part in histogram))
+        if counts.size:
+            _show(tracking, HISTOGRAMS, name, *_coarser(edges, counts), step)
+
+
+def log_table(tracking: Any, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Hand a step's rows of a table to those loggers in verl's `Tracking` that take them.
+
+    Args:
+        tracking: verl's `Tracking`.
+        name: Of the table; each step's rows are logged under it.
+        rows: Column -> number, text or None; all with the columns of the first. No rows: nothing is logged.
+        step: The training step.
+    """
+    if rows:
+        _show(tracking, TABLES, name, list(rows[0]), [list(row.values()) for row in rows], step)
+
+
+def _show(tracking: Any, ways: Mapping[str, Callable[..., None]], name: str, *shape: Any) -> None:
+    for backend in ways.keys() & tracking.logger.keys():
+        try:
+            ways[backend](tracking.logger[backend], name, *shape)
+        except Exception as error:  # somebody's run is under way, and does not need this picture
+            logger.warning("%s could not show %s: %r; training goes on, without it", backend, name, error)
+
+
+def _like_wandb(library: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
+    library.log({name: library.Histogram(np_histogram=(counts, edges))}, step=step)
+
+
+def _tensorboard_histogram(adapter: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
+    centres = (edges[1:] + edges[:-1]) / 2
+    adapter.writer.add_histogram_raw(
+        name,
+        min=float(edges[0]),
+        max=float(edges[-1]),
+        num=float(counts.sum()),
+        sum=float((counts * centres).sum()),
+        sum_squares=float((counts * centres**2).sum()),
+        bucket_limits=edges[1:].tolist(),
+        bucket_counts=counts.tolist(),
+        global_step=step,
+    )
+
+
+def _mlflow_histogram(_: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
+    bins = zip(edges.tolist(), edges[1:].tolist(), counts.tolist(), strict=False)
+    _mlflow_table(_, name, ["from", "to", "count"], [list(each) for each in bins if each[2]], step)
+
+
+def _swanlab_histogram(swanlab: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
+    bars = swanlab.echarts.Bar().add_xaxis([f"{edge:.3g}" for edge in edges[:-1]]).add_yaxis("count", counts.tolist())
+    swanlab.log({name: bars}, step=step)
+
+
+def _wandb_table(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    wandb.log({name: wandb.Table(columns=columns, data=rows, allow_mixed_types=True)}, step=step)
+
+
+def _tensorboard_table(adapter: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    lines = [columns, ["---"] * len(columns), *rows]
+    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in line] for line in lines]
+    adapter.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
+
+def _mlflow_table(_: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    """Log an artifact of its own, as verl does with responses: `mlflow.log_table` would read and write all steps."""
+    import mlflow
+
+    mlflow.log_text(json.dumps({"columns": columns, "data": rows}), f"{name}/step_{step}.json")
+
+
+def _swanlab_table(swanlab: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    swanlab.log({name: swanlab.echarts.Table().add(headers=columns, rows=rows)}, step=step)
+
+
+def _trackio_table(adapter: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    adapter.trackio.log({name: adapter.trackio.Table(columns=columns, data=rows)}, step=step)
+
+
+# How each is handed over, by verl's name of the logger: (verl's adapter, name, edges or columns, counts or rows, step).
+HISTOGRAMS: dict[str, Callable[..., None]] = {
+    "wandb": _like_wandb,
+    "tensorboard": _tensorboard_histogram,
+    "mlflow": _mlflow_histogram,
+    "swanlab": _swanlab_histogram,
+    "trackio": lambda adapter, *shape: _like_wandb(adapter.trackio, *shape),
+}
+TABLES: dict[str, Callable[..., None]] = {
+    "wandb": _wandb_table,
+    "tensorboard": _tensorboard_table,
+    "mlflow": _mlflow_table,
+    "swanlab": _swanlab_table,
+    "trackio": _trackio_table,
+}
+
+
+def _occupied(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cut off empty bins at both ends, and end the outermost ones, which have no bound, somewhere."""
+    if edges.size > 3:
+        edges = np.nan_to_num(edges, neginf=2 * edges[1], posinf=2 * edges[-2])
+    used = np.flatnonzero(counts)
+    first, end = (used[0], used[-1] + 1) if used.size else (0, 0)
+    return edges[first : end + 1], counts[first:end]
+
+
+def _coarser(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbouring bins until there are at most `MOST_BINS`."""
+    starts = np.arange(0, counts.size, -(-counts.size // MOST_BINS))
+    return np.append(edges[starts], edges[-1]), np.add.reduceat(counts, starts)

@@ -1,0 +1,96 @@
+"""The mismatch by turn of an agent loop. Tool output is the policy's input, not its own: it is never counted.
+
+A turn is a maximal run of tokens that the policy wrote, as the response mask tells.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from verl_precision.base.mergeable import Maximum, Mean, Statistic, merge_by_name
+from verl_precision.mismatch.metric_names import BY_VERSION, TOOL_FRACTION, TURNS_MAX, of_turn
+from verl_precision.mismatch.statistics import MismatchStatistics
+
+# This turn and all later ones are measured together.
+FURTHEST = 8
+
+
+def turns_of(response_mask: Tensor) -> Tensor:
+    """Return the number, from 1, of the turn in which the policy wrote each token; 0: it did not.
+
+    The mask is [B, T], [T], or nested (torch.jagged), nonzero where the policy wrote the token; the result is int64, of
+    its shape and layout.
+    """
+    if not response_mask.is_nested:
+        mask = response_mask.bool()
+        begins = mask.clone()
+        begins[..., 1:] &= ~mask[..., :-1]
+        return begins.cumsum(-1) * mask
+    mask_N, offsets = response_mask.values().bool(), response_mask.offsets()  # type: ignore[attr-defined]
+    begins_N = mask_N.clone()
+    begins_N[1:] &= ~mask_N[:-1]
+    lengths_B = offsets.diff()
+    first_E = offsets[:-1][lengths_B > 0]
+    begins_N[first_E] = mask_N[first_E]
+    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
+    turns_N = (counted[1:] - counted[offsets[:-1]].repeat_interleave(lengths_B)) * mask_N
+    return torch.nested.nested_tensor_from_jagged(turns_N, offsets=offsets)
+
+
+@dataclass(frozen=True)
+class MismatchByTurn:
+    """The metrics `mismatch/turn_<k>/...`, mergeable; none where no response has a second turn."""
+
+    # turn, 1 to `FURTHEST` -> the statistics of its tokens
+    groups: Mapping[int, MismatchStatistics] = field(default_factory=dict)
+    further: Mapping[str, Statistic] = field(default_factory=dict)
+
+    @classmethod
+    @torch.no_grad()
+    def measure(
+        cls,
+        trainer_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        whole: MismatchStatistics,
+        lengths: Tensor | None = None,
+    ) -> Self:
+        """Measure a batch, or a part of one, of tensors as `MismatchStatistics.measure` takes them.
+
+        `whole` are its statistics, which are those of turn 1 where there is no other. `lengths` is [B], the tokens of
+        each response where they are padded, tool output included. Padding and tool output never matter, whatever they
+        hold.
+        """
+        turns = turns_of(response_mask)
+        values = turns.values() if turns.is_nested else turns
+        written, most = values.count_nonzero().double(), int(values.max()) if values.numel() else 0
+        tokens = torch.tensor(float(values.numel())) if lengths is None else lengths.sum().double()
+        further = {
+            TURNS_MAX: Maximum(torch.tensor(float(most))),
+            TOOL_FRACTION: Mean(tokens.cpu() - written.cpu(), tokens.cpu()),
+        }
+        groups = {1: whole} if most < 2 else {}
+        for turn in range(1, min(most, FURTHEST) + 1) if most > 1 else ():
+            of_turn_N = values == turn if turn < FURTHEST else values >= turn
+            if turns.is_nested:
+                of_turn_N = torch.nested.nested_tensor_from_jagged(of_turn_N, offsets=turns.offsets())  # type: ignore[attr-defined]
+            groups[turn] = MismatchStatistics.measure(trainer_log_probs, rollout_log_probs, of_turn_N)
+        return cls(groups, {name: statistic.on_cpu() for name, statistic in further.items()})
+
+    def merge(self, other: Self) -> Self:
+        """Return the statistics of both pieces together; neither changes."""
+        pairs = ((self.groups, other.groups), (self.further, other.further))
+        return type(self)(*(merge_by_name(pair) for pair in pairs))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        if len(self.groups) < 2:
+            return {}
+        found = {name: statistic.value() for name, statistic in self.further.items()}
+        for turn, group in self.groups.items():
+            metrics = group.metrics()
+            found |= {of_turn(turn, name): metrics[name] for name in BY_VERSION if name in metrics}
+        return found
