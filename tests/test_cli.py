@@ -53,6 +53,11 @@ def type_in(root, tmp_path, monkeypatch):
     ("compare recipes/quickstart/quickstart.yaml -e gpro --output OUT", 1, "--estimator gpro: there is no such"),
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
     ("report RUN --output OUT/report.html", 1, "is not a folder"),
+    ("watch OUT/nowhere", 1, "there is no such file or folder"),
+    ("watch RUN RUN --once", 1, "it is given twice"),
+    ("watch RUN --expected recipes/sanity/expected.csv", 2, "give both, or neither"),
+    ("watch RUN --host 203.0.113.1", 1, "this address cannot be taken"),
+    ("recipes", 1, "FOLDER='recipes': it exists; nothing was written"),
     ("patch", 2, "give --list, or one of"),
     ("patch tree", 2, "give --list, or one of"),
     ("patch --list tree", 2, "give --list, or one of"),
@@ -122,16 +127,17 @@ def test_a_report_is_written_again_and_nothing_else_is_written_over(type_in, tmp
 
 
 @pytest.mark.parametrize("command", [
-    "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT",
+    "watch RUN", "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT",
     "mismatch --model m --output OUT", "explain --model m --output OUT",
     "sanity-set x.jsonl --model m --output OUT",
 ])  # fmt: skip
 def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch, tmp_path, command):
     found = importlib.util.find_spec
-    absent = ("jinja2", "matplotlib")
+    absent = ("jinja2", "matplotlib", "starlette")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in absent else found(name, *of))
     code, output = type_in(*command.split())
-    assert code == 1 and "needs jinja2 and matplotlib" in output and "pip install" in output
+    needs = {"watch": "jinja2 and starlette", "report": "jinja2"}.get(command.split()[0], "jinja2 and matplotlib")
+    assert code == 1 and f"needs {needs}" in output and "pip install" in output
     assert not (tmp_path / "out").exists()
 
 

@@ -23,11 +23,11 @@ RIM = (
     *("integration", "check.preflight", "check.probe", "check.recipe_config", "check.verl_refusals"),
     *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.reward", "tools.selftest.selftest_engine"),
 )
-# Most lines of Python in each part of the house.
+# Most lines of Python in each part of the house. The live page and the kept tokens have 1,200 in each of two parts.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 12_240,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 13_460,
     ("check",): 4_190,
-    ("tools", "cli"): 8_920,
+    ("tools", "cli"): 10_200,
 }
 # Modules that need torch, NumPy and PyYAML at most: hosts and their companions may be missing.
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")

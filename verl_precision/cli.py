@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shlex
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -354,7 +355,7 @@ def compare(
                 raise
 
 
-@verb("report", needs=(*_FIGURES, "torch"))
+@verb("report", needs=("jinja2",))
 def report(
     runs: Annotated[
         list[Path],
@@ -369,16 +370,83 @@ def report(
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
-    The page needs no network and no other file.
+    The page needs no network and no other file. The same page of runs that still train: verl-precision watch.
     """
-    if (expected is None) != (estimator is None):
-        raise BadParameter("--expected and --estimator belong together: give both, or neither")
+    curves = _expected_curves(expected, estimator)
     from verl_precision.tools.runs.page import page, write_page
-    from verl_precision.tools.runs.read import read_expected, read_runs
+    from verl_precision.tools.runs.read import read_runs
 
-    curves = read_expected(expected, estimator) if expected and estimator else []
     write_page(output, page(read_runs(runs), expected=curves), force)
     console.print(f"wrote {output}: open it in a browser", soft_wrap=True)
+
+
+def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any]:
+    if expected is None or estimator is None:
+        if expected is not estimator:
+            raise BadParameter("--expected and --estimator belong together: give both, or neither")
+        return []
+    from verl_precision.tools.runs.expected import read_expected
+
+    return read_expected(expected, estimator)
+
+
+@verb("watch", needs=("jinja2", "starlette", "uvicorn"))
+def watch(
+    runs: Annotated[
+        list[Path],
+        Argument(
+            metavar="FOLDER...", help="Folder of a run, of several, or in which one will begin; or a metrics file."
+        ),
+    ],
+    once: Annotated[bool, Option("--once", help="Print a table of where the runs stand, and end.")] = False,
+    host: Annotated[
+        str,
+        Option(help="Name or address to listen on; another one lets machines in that ask by it and know the token."),
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any that is free.")] = 8421,
+    expected: Annotated[
+        Path | None, Option(help="Curves to draw beside the reward. Default: those of each run's recipe.")
+    ] = None,
+    estimator: Annotated[str | None, Option(help="With --expected: the estimator of the runs.")] = None,
+) -> None:
+    """Show runs on one local page while they train: reward, mismatch, alarms, time left, the tokens behind a number.
+
+    The page follows the files that runs write, and writes nothing. A run may begin, be killed or go on while it is
+    open. A click on a curve leads to the tokens of that step, if the run has kept some (mismatch.keep_tokens=16).
+
+    The address has a secret token, and only this machine can ask for it. From another machine, use the SSH line that is
+    printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a path cannot be read.
+    """
+    curves = _expected_curves(expected, estimator)
+    from verl_precision.tools.runs.live import Live
+
+    live = Live(runs, curves)
+    if once:
+        from verl_precision.tools.runs.standing import standings_table
+
+        found = live.runs()
+        names = [(each.run.name, each.stands, [alarm.name for alarm in each.alarms]) for each in found]
+        console.print(standings_table(names))
+        for each in found:
+            for alarm in each.alarms:
+                console.print(
+                    paragraph(f"{each.run.name}: {alarm}", console), markup=False, highlight=False, soft_wrap=True
+                )
+            if each.problem:
+                errors.print(paragraph(each.problem, errors), markup=False, highlight=False, soft_wrap=True)
+        raise Exit(1 if any(each.problem for each in found) else 0)
+    from verl_precision.tools.runs.server import serve
+
+    def say(address: str) -> None:
+        taken = address.rsplit(":", 1)[1].partition("/")[0]
+        console.print(f"open {address}", soft_wrap=True, markup=False, highlight=False)
+        tunnel = f"ssh -N -L {taken}:{host}:{taken} {socket.gethostname()}"
+        console.print(f"from another machine first: {tunnel}", soft_wrap=True, markup=False, highlight=False)
+
+    try:
+        serve(live, host, port, say)
+    except KeyboardInterrupt:
+        console.print("the page has ended; the runs go on")
 
 
 def _run(job: Job, session: Callable[[Any, Console], object]) -> None:
@@ -596,6 +664,20 @@ def patch(
     except OSError as error:
         raise PatchError(str(error)) from error
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+@verb("recipes")
+def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; created if need be.")] = Path()) -> None:
+    """Write the recipes that the package carries into FOLDER/recipes, to run and to edit: no clone is needed.
+
+    Commands in their headers are meant for FOLDER as the current folder. A recipes/ that is there is left alone.
+    """
+    from verl_precision.tools.runs.recipes import write_recipes
+
+    written = write_recipes(folder)
+    console.print(f"wrote {written}", soft_wrap=True)
+    start = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    console.print(f"next: {start}verl-precision compare recipes/quickstart/quickstart.yaml", soft_wrap=True)
 
 
 @verb("tiny-model")

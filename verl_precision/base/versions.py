@@ -74,7 +74,8 @@ def require_tested(distribution: str, version: str) -> None:
 def require_packages(verb: str, *modules: str) -> None:
     """Refuse a verb whose packages are not installed, before it does any work."""
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
-        remedy = "Install it: pip install jinja2 'matplotlib>=3.8'"
-        if not {*absent} <= {"jinja2", "matplotlib"}:
+        small = {"matplotlib": "'matplotlib>=3.8'", **{name: name for name in ("jinja2", "starlette", "uvicorn")}}
+        remedy = f"Install it: pip install {' '.join(small.get(name, name) for name in absent)}"
+        if not {*absent} <= small.keys():
             remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA)'
         raise EnvironmentMismatchError(f"{verb} needs {' and '.join(absent)}, not installed here", remedy=remedy)

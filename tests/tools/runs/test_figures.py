@@ -13,9 +13,11 @@ from matplotlib.colors import to_hex
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD as SCORE
-from verl_precision.tools.runs.figures import COMPARED, PANELS, REWARD, colours_of, draw, draw_comparison, parts_of
-from verl_precision.tools.runs.page import page
-from verl_precision.tools.runs.read import Run, expected_of, read_expected
+from verl_precision.tools.runs.contents import series_of
+from verl_precision.tools.runs.expected import expected_of, read_expected
+from verl_precision.tools.runs.figures import COMPARED, draw, draw_comparison
+from verl_precision.tools.runs.panels import PANELS, REWARD, colours_of, parts_of
+from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS
 
 K3 = next(panel for panel in PANELS if panel.name == "k3")
@@ -168,11 +170,11 @@ def test_precisions_of_an_estimator_stay_in_one_part():
     assert [[run.name for run in part][::3] for part in parts_of(runs, multiple_of=3)] == [["a-1", "b-1"], ["c-1"]]
 
 
-def test_the_report_says_what_a_shade_is_and_lists_each_seed():
-    runs = [run_of(f"bf16/seed_{seed}", arm="bf16") for seed in range(10)] + [run_of("fp16/seed_0", arm="fp16")]
-    html = page(runs)
-    assert "the line is their mean" in html and "bf16/seed_9" in html and COLOURS[1] in html and COLOURS[2] not in html
-    assert "the line is their mean" not in page(runs[9:])
+def test_on_the_page_seeds_are_a_mean_and_a_range_too():
+    """A seed that is not finite leaves a gap in the mean and is not in the range; a shorter one leaves the others."""
+    seeds = [{1: 1.0, 2: math.nan, 3: 3.0}, {1: 2.0, 2: 4.0}]
+    assert series_of(seeds) == [[1, 2, 3], [1.5, "NaN", 3.0], [1.0, 4.0, 3.0], [2.0, 4.0, 3.0]]
+    assert series_of(seeds[1:]) == [[1, 2], [2.0, 4.0]]
 
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -237,5 +239,5 @@ def test_the_command(tmp_path, root, typed):
     code, said = typed(*words, "--estimator", "grpo")
     assert code == 0, said
     text = path.read_text()
-    assert "paper: fp16" in text and "the expected reward" in text
+    assert "paper: fp16" in text
     assert typed(*words)[0] == 2

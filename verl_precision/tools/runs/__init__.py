@@ -6,7 +6,13 @@ launch          one run: start verl, follow its progress, end every process of i
 fork_server     on a CPU, Ray's workers as forks of one process that has imported verl and vLLM; with two scripts,
                 `fork_client` (stands in for `python`) and `fork_template` (the process that forks)
 failure_report  why a run failed, from its log
-read            the metrics of a run, from any logger's files; the curves of the paper's figures
-figures         which metrics are shown, and how they look over steps; seeds as bands
-page            one HTML page about one or more runs: `verl-precision report`
+read            the metrics of a run, from any logger's files, and on from where they were left
+expected        the curves of the paper's figures, and of a run's recipe
+panels          which metrics are shown, under which titles and in which colours
+figures         metrics over steps as PNG: those of `compare`
+contents        what the page shows, as JSON: curves of a few hundred points, alarms, summaries; CSV of all points
+standing        where a run stands: state, time left, its numbers now
+kept            the kept tokens of a run: a list of responses, and one of them
+page            the page, whose script (`page.js`) draws it: as one file (`verl-precision report`), or
+live, server    with the news of runs that train (`verl-precision watch`)
 """

@@ -1,4 +1,4 @@
-"""Which metrics are shown, and how they look over steps: figures of the report and of `verl-precision compare`."""
+"""Metrics over steps as PNG figures: those of `verl-precision compare`. The page has its own (page.js)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,57 +13,18 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import table_of
-from verl_precision.mismatch import metric_names as keys
-from verl_precision.mismatch.alarm import Alarm
+from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, colours_of, parts_of, points_of
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS, new_figure, style
+from verl_precision.tools.show.figures import GREY, new_figure, style
 
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # of the curves of a panel
 MARKED = 60  # points of the longest series in which each has a mark
 # Panels of a comparison; one with several columns, where each has the room of one panel, leaves the gap out.
 COMPARED, COMPARED_IN_COLUMNS = ("reward", "gap", "k3"), ("reward", "k3")
 COLUMNS = 4  # beside each other
-Alarms = Mapping[str, Sequence[Alarm]]  # of each run, by its name
 _WIDTH, _HEIGHT = 4.6, 3.4  # of a panel, in inches
 # Of a legend, in inches: a line, an entry without its name, and a letter of the widest font that a browser may take.
 _LINE, _ENTRY, _LETTER = 0.2, 0.67, 0.08
-
-
-class Panel(NamedTuple):
-    """One plot."""
-
-    name: str  # its id on the page
-    title: str
-    unit: str  # label of the vertical axis
-    metrics: Mapping[str, str]  # up to four by their label; of `a or b` the first is shown that a run has
-    log: int = 0  # base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis
-    hint: str = ""  # how to read the plot
-    # What the horizontal axis counts; "layer" for a metric that ends in `_*`: the mean over all steps of each layer.
-    axis: str = "step"
-
-    def title_of(self, label: str) -> str:
-        """Return the title of one curve, without the plot."""
-        return self.title if len(self.metrics) == 1 else f"{self.title}: {label}"
-
-
-_PANELS = table_of(__file__, "panels.yaml")
-PANELS = tuple(Panel(**known) for known in _PANELS)
-REWARD = PANELS[0]
-
-
-def points_of(run: Run, metric: str) -> dict[int, float]:
-    """Return a metric of a run by step, or by layer; where it was not measured there is no point, NaN stays."""
-    if metric.endswith("_*"):
-        names = sorted({name for row in run.rows for name in row if name.startswith(metric[:-1])})
-        return {int(name.rpartition("_")[2]): fmean(row[name] for row in run.rows if name in row) for name in names}
-    for key in metric.split(" or "):
-        found = {int(row["step"]): value for row in run.rows if (value := keys.value_of(row, key)) is not None}
-        if found:
-            # shown as its distance from 1
-            return {step: 1 - value for step, value in found.items()} if key == keys.PROBS_PEARSON else found
-    return {}
 
 
 class Plot(NamedTuple):
@@ -100,7 +61,7 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
         parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
     figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
     places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
-    lines = [_draw_plots(place, part, {}) for place, part in zip(places, parts, strict=True)]
+    lines = [_draw_plots(place, part) for place, part in zip(places, parts, strict=True)]
     figure.set_figheight(figure.get_figheight() + _LINE * (sum(lines) - len(lines)))
     # All plots with the same unit, on the same kind of axis, have the smallest and the largest of their limits.
     for kind in {(each.get_ylabel(), each.get_yscale()) for each in figure.axes} if len(columns) > 1 else ():
@@ -111,46 +72,21 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
     return figure
 
 
-def parts_of(runs: Sequence[Run], multiple_of: int = 1) -> list[list[Run]]:
-    """Return the runs, in order, in parts with no more curves than there are colours.
-
-    So many curves as `multiple_of`, such as the precisions of an estimator, stay together.
-    """
-    curves = list(dict.fromkeys(run.curve for run in runs))
-    length = max(1, len(COLOURS) // multiple_of * multiple_of)
-    parts = [set(curves[start : start + length]) for start in range(0, len(curves), length)]
-    return [[run for run in runs if run.curve in part] for part in parts]
-
-
-def draw(
-    panels: Sequence[Panel], runs: list[Run], alarms: Alarms | None = None, expected: Sequence[Run] = ()
-) -> Figure:
-    """Draw panels side by side: colour tells runs apart, line style the curves, vertical lines are alarms.
+def draw(panels: Sequence[Panel], runs: list[Run], expected: Sequence[Run] = ()) -> Figure:
+    """Draw panels side by side: colour tells runs apart, line style the curves.
 
     Several runs of one arm (seeds) are one curve: at each step the mean over those that have measured it, with a shade
     from the smallest to the largest value. Where one of them is not finite, the mean has a gap. On a logarithmic axis
     the shade is of the positive values. Curves of zeros, which hide each other or are not on the axis, are named below
-    it. Of the alarms of each run, by its name, a full line is one about the panel's metric, a dotted line one about
-    another. Expected curves of the reward are grey, each with a line style of its own.
+    it. Expected curves of the reward are grey, each with a line style of its own.
     """
     figure = new_figure(_WIDTH * len(panels), _HEIGHT)
-    lines = _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]], alarms or {})
+    lines = _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]])
     figure.set_figheight(_HEIGHT + _LINE * (lines - 1))  # more text takes nothing from the plots
     return figure
 
 
-def colours_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the colour of each curve, for a precision that of every figure; more curves than colours are refused."""
-    curves = list(dict.fromkeys(run.curve for run in runs))
-    if len(curves) > len(COLOURS):
-        allowed = f"allowed are up to {len(COLOURS)} in one figure. Make several reports."
-        raise ConfigurationError(f"{len(curves)} runs: {allowed}")
-    known = {name: PRECISIONS[name] for name in curves if name in PRECISIONS}
-    others = (colour for colour in COLOURS if colour not in known.values())
-    return {name: known.get(name) or next(others) for name in curves}
-
-
-def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alarms) -> int:
+def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]]) -> int:
     """Draw rows of plots with one legend; return its lines and those about zeros. A name has one colour in all."""
     colours = colours_of([run for row in rows for plot in row for run in plot.runs])
     legend: dict[str, Line2D] = {}
@@ -158,7 +94,6 @@ def _draw_plots(figure: FigureBase, rows: Sequence[Sequence[Plot]], alarms: Alar
     grid = figure.add_gridspec(len(rows), max(map(len, rows)))
     for plot, place in ((plot, grid[i, j]) for i, row in enumerate(rows) for j, plot in enumerate(row)):
         axes, panel = figure.add_subplot(place), plot.panel
-        _draw_alarms(axes, plot, colours, alarms)
         names, zeros = _draw_curves(axes, plot, colours)
         legend |= names
         below = max(below, len(zeros.splitlines()))
@@ -217,14 +152,3 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> tuple[di
     zeros = f"{zero} at every {panel.axis}: {who}" if hidden else ""
     names = of_runs | of_curves if several else of_runs
     return names, fill(zeros, int(_WIDTH / _LETTER), break_on_hyphens=False)
-
-
-def _draw_alarms(axes: Axes, plot: Plot, colours: Mapping[str, str], alarms: Alarms) -> None:
-    shown = {key for metric in plot.panel.metrics.values() for key in metric.split(" or ")}
-    for run in plot.runs if plot.panel.axis == "step" else ():
-        for alarm in alarms.get(run.name, ()):
-            own, colour = alarm.metric in shown, colours[run.curve]
-            axes.axvline(alarm.step, color=colour, linestyle="-" if own else ":", alpha=0.9 if own else 0.55)
-            if own:
-                top = axes.get_xaxis_transform()
-                axes.plot(alarm.step, 1, "v", color=colour, markersize=7, transform=top, clip_on=False)

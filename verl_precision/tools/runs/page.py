@@ -1,21 +1,45 @@
-"""The report: one HTML file with curves, alarms and tables; it loads nothing, and works without a network."""
+"""One page about runs: as a file with everything in it (`report`), or from a server that it asks for news (`watch`).
 
-import math
-from collections.abc import Sequence
+The script draws the same curves in both; it loads nothing, and the policy of the page forbids it to.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.figures import PANELS, colours_of, draw, points_of
+from verl_precision.tools.runs.contents import (
+    csv_of,
+    curves_of,
+    expected_content,
+    measured,
+    missing,
+    panels_content,
+    run_content,
+    summary_of,
+)
+from verl_precision.tools.runs.kept import KeptList
+from verl_precision.tools.runs.panels import PANELS, colours_of
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import image
+from verl_precision.tools.runs.standing import standing, total_steps
 from verl_precision.tools.show.pages import mark_of, render
 
 # By this line an earlier report is known, which may be written over.
 MARK = mark_of("report")
+SCRIPT = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
+_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    f"default-src 'none'; script-src 'sha256-{_HASH}'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 
 def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Sequence[Run] = ()) -> str:
@@ -25,39 +49,44 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
     reward. Refused are runs without any of the metrics shown, and too many runs.
     """
     settings = settings or AlarmSettings()
-    judges = {run.name: MismatchAlarm(settings) for run in runs}
-    alarms = {run.name: [a for row in run.rows for a in judges[run.name].update(int(row["step"]), row)] for run in runs}
-    panels, missing = [], []
-    for panel in PANELS:
-        curves = []
-        for label, metric in panel.metrics.items():
-            found = [(run, points_of(run, metric)) for run in runs]
-            curves += _curves(label, [pair for pair in found if pair[1]])
-            without = [run.name for run, points in found if not points]
-            who = "no run" if len(without) == len(runs) else f"not {', '.join(without)}"
-            missing += [f"{panel.title_of(label)} ({metric}): {who}"] if without else []
-        if curves:
-            steps = sorted({step for curve in curves for step in curve["points"]})
-            picture = image(draw([panel], runs, alarms, expected), panel.name)
-            panels.append({"panel": panel, "image": picture, "curves": curves, "steps": steps})
-    if not panels:
+    points = {run.name: measured(run) for run in runs}
+    if not any(points.values()):
         problem, value = "none of the metrics of the report is there", ", ".join(str(run.path) for run in runs)
         allowed = "metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)"
         remedy = "Name the run's own metrics file."
         raise ConfigurationError(problem, setting="RUN", value=value, allowed=allowed, remedy=remedy)
-    return render(
-        "runs/page.html",
-        "report",
-        runs=runs,
-        expected=expected,
-        colours=colours_of(runs),
-        bands=len({run.curve for run in runs}) < len(runs),
-        alarms=alarms,
-        baseline_missing={name: judge.baseline_missing for name, judge in judges.items()},
-        settings=settings,
-        panels=panels,
-        missing=missing,
-    )
+    colours, contents = colours_of(runs), []
+    for number, run in enumerate(runs):
+        judge, kept = MismatchAlarm(settings), KeptList(run.path)
+        alarms = [alarm for row in run.rows for alarm in judge.update(int(row["step"]), row)]
+        stands = standing(run, points[run.name], total_steps(run.path), None, expected)
+        kept.read_on()
+        of_run = alarms, judge.baseline_missing, stands, colours[run.curve], kept.count
+        contents.append(run_content(number, run, summary_of(points[run.name]), *of_run))
+    of_curve = {run.curve: [points[each.name] for each in runs if each.curve == run.curve] for run in runs}
+    state = {
+        "version": 1,
+        "runs": contents,
+        "curves": {name: curves_of(own) for name, own in of_curve.items()},
+        "expected": expected_content(expected),
+        "missing": missing(points),
+    }
+    return _page("report", settings, state, {panel.name: csv_of(panel, points) for panel in PANELS})
+
+
+def live_page() -> str:
+    """Return the page that asks its server for everything."""
+    return _page("watch", AlarmSettings(), None, {})
+
+
+def _page(verb: str, settings: AlarmSettings, state: Mapping[str, Any] | None, tables: Mapping[str, str]) -> str:
+    content = {"panels": panels_content(), "baseline": settings.baseline_steps, "state": state, "csv": tables}
+    data = json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    names = [run["name"] for run in state["runs"]] if state else ["live"]
+    # No text of a run can end the block that it stands in.
+    escaped = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    about = {"names": names, "policy": POLICY, "live": state is None}
+    return render("runs/page.html", verb, script=Markup(SCRIPT), data=Markup(escaped), **about)
 
 
 def write_page(path: Path, content: str, force: bool = False) -> None:
@@ -73,22 +102,3 @@ def write_page(path: Path, content: str, force: bool = False) -> None:
         return
     problem += "; nothing was written"
     raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
-
-
-def _curves(label: str, found: Sequence[tuple[Run, dict[int, float]]]) -> list[dict[str, Any]]:
-    """Return what the page shows of a metric of each run that has measured it.
-
-    The smallest and the largest value leave NaN out, the mean does not. The ratio is the first run's mean over the
-    own; it is None for the first run, and where a mean is zero or not finite, or the two have different signs.
-    """
-    curves: list[dict[str, Any]] = []
-    for run, points in found:
-        values = list(points.values())
-        numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-        mean = sum(values) / len(values)
-        first = curves[0]["summary"][0] if curves else math.nan
-        related = math.isfinite(first) and math.isfinite(mean) and first and mean and (first > 0) == (mean > 0)
-        summary = mean, values[0], values[-1], min(numbers), max(numbers)
-        ratio = first / mean if related else None
-        curves.append({"label": label, "run": run, "points": points, "summary": summary, "ratio": ratio})
-    return curves

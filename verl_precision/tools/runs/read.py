@@ -1,22 +1,22 @@
 """The metrics of a run, from its files: verl's metrics file, a console log, or TensorBoard events.
 
-And the curves of the paper's figures, `expected.csv` beside a recipe, which are drawn beside a run of it.
+`read_runs` reads all there is, a `Follower` goes on where it stopped.
 """
 
-import csv
 import importlib.util
 import json
 import math
 import re
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
+from typing import Any, NoReturn
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 
 REWARD = "critic/score/mean"
-EXPECTED, EXPECTED_COLUMNS = "expected.csv", ("precision", "estimator", "step", "reward")
 READABLE = (
     "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, TensorBoard "
     "events, or a folder with one of them, of such folders, or of arms that have one for each seed"
@@ -25,6 +25,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP = re.compile(r"\bstep:(\d+) - (.+)")
 _NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
 _SEED = re.compile(r"(.+)/seed_\d+")
+_TOGETHER = 500  # lines that are parsed at once
+_TAIL = 512  # bytes before the place where a file was left, which say whether it is still the same
 Rows = list[dict[str, float]]
 
 
@@ -52,32 +54,152 @@ def read_runs(paths: list[Path]) -> list[Run]:
     Where a run's name is `<arm>/seed_<n>`, it is one of its arm. A path that cannot be read, or is given twice, is
     refused.
     """
-    sources = [source for path in paths for source in _sources(path)]
-    return [_read(source, name) for source, name in zip(sources, _names(sources), strict=True)]
+    sources = [source for path in paths for source in sources_in(path) or _without_metrics(path)]
+    followers = [Follower(source) for source in sources]
+    for follower in followers:
+        follower.read_on()
+        if not follower.rows:
+            raise _refused(follower.source, "there is no training step in it", "Wait for the first step of the run.")
+    return [each.run(name) for each, name in zip(followers, names_of(sources), strict=True)]
+
+
+class Follower:
+    """A run's metrics, in the order of steps, which go on where they were left.
+
+    A row whose line has no end yet is left until it has. Of a step that is there twice, the later row counts (a resumed
+    run). A file that shrinks, or has other bytes where it was read, is read anew.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source  # a file, or a folder of TensorBoard events
+        self.written = 0.0  # when the newest row was, in seconds since 1970
+        self._events = source.is_dir() or "tfevents" in source.name
+        self._seen: object = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows: Rows = []
+        self._read, self._tail, self._cut = 0, b"", False
+        self._repeated = self._unreadable = 0
+
+    def run(self, name: str) -> Run:
+        """Return what has been read. Where the name is `<arm>/seed_<n>`, the run is one of its arm."""
+        notes = [f"{self._unreadable} value(s) of the log are not numbers and are left out"] * bool(self._unreadable)
+        if self._repeated:
+            notes.append(f"{self._repeated} step(s) were logged more than once (a resumed run): the last counts")
+        if self._cut:
+            notes.append("the last row is cut short and is left out")
+        of_seed = _SEED.fullmatch(name)
+        return Run(name, self.source, self.rows, tuple(notes), of_seed.group(1) if of_seed else "")
+
+    def read_on(self) -> int | None:
+        """Read what is new; return the place of the first row that has changed, or None where nothing has.
+
+        Raises:
+            ConfigurationError: If a whole line is no row. What was read is forgotten.
+            OSError: If the source cannot be read.
+        """
+        files = sorted(self.source.glob("*tfevents*")) if self.source.is_dir() else [self.source]
+        stats = [file.stat() for file in files]
+        stamp = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
+        if stamp == self._seen:
+            return None
+        self._seen, self.written = stamp, max((each.st_mtime for each in stats), default=0.0)
+        before = len(self.rows)
+        try:
+            rows, anew = (_event_rows(self.source), True) if self._events else self._new_rows()
+        except ConfigurationError:
+            self._clear()
+            raise
+        if self._events:
+            self._clear()
+        first = min(map(self._put, rows), default=None)
+        return 0 if anew and (before or rows) else first
+
+    def _new_rows(self) -> tuple[Rows, bool]:
+        """Return the rows behind what was read, and whether all was read anew."""
+        with self.source.open("rb") as file:
+            file.seek(self._read - len(self._tail))
+            anew = file.read(len(self._tail)) != self._tail
+            if anew:
+                self._clear()
+                file.seek(0)
+            data = file.read()
+        *lines, rest = data.split(b"\n")
+        log = self.source.suffix != ".jsonl"
+        if rest and not log and _is_whole(rest):
+            lines, rest = [*lines, rest], b""
+        self._cut = bool(rest)
+        read = data[: len(data) - len(rest)]
+        self._read, self._tail = self._read + len(read), (self._tail + read)[-_TAIL:]
+        if not log:
+            return _metric_rows(self.source, lines), anew
+        rows, unreadable = _log_rows(line.decode(errors="replace") for line in lines)
+        self._unreadable += unreadable
+        return rows, anew
+
+    def _put(self, row: dict[str, float]) -> int:
+        """Put a row in its place, which is returned."""
+        if not self.rows or row["step"] > self.rows[-1]["step"]:
+            self.rows.append(row)
+            return len(self.rows) - 1
+        place = bisect_left(self.rows, row["step"], key=lambda each: each["step"])
+        if self.rows[place]["step"] == row["step"]:
+            self.rows[place] = self.rows[place] | row
+            self._repeated += 1
+        else:
+            self.rows.insert(place, row)
+        return place
 
 
 def read_metrics(path: Path) -> Rows:
     """Return the metrics of each step that are numbers, from a file of verl's file logger, which writes NaN as null."""
-    rows = []
+    return _metric_rows(path, path.read_bytes().splitlines())
+
+
+def _metric_rows(path: Path, lines: Iterable[bytes]) -> Rows:
+    rows: Rows = []
+    whole = list(filter(None, lines))
     try:
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            values = ((key, math.nan if value is None else value) for key, value in row["data"].items())
-            numbers = {key: float(value) for key, value in values if isinstance(value, int | float)}
-            rows.append({"step": row["step"], **numbers})
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        for start in range(0, len(whole), _TOGETHER):
+            some = whole[start : start + _TOGETHER]
+            parsed = json.loads(b"[" + b",".join(some) + b"]")  # together, all rows have the same keys in memory
+            if len(parsed) != len(some):
+                raise ValueError("a line with several rows")
+            rows += map(_metric_row, parsed)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"it is not a metrics file of verl's file logger ({error!r})"
         remedy = "If the run was killed while it wrote a line, remove that line."
         raise _refused(path, problem, remedy, "one JSON object a line, with `step` and `data`") from error
     return rows
 
 
+def _metric_row(row: Any) -> dict[str, float]:
+    if not isinstance(row["step"], int | float):
+        raise TypeError("step is no number")
+    found = {"step": row["step"]}
+    for key, value in row["data"].items():
+        if type(value) is float:
+            found[key] = value
+        elif value is None or isinstance(value, int):
+            found[key] = math.nan if value is None else float(value)
+    return found
+
+
+def _is_whole(line: bytes) -> bool:
+    """Return whether a last line without an end is a JSON object all the same."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
 def _refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> ConfigurationError:
     return ConfigurationError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
 
 
-def _sources(path: Path) -> list[Path]:
-    """Return the files, or folders of TensorBoard events, that a path stands for."""
+def sources_in(path: Path) -> list[Path]:
+    """Return the files, or folders of TensorBoard events, that a path stands for; none where no run has begun."""
     if not path.exists():
         raise _refused(path, "there is no such file or folder", "Check the path.")
     if path.is_file():
@@ -87,6 +209,10 @@ def _sources(path: Path) -> list[Path]:
         if found := [source for folder in folders if (source := _source_in(folder))]:
             return found
         folders = [below for folder in folders for below in sorted(folder.iterdir()) if below.is_dir()]
+    return []
+
+
+def _without_metrics(path: Path) -> NoReturn:
     raise _refused(path, "there are no metrics in it", "Name the file itself.")
 
 
@@ -95,57 +221,43 @@ def _source_in(folder: Path) -> Path | None:
     found = sorted(folder.glob("*.jsonl"))
     if not found and any(folder.glob("*tfevents*")):
         return folder
-    found = found or [log for log in sorted(folder.glob("*.log")) if _log_rows(log)[0]]
+    found = found or [log for log in sorted(folder.glob("*.log")) if _has_steps(log)]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise _refused(folder, f"several files could be meant: {names}", "Name the file itself.", "one of them")
     return found[0] if found else None
 
 
-def _names(sources: list[Path]) -> list[str]:
+def names_of(sources: list[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ; a metrics file is known by its folder."""
     parts = [(s.parent if s.name == "metrics.jsonl" else s).absolute().parts for s in sources]
-    for length in range(1, max(map(len, parts)) + 1):
+    for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    raise _refused(sources[0], "it is given twice", "Leave one out.", "each run once")
+    if sources:
+        raise _refused(sources[0], "it is given twice", "Leave one out.", "each run once")
+    return []
 
 
-def _read(source: Path, name: str) -> Run:
-    notes: list[str] = []
-    if source.is_dir() or "tfevents" in source.name:
-        rows = _event_rows(source)
-    elif source.suffix == ".jsonl":
-        rows = read_metrics(source)
-    else:
-        rows, unreadable = _log_rows(source)
-        notes += [f"{unreadable} value(s) of the log are not numbers and are left out"] if unreadable else []
-    by_step: dict[float, dict[str, float]] = {}
-    for row in rows:
-        by_step.setdefault(row["step"], {}).update(row)
-    if not by_step:
-        raise _refused(source, "there is no training step in it", "Wait for the first step of the run.")
-    if repeated := len(rows) - len(by_step):
-        notes.append(f"{repeated} step(s) were logged more than once (a resumed run): the last counts")
-    arm = of_seed.group(1) if (of_seed := _SEED.fullmatch(name)) else ""
-    return Run(name, source, [by_step[step] for step in sorted(by_step)], tuple(notes), arm)
+def _has_steps(log: Path) -> bool:
+    with log.open(errors="replace") as lines:
+        return any(_STEP.search(_COLOUR.sub("", line)) for line in lines)
 
 
-def _log_rows(path: Path) -> tuple[Rows, int]:
+def _log_rows(lines: Iterable[str]) -> tuple[Rows, int]:
     """Read `step:3 - critic/score/mean:-32.8 - ...`, coloured and prefixed by Ray or not; count what is no number."""
     rows, unreadable = [], 0
-    with path.open(errors="replace") as lines:
-        for found in filter(None, (_STEP.search(_COLOUR.sub("", line)) for line in lines)):
-            row: dict[str, float] = {"step": int(found.group(1))}
-            for pair in found.group(2).strip().split(" - "):
-                key, _, text = pair.rpartition(":")
-                text = _NUMPY.sub(r"\1", text) if key else "no number"
-                try:
-                    row[key] = float({"True": "1", "False": "0"}.get(text, text))
-                except ValueError:
-                    unreadable += 1
-            rows.append(row)
+    for found in filter(None, (_STEP.search(_COLOUR.sub("", line)) for line in lines)):
+        row: dict[str, float] = {"step": int(found.group(1))}
+        for pair in found.group(2).strip().split(" - "):
+            key, _, text = pair.rpartition(":")
+            text = _NUMPY.sub(r"\1", text) if key else "no number"
+            try:
+                row[sys.intern(key)] = float({"True": "1", "False": "0"}.get(text, text))
+            except ValueError:
+                unreadable += 1
+        rows.append(row)
     return rows, unreadable
 
 
@@ -164,45 +276,3 @@ def _event_rows(path: Path) -> Rows:
         for event in events.Scalars(key):
             rows.setdefault(event.step, {"step": event.step})[key] = event.value
     return list(rows.values())
-
-
-def read_expected(path: Path, estimator: str) -> list[Run]:
-    """Return the reward curves of an estimator, one for each precision; refuse a file that cannot be read or has none.
-
-    The file has `EXPECTED_COLUMNS`, and lines with `#`, which say where the numbers come from.
-    """
-    curves = _expected_curves(path)
-    if estimator not in curves:
-        problem, allowed = f"{path} has no curve of it", ", ".join(sorted(curves)) or "none"
-        raise ConfigurationError(problem, setting="--estimator", value=estimator, allowed=allowed)
-    return curves[estimator]
-
-
-def _expected_curves(path: Path) -> dict[str, list[Run]]:
-    """Return the curves of each estimator."""
-    found: dict[str, dict[str, Rows]] = {}
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-        for row in csv.DictReader(lines):
-            rows = found.setdefault(row["estimator"], {}).setdefault(row["precision"], [])
-            rows.append({"step": float(row["step"]), REWARD: float(row["reward"])})
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        problem = f"it cannot be read ({error!r})"
-        allowed = f"a CSV file with the columns {', '.join(EXPECTED_COLUMNS)}, such as recipes/sanity/{EXPECTED}"
-        raise ConfigurationError(problem, setting="--expected", value=str(path), allowed=allowed) from error
-    return {
-        estimator: [Run(f"paper: {precision}", path, rows) for precision, rows in curves.items()]
-        for estimator, curves in found.items()
-    }
-
-
-def expected_of(recipe: Path, folder: Path) -> list[Run]:
-    """Return the curves that belong to a run, by Hydra's files in its folder; none where the recipe has none for it.
-
-    A run on a CPU has a tiny model, of which the paper says nothing.
-    """
-    path = recipe.parent / EXPECTED
-    if not path.is_file():
-        return []
-    choices = yaml.safe_load((folder / "hydra" / ".hydra" / "hydra.yaml").read_text())["hydra"]["runtime"]["choices"]
-    return [] if choices["scale"].startswith("cpu") else _expected_curves(path).get(choices["estimator"], [])

@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from verl_precision.base.files import new_file
-
-# Each stands out from a white ground, and from its neighbours for the colour-blind.
-COLOURS = ("#2563c9", "#d9622b", "#2a8f62", "#8a4fc2", "#b8860b", "#c2417f", "#1a8fa3", "#6b7079")
-PRECISIONS = dict(zip(("bf16", "fp16"), COLOURS, strict=False))  # in every figure, beside whatever else
-GREY, RED = "#8a9099", "#b3261e"
+from verl_precision.tools.show.colours import COLOURS as COLOURS
+from verl_precision.tools.show.colours import GREY as GREY
+from verl_precision.tools.show.colours import PRECISIONS as PRECISIONS
+from verl_precision.tools.show.colours import RED as RED
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -9,10 +9,11 @@ from pathlib import Path
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.compare.folder import SUMMARY, seconds_of_runs
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, write_summary
+from verl_precision.tools.runs.expected import expected_of
 from verl_precision.tools.runs.figures import COMPARED, draw_comparison, parts_of
 from verl_precision.tools.runs.grid import PlannedRun, preset_of
 from verl_precision.tools.runs.page import page, write_page
-from verl_precision.tools.runs.read import Run, expected_of, read_runs
+from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.figures import write_png
 
 FIGURE = "comparison.png"

@@ -1,0 +1,286 @@
+"""The page that `watch` serves, in a real Chromium: live, in any trouble of a run or of the server, and to the token.
+
+How soon it opens and shows a new row is measured by benchmarks/live_page.py.
+"""
+
+import csv
+import io
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from chromium import SECONDS
+from made_runs import Server, add, keep, row, write_run
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+
+from verl_precision.tools.runs.page import page as report_of
+from verl_precision.tools.runs.read import read_runs
+
+CURVES = "document.querySelectorAll('#curves figure:not([hidden]) .curve').length"
+GROUNDS = "getComputedStyle(document.documentElement).backgroundColor + getComputedStyle(document.body).color"
+SCRIPT = "<img src=http://192.0.2.1/x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def started(*paths: Path) -> Server:
+        servers.append(Server(paths))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop()
+
+
+def of(run: int, part: str) -> str:
+    """Return the expression of the text of a part of a run's card."""
+    return f"document.getElementById('{part}-{run}')?.textContent"
+
+
+def shown(page, step: int, run: int = 0) -> None:
+    """Wait until the page shows a run's step."""
+    page.wait(f"{of(run, 'progress')}?.split(' ')[1] === arguments[0]", str(step))
+
+
+def drawn(page) -> dict[str, list[str]]:
+    """Wait until nothing is left to draw, and return the paths of the curves of each figure."""
+    page.wait("figures.size > 0 && [...figures.values()].every((figure) => figure.element.hidden || !figure.stale)")
+    paths = "[...element.querySelectorAll('.curve')].map((path) => path.getAttribute('d'))"
+    return page.js(
+        f"Object.fromEntries([...document.querySelectorAll('figure')].map((element) => [element.id, {paths}]))"
+    )
+
+
+def saved(page, figure: str, kind: str) -> bytes:
+    """Press a figure's button, and return the file that it saves."""
+    for old in page.downloads.iterdir():
+        old.unlink()
+    page.js(f"document.querySelector('#figure-{figure} [data-save={kind}]').click()")
+    end = time.monotonic() + SECONDS
+    while not (found := [each for each in page.downloads.iterdir() if each.suffix == f".{kind}"]):
+        assert time.monotonic() < end, list(page.downloads.iterdir())
+        time.sleep(0.02)
+    return found[0].read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_part_fits_a_wide_and_a_narrow_window(page, serve, folder, scheme):
+    metrics = [write_run(folder / f"run_{run}", 40, run) for run in range(2)]
+    add(metrics[0], *(row(step, **{"mismatch/k3_kl": 1e-2}) for step in range(41, 70)))
+    keep(metrics[0], 41, [0.01, 0.5, float("nan"), -0.2], "What is 1 + 1?", ["Two", " or", " tool", " three"])
+    page.open(serve(folder).url, 1280, scheme)
+    page.wait("document.querySelectorAll('#alarms .card').length > 0")
+    page.click(By.PARTIAL_LINK_TEXT, "where it began")
+    page.click(By.CSS_SELECTOR, "#responses a")
+    page.wait("document.querySelectorAll('#text .token').length === 4")
+    page.wait("document.querySelectorAll('#estimators tbody tr').length > 5")
+    before = page.js(GROUNDS)
+    for width in (1280, 400):
+        page.look(width, scheme)
+        page.wait("innerWidth === arguments[0]", width)
+        assert len(drawn(page)) >= 15
+        assert page.overflow() <= 0
+        if folder := os.environ.get("PICTURES"):  # to be looked at
+            page.picture(Path(folder) / f"page_{width}_{scheme}.png")
+    page.look(1280, "dark" if scheme == "light" else "light")
+    page.wait(f"{GROUNDS} !== arguments[0]", before)
+    assert page.errors() == []
+
+
+def test_a_new_row_a_torn_row_a_resume_and_a_run_that_begins(page, serve, folder):
+    metrics = write_run(folder / "first", 5)
+    page.open(serve(folder).url)
+    shown(page, 5)
+    before = drawn(page)["figure-reward"]
+    add(metrics, row(6))
+    shown(page, 6)
+    assert drawn(page)["figure-reward"] != before
+
+    torn = row(7)
+    add(metrics, torn[:40])
+    asked = "performance.getEntriesByType('resource').length"
+    page.wait(f"{asked} >= arguments[0]", page.js(asked) + 2)
+    assert page.js(of(0, "progress")).startswith("step 6 ") and page.js("document.querySelector('#runs .bad')") is None
+    add(metrics, torn[40:])
+    shown(page, 7)
+
+    # A resume goes on from the checkpoint of step 3: the rows behind it are moved aside.
+    metrics.write_text("".join(row(step) for step in (1, 2, 3)))
+    shown(page, 3)
+    add(metrics, row(4, **{"critic/score/mean": 0.123}))
+    page.wait("document.querySelector('#run-0 [data-now=reward]').textContent === '0.123'")
+
+    write_run(folder / "second", 9)
+    page.wait("document.querySelectorAll('#runs .card').length === 2")
+    assert page.js("[...document.querySelectorAll('#runs b')].map((name) => name.textContent)") == ["first", "second"]
+    page.wait(
+        "[...document.querySelectorAll('[id^=progress-]')].some((place) => place.textContent.startsWith('step 9'))"
+    )
+    shutil.rmtree(folder / "second")
+    page.wait("document.getElementById('runs').innerText.includes('first')")
+    add(metrics, row(5))
+    page.wait(
+        "[...document.querySelectorAll('[id^=progress-]')].some((place) => place.textContent.startsWith('step 5'))"
+    )
+    assert page.errors() == []
+
+
+def test_a_folder_in_which_a_run_begins_later(page, serve, folder):
+    folder.mkdir()
+    page.open(serve(folder).url)
+    page.wait("document.querySelector('[data-state=waiting]')")
+    write_run(folder / "run", 3)
+    page.wait(f"{CURVES} > 10")
+    assert page.js("document.querySelectorAll('[data-state=waiting]').length") == 0
+
+
+def test_a_killed_run_is_said_to_have_stopped(page, serve, folder):
+    """Its steps took a minute each, and its newest row is an hour old."""
+    metrics = write_run(folder, 30)
+    page.open(serve(folder).url)
+    page.wait("document.querySelector('[data-state=running]')")
+    os.utime(metrics, (time.time() - 3600,) * 2)
+    page.wait("document.querySelector('[data-state=\"stopped growing\"]')")
+    assert page.wait(of(0, "age")) == "newest row 60 min ago"
+    add(metrics, row(31))
+    page.wait("document.querySelector('[data-state=running]')")
+
+
+def test_a_killed_server_is_said_and_the_page_goes_on_when_it_is_back(page, serve, folder):
+    metrics, server = write_run(folder, 5), serve(folder)
+    page.open(server.url)
+    shown(page, 5)
+    before = drawn(page)
+    server.stop()
+    page.wait("document.getElementById('connection').textContent.includes('no connection')")
+    assert drawn(page) == before, "what is there stays"
+    add(metrics, row(6))
+    server.start()
+    shown(page, 6)
+    page.wait("document.getElementById('connection').textContent.startsWith('live')")
+    assert len(drawn(page)) == len(before)
+
+
+def test_texts_of_a_run_are_texts(page, serve, folder):
+    metrics = write_run(folder / "run <b onclick=x>", 4)
+    texts = ["<script>document.title='taken'</script>", "&lt;", "\n", ""]
+    keep(metrics, 2, [0.0, 0.1, 0.2, 0.5], SCRIPT, texts, identity=SCRIPT)
+    page.open(serve(folder).url + "#tokens-0-2")
+    page.click(By.CSS_SELECTOR, "#responses a")
+    page.wait("document.querySelectorAll('#text .token').length === 4")
+    page.js("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert page.js("document.getElementById('prompt').textContent") == SCRIPT
+    assert SCRIPT in page.js("document.querySelector('#response h3').textContent")
+    shown_texts = page.js("[...document.querySelectorAll('#text .token')].map((token) => token.textContent)")
+    assert shown_texts == [texts[0], texts[1], "⏎\n", "∅"]
+    assert "run <b onclick=x>" in page.js("document.getElementById('runs').textContent")
+    found = page.js("[document.images.length, document.scripts.length, document.querySelectorAll('[onclick]').length]")
+    assert found == [0, 2, 0] and "taken" not in page.driver.title
+    assert [url for url in page.requests() if "192.0.2.1" in url] == [] and page.errors() == []
+
+
+def test_every_figure_is_saved_as_svg_png_and_csv(page, serve, folder):
+    metrics = write_run(folder / "a", 400)
+    write_run(folder / "b", 3, run=1)
+    page.open(serve(folder).url, scheme="dark")
+    figures = drawn(page)
+    for name in figures:
+        kinds = page.js(f"[...document.querySelectorAll('#{name} [data-save]')].map((button) => button.dataset.save)")
+        assert kinds == ["svg", "png", "csv"], name
+    svg = saved(page, "k3", "svg").decode()
+    assert svg.startswith("<svg") and svg.count('class="curve"') == 2 and "k3 KL(μ‖π)" in svg and ">a<" in svg
+    png = saved(page, "k3", "png")
+    assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) >= (1000, 300) and len(png) > 5000
+    head, *rows = csv.reader(io.StringIO(saved(page, "k3", "csv").decode()))
+    assert head == ["step", "a", "b"] and len(rows) == 400, "all points, not those that are drawn"
+    recorded = {int(each["step"]): each["mismatch/k3_kl"] for each in read_runs([metrics])[0].rows}
+    assert {int(step): float(a) for step, a, _ in rows} == recorded and rows[3][2] == ""
+    assert page.errors() == []
+
+
+def test_the_keyboard_reaches_a_curve_a_step_and_its_tokens_and_news_do_not_take_the_focus(page, serve, folder):
+    metrics = write_run(folder, 8)
+    keep(metrics, 8, [0.1, 0.3], "p", ["a", "b"])
+    page.open(serve(folder).url)
+    drawn(page)
+    for _ in range(60):
+        page.press(Keys.TAB)
+        if page.js("document.activeElement.matches('#figure-k3 .plot')"):
+            break
+    focus = "document.activeElement.closest('figure')?.id"
+    assert page.js(focus) == "figure-k3" and page.js("document.activeElement.matches(':focus-visible')")
+    page.press(Keys.END, Keys.ARROW_LEFT)
+    assert page.js("document.activeElement.getAttribute('aria-valuenow')") == "7"
+    assert "step 7" in page.js("document.activeElement.querySelector('.tip').innerText")
+    add(metrics, row(9))
+    shown(page, 9)
+    drawn(page)
+    assert page.js(focus) == "figure-k3" and page.js("document.activeElement.getAttribute('aria-valuenow')") == "7"
+    page.press(Keys.ARROW_RIGHT, Keys.ENTER)
+    page.wait("document.querySelectorAll('#responses tbody tr').length === 1")
+    assert page.js("location.hash") == "#tokens-0-8"
+
+
+def test_tokens_by_damage_with_what_each_estimator_decides(page, serve, folder):
+    metrics = write_run(folder, 3)
+    keep(metrics, 1, [0.01, 0.02], "p", ["a", "b"])
+    nan = float("nan")
+    keep(metrics, 2, [0.0, 0.6, nan, 0.4, 0.01], "p", ["a", "b", "tool", "c", "d"])
+    keep(metrics, 3, [0.1, 0.2], "p", ["a", "b"])
+    page.open(serve(folder).url)
+    steps = "[...document.querySelectorAll('#responses tbody tr')].map((each) => each.cells[0].textContent).join()"
+    page.wait(f"{steps} === '2,3,1'")
+    Select(page.driver.find_element(By.ID, "tokens-order")).select_by_value("step")
+    page.wait(f"{steps} === '3,2,1'")
+    page.click(By.CSS_SELECTOR, "#responses tbody tr:nth-child(2) a")
+    page.wait("document.querySelectorAll('#text .token').length === 5")
+    marks = "[...document.querySelectorAll('#text .token')].map((token) => token.className.trim()).join()"
+    assert page.js(marks) == "token d1,token d2,token d0,token d2,token d1"
+    backs = "[...document.querySelectorAll('#text .token')].map((token) => token.style.backgroundColor)"
+    none, most, tool, less, little = page.js(backs)
+    assert none == tool == "" and len({most, less, little}) == 3, "coloured by the gap, tool output not at all"
+    page.wait("document.querySelectorAll('#estimators tbody tr').length > 5")
+    names = page.js(
+        "[...document.querySelectorAll('#estimators tbody tr')].map((each) => each.innerText.trim().split('\\t')[0])"
+    )
+    assert names[0].startswith("grpo, bypass mode (this run's)") and any("pg_seq_tis" in name for name in names)
+    page.click(By.CSS_SELECTOR, "#estimators input[value='cispo, bypass mode']")
+    page.wait(f"{marks} === 'token d1,token d1,token d0,token d1,token d1'")
+    page.click(By.CSS_SELECTOR, "#estimators input")
+    page.click(By.ID, "next-lost")
+    said = page.wait("document.getElementById('token').textContent")
+    assert said.startswith('token 2 of 5 "b"') and "clipped (grpo, bypass mode)" in said
+    page.js("document.getElementById('text').focus()")
+    page.press(Keys.ARROW_RIGHT)
+    assert page.js("document.getElementById('token').textContent").startswith('token 3 of 5 "tool"')
+    page.press("n")
+    assert page.js("document.getElementById('token').textContent").startswith('token 4 of 5 "c"')
+    assert page.errors() == []
+
+
+def test_a_report_from_the_disk_draws_the_same_curves(page, serve, folder, tmp_path):
+    for run in range(2):
+        write_run(folder / f"run_{run}", 700, run)
+    page.open(serve(folder).url)
+    live = drawn(page)
+    report = tmp_path / "report.html"
+    report.write_text(report_of(read_runs([folder])))
+    page.open(report.as_uri())
+    assert drawn(page) == live and sum(map(len, live.values())) > 30
+    assert page.requests() == [report.as_uri()] and page.errors() == []
+    page.look(400, "dark")
+    page.wait("innerWidth === 400")
+    drawn(page)
+    assert page.overflow() <= 0

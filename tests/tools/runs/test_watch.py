@@ -1,0 +1,461 @@
+"""The live page: who may ask what, what changes while it is open, and what it never shows as HTML."""
+
+import io
+import json
+import os
+import re
+import socket
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import yaml
+from hypothesis import example, given
+from rich.console import Console
+from starlette.testclient import TestClient
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.mismatch.kept_tokens import DECISIONS, FILE, KeptResponse, append
+from verl_precision.tools.runs import live as live_module
+from verl_precision.tools.runs.contents import BUCKETS, series_of, thinned
+from verl_precision.tools.runs.kept import SHOWN_PROMPT, SHOWN_TOKENS
+from verl_precision.tools.runs.live import Live
+from verl_precision.tools.runs.read import REWARD
+from verl_precision.tools.runs.server import application
+from verl_precision.tools.runs.standing import duration_text, standings_table
+
+TOKEN = "a-token_of_the_test"
+EVIL = '</script><img src=x onerror="alert(1)">&amp;'
+
+
+def line(step: int, **more: float) -> str:
+    data = {REWARD: step / 10, "mismatch/k3_kl": 1e-5, "timing_s/step": 10.0, **more}
+    return json.dumps({"step": step, "data": data}) + "\n"
+
+
+def write(path: Path, text: str, mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.write(text)
+    os.utime(path)
+    return path
+
+
+def kept(step: int = 1, tokens: int = 4, **more) -> KeptResponse:
+    numbers = {name: np.zeros(tokens, "f4") for name in ("rollout_log_probs", "log_probs", "advantages", "weights")}
+    response = {
+        "step": step, "identity": EVIL, "reason": "largest gap", "length": tokens, "reward": 0.5, "log_weight": 0.0,
+        "largest_gap": 0.0, "lost": 0, "damage": float(step), "turns": 1, "version": 0, "behind": 1, **numbers,
+        "prompt_ids": np.arange(3), "token_ids": np.arange(tokens) % 2, "shadow_log_probs": None,
+        "mask": np.ones(tokens, "u1"), "turn": np.ones(tokens, "u2"), "decisions": np.ones(tokens, "u1"),
+        "estimator": "grpo", "estimator_settings": {"name": "grpo", "loss": "vanilla"}, "prompt_text": "What?",
+        "pieces": {0: EVIL, 1: "\n"},
+    }  # fmt: skip
+    return KeptResponse(**(response | more))
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Ask a server of the runs in `tmp_path`; without a token of its own, a path gets the right one."""
+    client = []
+
+    def get(path: str, token: str = f"/{TOKEN}/", method: str = "GET", host: str = "localhost:8421"):
+        if not client:
+            app = application(Live([tmp_path], pause_seconds=0), TOKEN)
+            client.append(TestClient(app, base_url="http://localhost:8421"))
+        return client[0].request(method, token + path, headers={"host": host}, follow_redirects=False)
+
+    return get
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write(tmp_path / "fp16" / "metrics.jsonl", line(1) + line(2))
+
+
+# Who may ask, and what
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9000", "[::1]:8421", "LOCALHOST:1"])
+def test_the_page_is_there_for_who_knows_the_token(ask, run, host):
+    answer = ask("", host=host)
+    assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "connect-src 'self'" in policy
+    assert "http" not in policy and "unsafe-eval" not in policy and answer.headers["referrer-policy"] == "no-referrer"
+    assert TOKEN not in answer.text and "fp16" not in answer.text, "the page asks for everything"
+
+
+@pytest.mark.parametrize(
+    "token", ["/", "//", f"/{TOKEN}x/", f"/{TOKEN[:-1]}/", f"//{TOKEN}/", "/\N{EURO SIGN}/", "/%00/"]
+)
+@pytest.mark.parametrize("path", ["", "state"])
+def test_without_the_token_nothing_is_said(ask, run, token, path):
+    answer = ask(path, token)
+    assert answer.status_code == 403 and "fp16" not in answer.text
+
+
+def test_an_address_without_its_last_slash_is_the_page_too(ask, run):
+    assert ask("", f"/{TOKEN}").headers["location"] == f"/{TOKEN}/"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8421", "", "[::2]"])
+def test_a_foreign_host_is_refused(ask, run, host):
+    assert ask("state", host=host).status_code == 400
+
+
+def test_a_host_that_was_asked_for_is_answered(tmp_path, run):
+    app = application(Live([tmp_path]), TOKEN, ["localhost", "node7"])
+    assert TestClient(app, base_url="http://node7:1").get(f"/{TOKEN}/state").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_it_only_reads(ask, run, method):
+    assert ask("state", method=method).status_code == 405
+    assert ask("state", token="/", method=method).status_code == 403
+
+
+@pytest.mark.parametrize(("path", "code"), [
+    ("..%2f..%2fetc%2fpasswd", 404), ("fp16/metrics.jsonl", 404), ("static/page.js", 404),
+    ("csv?panel=../../../etc/passwd", 404), ("csv?panel=", 404), ("csv", 404),
+    ("responses?run=7", 404), ("responses?run=-1", 400), ("responses?run=../fp16", 400), ("responses", 400),
+    ("responses?run=0&order=__class__", 400), ("responses?run=0&step=x", 400), ("responses?run=0&from=-5", 400),
+    ("response?run=0&at=0", 404), ("response?run=0&at=1e3", 400), ("response?run=0&at=" + "9" * 30, 400),
+    ("response?run=0&at=\N{ARABIC-INDIC DIGIT ONE}", 400), ("text?run=0&at=0&part=../x", 400), ("state?since=x", 400),
+])  # fmt: skip
+def test_no_path_or_number_of_a_request_leads_anywhere_else(ask, run, path, code):
+    append(run.with_name(FILE), [kept()])
+    assert ask(path).status_code == code
+
+
+def test_a_real_server_sends_a_dotted_path_nowhere(tmp_path, run, monkeypatch):
+    """Over a socket, where no client tidies the path up; and Ctrl-C ends it."""
+    import uvicorn
+
+    from verl_precision.tools.runs.server import serve
+
+    servers, said, told = [], [], threading.Event()
+
+    class Server(uvicorn.Server):
+        def __init__(self, config):
+            super().__init__(config)
+            servers.append(self)
+
+    monkeypatch.setattr(uvicorn, "Server", Server)
+    thread = threading.Thread(
+        target=serve, args=(Live([tmp_path]), "127.0.0.1", 0, lambda url: (said.append(url), told.set()))
+    )
+    thread.start()
+    try:
+        assert told.wait(60)
+        with urllib.request.urlopen(said[0] + "state", timeout=60) as answer:
+            assert json.load(answer)["runs"][0]["name"] == "fp16"
+        host, port, token = re.fullmatch(r"http://(.*):(\d+)/([\w-]{32})/", said[0]).groups()
+        with socket.create_connection((host, int(port)), timeout=60) as raw:
+            raw.sendall(
+                f"GET /{token}/../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+            )
+            assert raw.makefile("rb").read().startswith(b"HTTP/1.1 404")
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"http://{host}:{port}/state", timeout=60)
+        with pytest.raises(ConfigurationError, match=f"--port {port}: this address cannot be taken.*--port 0"):
+            serve(Live([tmp_path]), "127.0.0.1", int(port), said.append)
+    finally:
+        for server in servers:
+            server.should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+# What changes while it is open
+
+
+def state_of(ask, since: int = 0) -> dict:
+    return ask(f"state?since={since}").json()
+
+
+def test_nothing_is_sent_when_nothing_is_new_and_only_what_is_when_something_is(ask, tmp_path, run):
+    write(tmp_path / "bf16" / "metrics.jsonl", line(1))
+    first = state_of(ask)
+    assert [each["name"] for each in first["runs"]] == ["bf16", "fp16"] and first["curves"].keys() == {"bf16", "fp16"}
+    assert ask(f"state?since={first['version']}").status_code == 204
+    write(run, line(3), "a")
+    second = state_of(ask, first["version"])
+    assert second["curves"].keys() == {"fp16"} and second["curves"]["fp16"]["reward/reward"] == [
+        [1, 2, 3],
+        [0.1, 0.2, 0.3],
+    ]
+    assert second["runs"][1]["standing"]["step"] == 3
+    assert state_of(ask, 10**9)["curves"].keys() == {"bf16", "fp16"}, "a page of another start begins anew"
+
+
+def test_a_row_that_is_being_written_is_left_until_it_is_whole(ask, run):
+    whole = line(3)
+    version = state_of(ask)["version"]
+    write(run, whole[:30], "a")
+    assert all(each["standing"]["step"] == 2 for each in state_of(ask)["runs"])
+    write(run, whole[30:], "a")
+    assert state_of(ask, version)["runs"][0]["standing"]["step"] == 3
+
+
+def test_a_resumed_series_goes_back_and_on(ask, run):
+    """Our file logger empties the file, writes rows up to the checkpoint, and goes on."""
+    write(run, "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61)))
+    assert [alarm["name"] for alarm in state_of(ask)["runs"][0]["alarms"]] == ["k3_growth"]
+    write(run, "".join(line(step) for step in range(1, 31)))
+    found = state_of(ask)
+    assert found["runs"][0]["standing"]["step"] == 30 and found["runs"][0]["alarms"] == []
+    write(run, line(31, **{"mismatch/k3_kl": 0.5}), "a")
+    assert state_of(ask)["curves"]["fp16"]["k3/k3"][1][-1] == 0.5
+
+
+def test_a_run_begins_while_the_page_is_open(ask, tmp_path):
+    (tmp_path / "hydra").mkdir()
+    found = state_of(ask)
+    assert [(each["standing"]["state"], each["curve"]) for each in found["runs"]] == [("waiting", tmp_path.name)]
+    run = write(tmp_path / "metrics.jsonl", "")
+    assert [each["standing"]["state"] for each in state_of(ask, found["version"])["runs"]] == ["waiting"]
+    write(run, line(1))
+    assert [each["standing"]["state"] for each in state_of(ask)["runs"]] == ["running"]
+
+
+def test_arms_join_a_comparison_and_seeds_are_one_curve(ask, tmp_path):
+    write(tmp_path / "grpo" / "seed_1" / "metrics.jsonl", line(1))
+    one = state_of(ask)
+    write(tmp_path / "grpo" / "seed_2" / "metrics.jsonl", line(1, **{REWARD: 0.3}))
+    write(tmp_path / "gspo" / "seed_1" / "metrics.jsonl", line(1))
+    many = state_of(ask, one["version"])
+    assert [each["name"] for each in many["runs"]] == ["grpo/seed_1", "grpo/seed_2", "gspo/seed_1"]
+    assert (
+        many["curves"]["grpo"]["reward/reward"] == [[1], [0.2], [0.1], [0.3]]
+        and many["runs"][0]["id"] == one["runs"][0]["id"]
+    )
+
+
+def test_more_runs_than_colours_are_shown(ask, tmp_path):
+    for number in range(11):
+        write(tmp_path / f"run{number:02d}" / "metrics.jsonl", line(1))
+    assert len(state_of(ask)["curves"]) == 11
+
+
+def test_what_breaks_is_said_and_the_others_go_on(ask, tmp_path, run):
+    other = write(tmp_path / "bf16" / "metrics.jsonl", line(1))
+    state_of(ask)
+    write(other, "no row\n", "a")
+    broken, fine = state_of(ask)["runs"]
+    assert broken["standing"]["state"] == "unreadable" and "not a metrics file" in broken["problem"]
+    assert fine["standing"]["state"] == "running"
+    other.unlink()
+    other.parent.rmdir()
+    assert [each["name"] for each in state_of(ask)["runs"]] == ["fp16"]
+    write(other, line(1))
+    assert [each["standing"]["state"] for each in state_of(ask)["runs"]] == ["running"] * 2
+
+
+# Where a run stands
+
+
+@pytest.mark.parametrize(("age", "total", "state", "left"), [
+    (1.0, None, "running", None), (1.0, 12, "running", 100.0), (59.0, 12, "running", 100.0),
+    (61.0, 12, "stopped growing", None), (10**6, 2, "finished", None), (10**6, None, "stopped growing", None),
+])  # fmt: skip
+def test_the_state_is_judged_by_the_newest_row_and_the_time_of_a_step(
+    tmp_path, run, monkeypatch, age, total, state, left
+):
+    if total is not None:
+        write(
+            run.with_name("train.log"), f"Training Progress:   0%|  | 0/9\nTraining Progress:  8%|▊  | 2/{total} [1\n"
+        )
+    monkeypatch.setattr(live_module.time, "time", lambda: run.stat().st_mtime + age)
+    (found,) = Live([run]).runs()
+    assert (found.stands.state, found.stands.total, found.stands.seconds_left) == (state, total, left)
+
+
+def test_slow_steps_are_waited_for(run, monkeypatch):
+    write(run, line(1, **{"timing_s/step": 900.0}))
+    monkeypatch.setattr(live_module.time, "time", lambda: run.stat().st_mtime + 3000)
+    assert Live([run]).runs()[0].stands.state == "running"
+
+
+def test_a_run_is_compared_with_its_recipes_curve_and_its_config_says_how_long_it_is(tmp_path, root):
+    run = write(tmp_path / "metrics.jsonl", line(100))
+    choices = {"scale": "8xh100", "estimator": "grpo"}
+    sources = [{"path": "hydra.conf", "schema": "pkg"}, {"path": str(root / "recipes" / "sanity"), "schema": "file"}]
+    hydra = {"job": {"config_name": "sanity"}, "runtime": {"choices": choices, "config_sources": sources}}
+    write(tmp_path / "hydra" / ".hydra" / "hydra.yaml", yaml.safe_dump({"hydra": hydra}))
+    write(tmp_path / "hydra" / ".hydra" / "config.yaml", yaml.safe_dump({"trainer": {"total_training_steps": 150}}))
+    (found,) = Live([run]).runs()
+    assert found.stands.total == 150 and found.stands.seconds_left == 500.0
+    assert found.stands.now["paper: fp16"].startswith("0.") and " at step " in found.stands.now["paper: fp16"]
+
+
+def test_numbers_at_the_top(run):
+    more = {"actor/is_weight_ess_fraction": 0.25, "precision/skipped_steps": 1.0, "weight_sync/canary_gap": 1e-6}
+    write(run, line(1, **more, **{"perf/throughput": 123.0}) + line(2, **more, **{"weight_sync/canary_bound": 1e-5}))
+    (found,) = Live([run]).runs()
+    assert found.stands.now == {
+        "reward": "0.2", "k3": "10⁻⁵", "effective sample": "25.0%", "canary": "10⁻⁶ of 10⁻⁵",
+        "skipped updates": "2", "tokens/s per GPU": "123",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (8.04, "8.04 s"), (180, "3 min"), (7500, "2 h 5 min"), (3.1e5, "3 d 14 h")]
+)
+def test_times_as_people_say_them(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_once_prints_the_same(tmp_path, typed, run):
+    write(run, "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61)))
+    (tmp_path / "later").mkdir()
+    code, said = typed("watch", run, tmp_path / "later", "--once")
+    assert code == 0 and "k3_growth" in said and "match the precisions" in said
+    assert re.search(r"later +waiting", said) and re.search(r"fp16 +running .* 60 +10 s", said)
+    write(run, "no row\n")
+    code, said = typed("watch", run, "--once")
+    assert code == 1 and "not a metrics file" in " ".join(said.split())
+
+
+def test_the_table_of_the_terminal_fits_eighty_columns(tmp_path, run):
+    console = Console(width=80, file=io.StringIO())
+    console.print(standings_table([(each.run.name, each.stands, ["k3_growth"]) for each in Live([run]).runs()]))
+    assert all(len(text) <= 80 for text in console.file.getvalue().splitlines())
+
+
+# Curves
+
+
+@example([0.0, np.inf, -np.inf, 0.0], 2)
+@given(st.lists(st.floats(width=32), min_size=3, max_size=3000), st.integers(2, 40))
+def test_a_thinned_curve_keeps_its_extremes_its_ends_its_gaps_and_the_steps_of_its_spikes(values, buckets):
+    steps, means, lows, highs = thinned(range(len(values)), [values], buckets)
+    assert steps == sorted(set(steps)) and {0, len(values) - 1} <= {*steps} and len(steps) <= buckets
+    finite = [value for value in values if np.isfinite(value)]
+    if finite:
+        assert (np.nanmin(lows), np.nanmax(highs)) == (min(finite), max(finite))
+    assert all(map(np.isfinite, values)) == all(map(np.isfinite, means))
+    for mean, low, high in zip(means, lows, highs, strict=True):
+        assert not np.isfinite(mean) or low <= mean <= high or np.isclose(mean, [low, high]).any()
+
+
+def test_five_thousand_steps_are_a_few_hundred_points_and_a_spike_has_its_own():
+    spiky = {step: 1.0 if step == 3333 else 0.0 for step in range(5000)}
+    steps, means, lows, highs = series_of([spiky])
+    assert len(steps) == BUCKETS and max(highs) == 1.0 and max(lows) == 0.0
+    assert steps[highs.index(1.0)] == 3333 and 0 < means[highs.index(1.0)] < 0.1
+    seeds = series_of([spiky, {step: -value for step, value in spiky.items()}])
+    assert seeds[0][seeds[3].index(1.0)] == 3333 and min(seeds[2]) == -1.0 and {*seeds[1]} == {0.0}
+
+
+# Kept tokens
+
+
+def test_a_run_without_kept_tokens_says_so(ask, run):
+    assert state_of(ask)["runs"][0]["kept"] is None
+    assert ask("responses?run=0").json()["rows"] == []
+
+
+def test_responses_are_listed_by_damage_and_by_step_and_a_step_without_any_leads_to_the_nearest(ask, run):
+    append(run.with_name(FILE), [kept(step, damage=damage) for step, damage in ((1, 5.0), (1, 7.0), (4, 6.0))])
+    assert state_of(ask)["runs"][0]["kept"] == 3
+
+    def listed(more: str = "") -> list[tuple[int, float]]:
+        return [(row["step"], row["damage"]) for row in ask(f"responses?run=0{more}").json()["rows"]]
+
+    assert listed() == [(1, 7.0), (4, 6.0), (1, 5.0)] and listed("&order=step") == [(4, 6.0), (1, 7.0), (1, 5.0)]
+    assert listed("&step=1") == [(1, 7.0), (1, 5.0)] and listed("&step=3") == listed("&step=90") == [(4, 6.0)]
+    assert listed("&from=2") == [(1, 5.0)] and listed("&from=99") == []
+
+
+def test_responses_that_come_and_go_while_the_page_is_open(ask, run):
+    path = run.with_name(FILE)
+    append(path, [kept(1)])
+    first = path.read_bytes()
+    version = state_of(ask)["version"]
+    append(path, [kept(2)])
+    second = path.read_bytes()
+    path.write_bytes(second[:-5])  # being written
+    assert ask(f"state?since={version}").status_code == 204
+    path.write_bytes(second)
+    assert state_of(ask, version)["runs"][0]["kept"] == 2
+    path.write_bytes(first)  # a resume has cut it
+    assert state_of(ask)["runs"][0]["kept"] == 1
+    path.write_bytes(b"something else")
+    assert (
+        state_of(ask)["runs"][0]["kept"] == 0 and "no file of kept tokens" in ask("responses?run=0").json()["problem"]
+    )
+
+
+def test_a_response_has_its_tokens_as_data(ask, run):
+    append(run.with_name(FILE), [kept(turn=np.array([1, 0, 2, 2]), decisions=np.array([1, 0, 3, 1]))])
+    (row,) = ask("responses?run=0").json()["rows"]
+    answer = ask(f"response?run=0&at={row['offset']}")
+    assert (
+        answer.headers["content-type"] == "application/json" and answer.headers["x-content-type-options"] == "nosniff"
+    )
+    found = answer.json()
+    assert found["texts"] == [EVIL, "\n"] * 2 and found["identity"] == EVIL and found["prompt"] == "What?"
+    assert (
+        found["turn"] == [1, 0, 2, 2] and [found["words"][code] for code in found["decisions"]][2] == "phantom-clipped"
+    )
+    assert found["words"] == list(DECISIONS)
+    text = ask(f"text?run=0&at={row['offset']}")
+    assert text.headers["content-type"].startswith("text/plain") and text.text == (EVIL + "\n") * 2
+
+
+def test_without_text_there_are_token_ids(ask, run):
+    append(run.with_name(FILE), [kept(prompt_text=None, pieces=None)])
+    at = ask("responses?run=0").json()["rows"][0]["offset"]
+    found = ask(f"response?run=0&at={at}").json()
+    assert found["texts"] is found["prompt"] is None and found["ids"] == [0, 1, 0, 1]
+    assert ask(f"text?run=0&at={at}&part=prompt").text == "0 1 2"
+
+
+def test_ten_megabytes_of_prompt_are_cut_in_the_view_and_whole_as_text(ask, run):
+    prompt, tokens = "<b>é" * 2_500_000, SHOWN_TOKENS + 5
+    append(run.with_name(FILE), [kept(prompt_text=prompt, tokens=tokens, prompt_ids=np.arange(200_000))])
+    at = ask("responses?run=0").json()["rows"][0]["offset"]
+    answer = ask(f"response?run=0&at={at}")
+    found = answer.json()
+    assert len(found["prompt"]) == SHOWN_PROMPT and found["promptLength"] == len(prompt) == 10**7
+    assert len(found["ids"]) == SHOWN_TOKENS and found["length"] == tokens and len(answer.content) < 4_000_000
+    assert ask(f"text?run=0&at={at}&part=prompt").text == prompt
+
+
+def test_not_a_number_reaches_the_page(ask, run):
+    append(
+        run.with_name(FILE),
+        [kept(log_probs=np.array([np.nan, -np.inf, 0, 0], "f4"), largest_gap=float("nan"), reward=None)],
+    )
+    (row,) = ask("responses?run=0").json()["rows"]
+    assert row["largest_gap"] == "NaN" and row["reward"] is None
+    assert ask(f"response?run=0&at={row['offset']}").json()["pi"] == ["NaN", "-Infinity", 0, 0]
+
+
+def test_what_other_estimators_would_have_decided(ask, run):
+    from verl_precision.mismatch.decisions import OTHERS
+
+    own = OTHERS[0]
+    ratio = np.log(np.array([1.0, 2.0, 0.1, 1.0], "f4"))
+    response = kept(
+        log_probs=ratio - 5, rollout_log_probs=np.full(4, -5, "f4"), advantages=np.array([1, 1, -1, 1], "f4")
+    )
+    response = kept(**{**vars(response), "estimator": own.name, "estimator_settings": own.settings(), "tokens": 4})
+    append(run.with_name(FILE), [response])
+    at = ask("responses?run=0").json()["rows"][0]["offset"]
+    found = ask(f"decisions?run=0&at={at}").json()
+    assert next(iter(found)) == own.name and len(found) > 5 and all(len(codes) == 4 for codes in found.values())
+    assert any(codes != found[own.name] for codes in found.values())
+
+
+def test_it_starts_without_torch_and_matplotlib(run_python):
+    """Seconds on a slow machine; what other estimators decide asks torch when somebody wants to know."""
+    done = run_python(
+        "import sys, verl_precision.tools.runs.server as s; print({'torch', 'matplotlib', 'verl'} & {*sys.modules})"
+    )
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,136 @@
+"""The kept tokens of a run as the page shows them: a list of responses, and one response with its decisions."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.mismatch.kept_tokens import (
+    DECISIONS,
+    FILE,
+    KeptResponse,
+    KeptSummary,
+    beside,
+    index_of,
+    response_at,
+)
+from verl_precision.tools.runs.contents import Wire, wire
+
+SHOWN_PROMPT, SHOWN_TOKENS, SHOWN_RESPONSES = 20_000, 32_768, 100  # characters; tokens; responses of a list
+ORDERS = {
+    "damage": lambda each: (-each.damage, each.step, each.offset),
+    "step": lambda each: (-each.step, -each.damage, each.offset),
+}
+
+
+class KeptList:
+    """The responses that a run has kept so far."""
+
+    def __init__(self, source: Path) -> None:
+        """Take the run's metrics, or the folder of them."""
+        own = source / FILE if source.is_dir() else beside(source)
+        self.path = own if own.exists() or source.suffix == ".jsonl" or source.is_dir() else source.with_name(FILE)
+        self.problem = ""  # why the file cannot be read, in words
+        self._lock = threading.Lock()
+        self._found: list[KeptSummary] = []
+        self._next = 0
+
+    @property
+    def count(self) -> int | None:
+        """Return the number of responses; None where no file is."""
+        return len(self._found) if self._next or self.problem else None
+
+    def read_on(self) -> bool:
+        """Read the records that are new; return whether there are any."""
+        with self._lock:
+            before = self._next, self.problem
+            try:
+                new, end = index_of(self.path, self._next)
+                anew = end < self._next or (new and self._found and new[0].step <= self._found[-1].step)
+                if anew:
+                    self._found, (new, end) = [], index_of(self.path)
+                self._found += new
+                self._next, self.problem = end, ""
+            except FileNotFoundError:
+                self._found, self._next, self.problem = [], 0, ""
+            except (ConfigurationError, OSError) as error:
+                self._found, self._next, self.problem = [], 0, str(error)
+            return before != (self._next, self.problem)
+
+    def listed(self, step: int | None, order: str, start: int) -> dict[str, Any]:
+        """Return so many responses as a list shows, of a step or of all.
+
+        Where nothing was kept at the step, it is the nearest at which something was.
+        """
+        with self._lock:
+            found = list(self._found)
+        if (wanted := step) is not None and found:
+            step = min((each.step for each in found), key=lambda kept: (abs(kept - wanted), kept))
+            found = [each for each in found if each.step == step]
+        found.sort(key=ORDERS[order])
+        rows = [_summary(each) for each in found[start : start + SHOWN_RESPONSES]]
+        return {"step": step, "count": len(found), "start": start, "rows": rows, "problem": self.problem}
+
+    def response(self, offset: int) -> KeptResponse | None:
+        """Return the response of a record; None where none of this run begins there."""
+        with self._lock:
+            known = any(each.offset == offset for each in self._found)
+        return response_at(self.path, offset) if known else None
+
+
+def response_content(response: KeptResponse) -> dict[str, Any]:
+    """Return what the page shows of a response; of a long prompt or response the first part, with its whole length."""
+    count = min(response.length, SHOWN_TOKENS)
+    prompt = response.prompt_text
+    own = [float(each) for each in abs(response.log_probs - response.rollout_log_probs)[:count]]
+
+    def numbers(values: Any) -> list[Wire]:
+        return [wire(float(value)) for value in values[:count]]
+
+    return {
+        **_summary(response),
+        "behind": response.behind,
+        "estimator": response.estimator,
+        "prompt": None if prompt is None else prompt[:SHOWN_PROMPT],
+        "promptLength": 0 if prompt is None else len(prompt),
+        "promptTokens": len(response.prompt_ids),
+        "texts": None if response.texts is None else response.texts[:count],
+        "ids": response.token_ids[:count].tolist(),
+        "gap": [wire(value) for value in own],
+        "mu": numbers(response.rollout_log_probs),
+        "pi": numbers(response.log_probs),
+        "advantages": numbers(response.advantages),
+        "weights": numbers(response.weights),
+        "turn": response.turn[:count].tolist(),
+        "decisions": response.decisions[:count].tolist(),
+        "words": list(DECISIONS),
+    }
+
+
+def other_decisions(response: KeptResponse) -> dict[str, list[int]]:
+    """Return what each estimator decides on each token, the run's own first, as places in `DECISIONS`.
+
+    It asks the losses themselves, and so imports torch.
+    """
+    from verl_precision.mismatch.decisions import decisions_of
+
+    code = {name: number for number, name in enumerate(DECISIONS)}
+    return {name: [code[each] for each in found[:SHOWN_TOKENS]] for name, found in decisions_of(response).items()}
+
+
+def text_of(response: KeptResponse, part: str) -> str:
+    """Return the whole text of `prompt` or `response`; token ids where the run kept no text."""
+    if part == "prompt":
+        return _joined(None if response.prompt_text is None else [response.prompt_text], response.prompt_ids.tolist())
+    return _joined(response.texts, response.token_ids.tolist())
+
+
+def _joined(texts: Sequence[str] | None, ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids)) if texts is None else "".join(texts)
+
+
+def _summary(each: KeptSummary) -> dict[str, Any]:
+    names = KeptSummary.__dataclass_fields__
+    found = {name: value for name, value in vars(each).items() if name in names}
+    return {name: wire(value) if isinstance(value, float) else value for name, value in found.items()}

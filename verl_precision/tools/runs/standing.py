@@ -1,0 +1,148 @@
+"""Where a run stands: does it still train, how far is it, how long will it take, and its numbers now.
+
+Judged by what the run itself has written: its metrics, its log beside them, and Hydra's copy of its config.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from rich.table import Table
+
+from verl_precision.tools.runs.expected import hydra_of
+from verl_precision.tools.runs.launch import TOTAL_STEPS
+from verl_precision.tools.runs.panels import PANELS, Panel
+from verl_precision.tools.runs.read import Run
+from verl_precision.tools.show.tables import number_text, percent_text, terminal_table
+
+State = Literal["waiting", "running", "finished", "stopped growing", "recorded", "unreadable"]
+Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step
+RECENT = 20  # steps that say how long one takes
+# A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
+PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
+_STEP_SECONDS, _TAIL = "step_time/step", 2**16
+# What stands at the top: title, the curves of which the first that is measured is shown, and how.
+NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...] = (
+    ("reward", ("reward/reward",), "number"),
+    ("k3", ("k3/k3",), "number"),
+    ("effective sample", tuple(f"sample/{label}" for each in PANELS if each.name == "sample" for label in each.metrics),
+     "percent"),
+    ("phantom-clipped", ("phantom/phantom",), "percent"),
+    ("canary", ("canary/gap",), "number"),  # with its bound
+    ("loss scale", ("scale/scale",), "number"),
+    ("skipped updates", ("skipped/skipped",), "sum"),
+    ("tokens/s per GPU", ("throughput/throughput",), "number"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands; None for what is not known."""
+
+    state: State
+    step: int | None = None
+    total: int | None = None  # steps of the whole run
+    step_seconds: float | None = None  # median of the recent steps
+    seconds_left: float | None = None
+    age: float | None = None  # seconds since the newest row
+    now: Mapping[str, str] = ()  # type: ignore[assignment]  # the titles of `NOW` -> newest value, as people read it
+
+
+def curve_key(panel: Panel, label: str) -> str:
+    """Return the name of a curve of a panel."""
+    return f"{panel.name}/{label}"
+
+
+def standing(run: Run, points: Points, total: int | None, age: float | None, expected: Sequence[Run] = ()) -> Standing:
+    """Return where a run of `total` steps stands whose newest row was written `age` seconds ago; None: long ago."""
+    if not run.rows:
+        return Standing("waiting", now={})
+    step = int(run.rows[-1]["step"])
+    seconds = [value for value in list(points.get(_STEP_SECONDS, {}).values())[-RECENT:] if value == value]
+    typical = median(seconds) if seconds else None
+    left = typical * (total - step) if typical is not None and total is not None and total > step else None
+    state: State = "running"
+    if total is not None and step >= total:
+        state = "finished"
+    elif age is None:
+        state = "recorded"
+    elif age > max(PATIENCE_SECONDS, PATIENCE * max(seconds, default=0.0)):
+        state = "stopped growing"
+    if state != "running":
+        left = None
+    return Standing(state, step, total, typical, left, age, _now(points, step, expected))
+
+
+def _now(points: Points, step: int, expected: Sequence[Run]) -> dict[str, str]:
+    found = {}
+    for title, curves, kind in NOW:
+        values = next((list(points[name].values()) for name in curves if points.get(name)), None)
+        if values is not None:
+            if kind == "sum":
+                found[title] = number_text(sum(value for value in values if value == value))
+            else:
+                found[title] = percent_text(values[-1], 1) if kind == "percent" else number_text(values[-1])
+    bound = list(points.get("canary/bound", {}).values())
+    if "canary" in found and bound:
+        gap = list(points["canary/gap"].values())[-1]
+        found["canary"] = " of ".join(number_text(float(f"{value:.2g}")) for value in (gap, bound[-1]))
+    for curve in expected if "reward" in found else ():
+        reached = [row for row in curve.rows if row["step"] <= step] or curve.rows[:1]
+        value = next(value for key, value in reached[-1].items() if key != "step")
+        found[curve.name] = f"{number_text(value)} at step {reached[-1]['step']:g}"
+    return found
+
+
+def total_steps(source: Path) -> int | None:
+    """Return the steps of a whole run, by the newest log beside its metrics, or by its config; None if neither says."""
+    folder = source if source.is_dir() else source.parent
+    for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True):
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            if said := TOTAL_STEPS.findall(file.read().decode(errors="replace")):
+                return int(said[-1])
+    trainer = (hydra_of(folder, "config.yaml") or {}).get("trainer")
+    total = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
+    return total if isinstance(total, int) else None
+
+
+def duration_text(seconds: float | None) -> str:
+    """Return a time as people say it: 8 s, 3 min, 2 h 5 min, 4 d 3 h; empty for None."""
+    if seconds is None:
+        return ""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if minutes < 100:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{int(hours // 24)} d {int(hours % 24)} h"
+
+
+def standings_table(rows: Sequence[tuple[str, Standing, Sequence[str]]]) -> Table:
+    """Return a table of runs for a terminal: name, where it stands, names of its alarms."""
+    titles = list(dict.fromkeys(title for _, each, _ in rows for title in each.now))
+    cells = [
+        (
+            name,
+            each.state if each.state != "stopped growing" else f"stopped growing {duration_text(each.age)} ago",
+            ", ".join(alarms) or "-",
+            re.sub(r"^None.*|/None$", "", f"{each.step}/{each.total}"),
+            duration_text(each.step_seconds),
+            duration_text(each.seconds_left),
+            *(each.now.get(title, "") for title in titles),
+        )
+        for name, each, alarms in rows
+    ]
+    columns = ("run", "state", "alarms", "step", "a step", "left", *titles)
+    red = [
+        number
+        for number, (_, each, alarms) in enumerate(rows)
+        if alarms or each.state in ("stopped growing", "unreadable")
+    ]
+    return terminal_table(columns, cells, words=3, red=red)
