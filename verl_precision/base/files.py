@@ -1,5 +1,6 @@
 """Files and folders that appear complete or not at all."""
 
+import json
 import os
 import shutil
 import uuid
@@ -8,15 +9,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 
 
 def table_of(module: str, name: str = "") -> Any:
-    """Return the YAML beside a module, given its `__file__`: of the module's name, or of another one."""
-    path = Path(module)
-    return yaml.safe_load(path.with_name(name or f"{path.stem}.yaml").read_text(encoding="utf-8"))
+    """Return the YAML or JSON beside a module, given its `__file__`: of the module's name, or of another one.
+
+    For JSON, the tables of the losses, nothing is needed but torch.
+    """
+    path = Path(module).with_name(name or f"{Path(module).stem}.yaml")
+    if path.suffix == ".json":
+        return json.loads(path.read_text(encoding="utf-8"))
+    import yaml
+
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def shipped_folder(name: str) -> Path:
+    """Return a folder of the repository that travels with the package: its data if installed, else beside it."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / name, package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise EnvironmentMismatchError(f"no folder {name} in {package} or beside it. Reinstall verl-precision.")
 
 
 @contextmanager

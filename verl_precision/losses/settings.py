@@ -12,7 +12,7 @@ THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_is_threshold"
 REJECTION_THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_rs_threshold"
 WEIGHT_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 NORM_MODE = "seq-mean-token-sum-norm"
-_WORDS = table_of(__file__)
+_WORDS = table_of(__file__, "settings.json")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import pytest
 from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
 from verl_precision.base.errors import PatchError
-from verl_precision.tools.patching.series import State, available, load_series, patches_folder
+from verl_precision.base.files import shipped_folder
+from verl_precision.tools.patching.series import State, available, load_series
 from verl_precision.tools.patching.tree import files_to_change, open_tree, require_permission
 
 
@@ -35,7 +36,7 @@ def test_ours_are_found_and_whole():
     found = available()
     assert set(found) == {"0.6.1", "0.9.1"}
     for version, series in found.items():
-        assert series.folder == patches_folder() / f"verl-{version}"
+        assert series.folder == shipped_folder("patches") / f"verl-{version}"
         assert [int(patch.path.name[:4]) for patch in series.patches] == list(range(1, len(series.patches) + 1))
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from verl_precision.base.errors import PatchError
+from verl_precision.base.files import shipped_folder
 
 MANIFEST = "hashes.json"
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)
@@ -41,18 +42,9 @@ class Series:
     files: dict[str, dict[State, str | None]]  # SHA-256 of every file they touch; None in a state without the file
 
 
-def patches_folder() -> Path:
-    """Return the folder of the series: package data of an installed package, `patches/` of a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package / "patches", package.parent / "patches"):
-        if folder.is_dir():
-            return folder
-    raise PatchError(f"no folder patches in {package} or, for a checkout, beside it. Reinstall verl-precision.")
-
-
 def available(folder: Path | None = None) -> dict[str, Series]:
-    """Return the series by verl version, from the folders `verl-<version>` in `folder` or in `patches_folder()`."""
-    folders = sorted((folder or patches_folder()).glob("verl-*"))
+    """Return the series by verl version, from `verl-<version>` in `folder` or in the package's `patches`."""
+    folders = sorted((folder or shipped_folder("patches")).glob("verl-*"))
     return {series.version: series for series in map(load_series, folders)}
 
 

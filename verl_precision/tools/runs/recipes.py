@@ -1,0 +1,20 @@
+"""The recipes that travel with the package, written where a user can run and edit them."""
+
+import shutil
+from pathlib import Path
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_folder, shipped_folder
+
+
+def write_recipes(folder: Path) -> Path:
+    """Write `recipes/` into a folder, which is created, and return its path; refused if it is there already."""
+    target = folder / "recipes"
+    if target.exists():
+        problem, allowed = "it exists; nothing was written", "a folder without recipes/, or a new one"
+        remedy = "Name another folder, or move yours away."
+        raise ConfigurationError(problem, setting="FOLDER", value=str(target), allowed=allowed, remedy=remedy)
+    with new_folder(target) as scratch:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(shipped_folder("recipes"), scratch, ignore=ignore, dirs_exist_ok=True)
+    return target
