@@ -55,6 +55,12 @@ def group(nodeid: str) -> str:
     return recipe[1] if recipe else next(apart, Path(file).stem)
 
 
+class Rows(list[dict[str, float]]):
+    """The metrics of each step of a run."""
+
+    folder: Path  # of the run
+
+
 class GroupScheduling(LoadScopeScheduling):
     """Hand out tests by groups."""
 
@@ -112,22 +118,24 @@ def forked_driver() -> Iterator[Callable[[Path, Sequence[str]], list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def run_recipe(tmp_path_factory, fork_server, forked_driver) -> Callable[..., list[dict[str, float]]]:
+def run_recipe(tmp_path_factory, fork_server, forked_driver) -> Callable[..., Rows]:
     """Run a recipe with overrides; return the metrics of each step. The same run is done once."""
 
     @functools.cache
-    def run(recipe: Path, *overrides: str) -> list[dict[str, float]]:
+    def run(recipe: Path, *overrides: str) -> Rows:
         folder = tmp_path_factory.mktemp("e2e") / "run"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "verl_command", forked_driver)
             launch.run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
-        return read_metrics(folder / "metrics.jsonl")
+        rows = Rows(read_metrics(folder / "metrics.jsonl"))
+        rows.folder = folder
+        return rows
 
     return run
 
 
 @pytest.fixture(scope="module")
-def run_quickstart(run_recipe) -> Callable[..., list[dict[str, float]]]:
+def run_quickstart(run_recipe) -> Callable[..., Rows]:
     """`run_recipe` with the quickstart."""
     return lambda *overrides: run_recipe(QUICKSTART, *overrides)
 
@@ -137,7 +145,7 @@ def comparison(tmp_path_factory):
     """The quickstart at few steps, in BF16 and in FP16: (folder, summaries, what a user saw)."""
     folder = tmp_path_factory.mktemp("e2e") / "comparison"
     seen = io.StringIO()
-    steps = ["trainer.total_training_steps=5"]
+    steps = ["trainer.total_training_steps=5", "mismatch.keep_tokens=4"]
     runs = check_arguments(QUICKSTART, ["bf16", "fp16"], steps)
     summaries = compare_runs(QUICKSTART, runs, steps, folder, Console(file=seen, width=100))
     return folder, {summary.precision: summary for summary in summaries}, seen.getvalue()

@@ -18,7 +18,9 @@ from verl_precision.tools.gap.explain.session import explain
 from verl_precision.tools.gap.explain.settings import Explanation
 
 
+@pytest.mark.matrix
 def test_another_epsilon_is_found(tmp_path, monkeypatch):
+    """A smaller one, in exact arithmetic, is found by the test below."""
     monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))  # for the processes of the engines
     job = Explanation(max_prompts=6, max_response_tokens=32, output=tmp_path)
     vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 100})

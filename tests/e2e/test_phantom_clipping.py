@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from verl_precision.mismatch.kept_tokens import DECISIONS, KeptResponse, index_of, response_at
+
 STALL = Path("recipes/phantom_clipping/phantom_clipping.yaml")
 RATIO_ON_ROLLOUT = ("tiny_architecture=qwen3_rough", "estimator=grpo", "trainer.total_training_steps=2")
 RATIO_ON_ROLLOUT += ("algorithm.rollout_correction.bypass_mode=True",)
@@ -19,12 +21,29 @@ SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
 MISMATCHED = (*RATIO_ON_ROLLOUT, "precision=fp32_train_bf16_rollout", f"{SHADOW}.every_n_steps=1")
 
 
+def kept_of(folder: Path) -> dict[int, list[KeptResponse]]:
+    """Return the responses that a run has kept, by step."""
+    path = folder / "kept_tokens.bin"
+    kept: dict[int, list[KeptResponse]] = {}
+    for summary in index_of(path)[0]:
+        kept.setdefault(summary.step, []).append(response_at(path, summary.offset))
+    return kept
+
+
 def clip_fraction(row) -> float:
     return row["actor/clip_fraction_high"] + row["actor/clip_fraction_low"]
 
 
 def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quickstart):
-    for row in run_quickstart(*MISMATCHED):
+    rows = run_quickstart(*MISMATCHED, "mismatch.keep_tokens=6")
+    kept = kept_of(rows.folder)
+    assert {step: len(found) for step, found in kept.items()} == {1: 6, 2: 6}
+    found = [DECISIONS[code] for responses in kept.values() for one in responses for code in one.decisions]
+    assert found.count("phantom-clipped") > 0.002 * len(found), "the tokens behind the fraction below"
+    for row in rows:
+        one = max(kept[row["step"]], key=lambda one: one.largest_gap)
+        largest = max(row["mismatch/log_prob_gap_max"], -row["mismatch/log_prob_gap_min"])
+        assert one.largest_gap == pytest.approx(largest, rel=1e-5), "the worker has measured the same tokens"
         assert row["phantom/beta_beyond_clip_fraction"] > 0.005
         assert row["phantom/phantom_clipped_fraction"] > 0.002
         assert row["phantom/clipped_fraction"] == pytest.approx(clip_fraction(row), abs=1e-6), "what the loss did"

@@ -48,7 +48,8 @@ def run(run_recipe):
 
 def arm(recipe: str, *precisions: str):
     """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
-    shown_elsewhere = recipe in ("sanity", "precision_ablation", "octothinker")  # the last by the test at the end
+    # The last two by the test at the end, and by tests/integration/engine/test_estimators_train.py, as every estimator.
+    shown_elsewhere = recipe in ("sanity", "precision_ablation", "octothinker", "dense_14b")
     shown_elsewhere |= recipe != "lora" and precisions != ("fp16",)
     return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * shown_elsewhere)
 

@@ -19,7 +19,7 @@ def test_ranks(world, tmp_path):
         with log.open("w") as output:
             processes.append(forked.start(script, tmp_path, output, RANK=str(rank), **shared))
     try:
-        codes = [process.wait(timeout=280) for process in processes]
+        codes = [process.wait(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()
