@@ -15,7 +15,7 @@ from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD as SCORE
 from verl_precision.tools.runs.contents import series_of
 from verl_precision.tools.runs.expected import expected_of, read_expected
-from verl_precision.tools.runs.figures import COMPARED, draw, draw_comparison
+from verl_precision.tools.runs.figures import COMPARED, Plot, draw, draw_comparison
 from verl_precision.tools.runs.panels import PANELS, REWARD, colours_of, parts_of
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS
@@ -28,6 +28,10 @@ def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), arm="", column="", **
     more |= {"mismatch/log_prob_gap_abs_mean": 0.01}
     rows = [{"step": n, "critic/score/mean": reward, "mismatch/k3_kl": each, **more} for n, (reward, each) in measured]
     return Run(name, Path(name), rows, arm=arm, column=column)
+
+
+def drawn(panel, runs):
+    return draw([[[Plot(panel, runs, panel.title)]]])
 
 
 def bands_of(axes) -> list[dict[float, tuple[float, float]]]:
@@ -51,7 +55,7 @@ def names_of(figure) -> list[str]:
 
 def test_seeds_are_one_line_at_the_mean_and_a_shade_from_the_smallest_to_the_largest():
     runs = [run_of(f"bf16/seed_{seed}", (0.0, seed), arm="bf16") for seed in (1, 2, 6)] + [run_of("fp16", (0.5, 0.5))]
-    figure = draw([REWARD], runs)
+    figure = drawn(REWARD, runs)
     (axes,) = figure.axes
     assert lines_of(axes) == [(COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
     assert bands_of(axes) == [{1: (0, 0), 2: (1, 6)}] and to_hex(axes.collections[0].get_facecolor()[0]) == COLOURS[0]
@@ -60,7 +64,7 @@ def test_seeds_are_one_line_at_the_mean_and_a_shade_from_the_smallest_to_the_lar
 
 def test_a_seed_that_is_not_finite_leaves_a_gap_and_one_that_is_shorter_leaves_the_others():
     runs = [run_of("a", (1.0, math.nan, 3.0), 3 * (1e-5,), arm="x"), run_of("b", (2.0, 4.0), arm="x")]
-    (axes,) = draw([REWARD], runs).axes
+    (axes,) = drawn(REWARD, runs).axes
     ((_, means),) = lines_of(axes)
     assert means == pytest.approx([1.5, math.nan, 3.0], nan_ok=True)
     assert bands_of(axes) == [{1: (1, 2), 2: (4, 4), 3: (3, 3)}]
@@ -68,7 +72,7 @@ def test_a_seed_that_is_not_finite_leaves_a_gap_and_one_that_is_shorter_leaves_t
 
 def test_on_a_logarithmic_axis_zero_is_in_the_mean_and_not_in_the_shade():
     runs = [run_of("a", k3=(0.0, 1e-4), arm="x"), run_of("b", k3=(2e-4, 3e-4), arm="x")]
-    (axes,) = draw([K3], runs).axes
+    (axes,) = drawn(K3, runs).axes
     assert axes.get_yscale() == "log" and lines_of(axes)[0][1] == pytest.approx([1e-4, 2e-4])
     assert bands_of(axes) == [{1: (2e-4, 2e-4), 2: (1e-4, 3e-4)}]
 
@@ -81,7 +85,7 @@ def test_on_a_logarithmic_axis_zero_is_in_the_mean_and_not_in_the_shade():
     (REWARD, [run_of("a"), run_of("b-" * 25, (0.0, 0.0))], "\n0 at every step:\n" + "b-" * 25),  # not cut at a hyphen
 ])  # fmt: skip
 def test_curves_of_zeros_are_named_and_drawn_over_the_frame(panel, runs, named):
-    (axes,) = draw([panel], runs).axes
+    (axes,) = drawn(panel, runs).axes
     assert axes.get_xlabel() == "step" + named
     over = [not line.get_clip_on() and line.get_zorder() > axes.spines["bottom"].get_zorder() for line in axes.lines]
     assert over == [panel is REWARD] * 2
@@ -91,8 +95,8 @@ def test_curves_of_zeros_are_named_and_drawn_over_the_frame(panel, runs, named):
     [f"fp32_train_bf16_rollout/seed_{seed}" for seed in range(4)], ["a run with a long name, " * 5, "b"], [*"abcd"],
 ])  # fmt: skip
 def test_legends_fit_their_figure_and_take_nothing_from_the_plot(names):
-    figures = [draw([REWARD], [run_of(name) for name in some]) for some in (["a"], names)]
-    figures.append(draw([REWARD], [run_of("a"), *(run_of(name, (0.0, 0.0)) for name in names)]))
+    figures = [drawn(REWARD, [run_of(name) for name in some]) for some in (["a"], names)]
+    figures.append(drawn(REWARD, [run_of("a"), *(run_of(name, (0.0, 0.0)) for name in names)]))
     heights = []
     for figure in figures:
         canvas = FigureCanvasAgg(figure)

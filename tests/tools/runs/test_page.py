@@ -14,13 +14,17 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.mismatch.metric_names import ALPHA, BETA, PHANTOM_CLIPPED, PROBS_PEARSON
 from verl_precision.tools.runs.contents import measured
-from verl_precision.tools.runs.figures import draw
+from verl_precision.tools.runs.figures import Plot, draw
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.panels import PANELS, points_of
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import number_text, percent_text
 
 PANEL = {panel.name: panel for panel in PANELS}
+
+
+def drawn(panel, runs):
+    return draw([[[Plot(panel, runs, panel.title)]]])
 
 
 def run_of(name="made", k3=lambda step: 1e-5, steps=80, **more) -> Run:
@@ -104,9 +108,9 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_is_html():
 
 def test_a_mismatch_of_zero_has_a_linear_axis():
     zero, small = run_of("zero", k3=lambda step: 0.0), run_of("small")
-    axes = draw([PANEL["k3"]], [zero]).axes[0]
+    axes = drawn(PANEL["k3"], [zero]).axes[0]
     assert axes.get_yscale() == "linear" and axes.get_ylim()[0] == 0
-    assert draw([PANEL["k3"]], [zero, small]).axes[0].get_yscale() == "log"
+    assert drawn(PANEL["k3"], [zero, small]).axes[0].get_yscale() == "log"
 
 
 def test_keys_with_verls_prefix_and_without_are_one_and_a_shorter_run_leaves_cells_empty():
@@ -122,7 +126,7 @@ def test_a_metric_of_layers_is_shown_over_layers():
     assert (
         found == [(0, 1.0), (3, 0.7), (12, pytest.approx(-0.2))] and table_of(html, "routing_by_layer")[0][0] == "layer"
     )
-    (axes,) = draw([PANEL["routing_by_layer"]], [run]).axes
+    (axes,) = drawn(PANEL["routing_by_layer"], [run]).axes
     assert axes.get_xlabel() == "layer" and len(axes.lines) == 1
 
 

@@ -93,7 +93,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
                 if sync.failure is not None:
                     raise sync.failure
-            super()._apply_buffer_updates_all_models(sync.buffers, dict(model.named_buffers()))
+            if sync.buffers:
+                super()._apply_buffer_updates_all_models(sync.buffers, dict(model.named_buffers()))
             problems += self._arrival_problems(sync) + self._delivery_problems()
             if adapter_only:
                 problems += self._adapter_problems(sync, peft_config or {})
@@ -109,7 +110,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         if problems:
             for problem in problems:
                 logger.error("weight sync %d: %s", self._sync_index, problem)
-            shown = "; ".join(problems[:_SHOWN] + [f"and {n} more" for n in [len(problems) - _SHOWN] if n > 0])
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            shown = "; ".join(problems[:_SHOWN]) + more
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
         if sync.reply_to is not None:
             sync.report.write(sync.reply_to)
@@ -150,7 +152,6 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
             why = f"{sync.loading}: {type(error).__name__}: {error}"
             sync.failure = WeightSyncError(f"Weight sync {self._sync_index} did not take: {why}. {SYNC_HELP}")
-        return None
 
     def _apply_buffer_updates_all_models(self, buffer_updates: list, main_named_buffers: dict) -> int:
         """Set buffers as verl does; on CPU later, since a layer-wise reload would put the old values back."""
@@ -195,9 +196,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
     def _old_encoder_outputs(self) -> list[str]:
         """Name encoder outputs that the weights before the latest sync made, and that are served still (verl#6523)."""
-        old = [
-            key for key, one in self._encoder_outputs().items() if key in self._encoded and self._encoded[key]() is one
-        ]
+        then = {key: output() for key, output in self._encoded.items()}
+        old = [key for key, one in self._encoder_outputs().items() if then.get(key) is one]
         came = f"weight sync {self._sync_index - 1}"
         return [f"encoder output {key}: made before {came}, and served after it: caches were not reset" for key in old]
 

@@ -59,10 +59,7 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
         of_panel = {name: list(product(runs, of_name[name].metrics.values())) for name in panels}
         chosen = [of_name[name] for name, pairs in of_panel.items() if any(points_of(*pair) for pair in pairs)]
         parts = [[[Plot(panel, part, panel.title, expected) for panel in chosen]] for part in parts_of(runs)]
-    figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
-    places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
-    lines = [_draw_plots(place, part) for place, part in zip(places, parts, strict=True)]
-    figure.set_figheight(figure.get_figheight() + _LINE * (sum(lines) - len(lines)))
+    figure = draw(parts)
     # All plots with the same unit, on the same kind of axis, have the smallest and the largest of their limits.
     for kind in {(each.get_ylabel(), each.get_yscale()) for each in figure.axes} if len(columns) > 1 else ():
         alike = [each for each in figure.axes if (each.get_ylabel(), each.get_yscale()) == kind]
@@ -72,17 +69,18 @@ def draw_comparison(runs: list[Run], expected: Sequence[Run] = (), panels: Seque
     return figure
 
 
-def draw(panels: Sequence[Panel], runs: list[Run], expected: Sequence[Run] = ()) -> Figure:
-    """Draw panels side by side: colour tells runs apart, line style the curves.
+def draw(parts: Sequence[Sequence[Sequence[Plot]]]) -> Figure:
+    """Draw parts below each other, rows of plots with a legend each: colour tells runs apart, line style the curves.
 
     Several runs of one arm (seeds) are one curve: at each step the mean over those that have measured it, with a shade
     from the smallest to the largest value. Where one of them is not finite, the mean has a gap. On a logarithmic axis
     the shade is of the positive values. Curves of zeros, which hide each other or are not on the axis, are named below
     it. Expected curves of the reward are grey, each with a line style of its own.
     """
-    figure = new_figure(_WIDTH * len(panels), _HEIGHT)
-    lines = _draw_plots(figure, [[Plot(panel, runs, panel.title, expected) for panel in panels]])
-    figure.set_figheight(_HEIGHT + _LINE * (lines - 1))  # more text takes nothing from the plots
+    figure = new_figure(_WIDTH * max(len(row) for part in parts for row in part), _HEIGHT * sum(map(len, parts)))
+    places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0] if len(parts) > 1 else [figure]
+    lines = [_draw_plots(place, part) for place, part in zip(places, parts, strict=True)]
+    figure.set_figheight(figure.get_figheight() + _LINE * (sum(lines) - len(lines)))  # text takes nothing from plots
     return figure
 
 
