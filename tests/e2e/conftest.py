@@ -42,7 +42,7 @@ APART = {
 # The groups that take longest, longest first, so that two processes end together.
 FIRST = (
     *("test_make_real", "test_collapse", "slurm", "test_resume", "test_explain", "test_quickstart", "lora"),
-    *("test_routed_experts", "test_phantom_clipping", "tied", "test_sanity_set", "test_cluster_check", "moe", "stall"),
+    *("test_routed_experts", "test_phantom_clipping", "tied", "test_sanity_set", "test_cluster_check", "stall"),
     "test_offline_mismatch",
 )
 
@@ -104,7 +104,7 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[str]:
-    """What forks the workers of most runs; for the tied model of test_weight_sync.py and for kills Ray starts them."""
+    """What forks the workers of most runs."""
     with workers.fork_server() as python:
         yield python
 

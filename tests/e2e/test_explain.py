@@ -61,8 +61,11 @@ def test_exact_arithmetic_leaves_no_step_between_the_engines_and_one_epsilon_sho
     assert planted.operations["prefill_alone"].first.startswith("input norm (model.layers.0.")
 
 
+@pytest.mark.matrix
 def test_ties_in_the_router_are_found(tmp_path):
-    """FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
+    """As benchmarks/fault_injection.py does for each fault of its list.
+
+    FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
     model = injected_faults.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)
     dtypes = {"train_dtype": "fp16", "rollout_dtype": "fp16"}
     job = Explanation(model=model, max_prompts=6, **dtypes, max_response_tokens=32, output=tmp_path / "job")

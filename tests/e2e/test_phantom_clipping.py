@@ -52,7 +52,9 @@ def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quick
         assert whole == pytest.approx(row["mismatch/log_prob_gap_mean"], abs=1e-6)
 
 
+@pytest.mark.matrix
 def test_ratio_from_the_shadow_has_no_beta(run_quickstart):
+    """The loss's value and gradient: tests/engine/ranks.py."""
     for row in run_quickstart(*MISMATCHED, f"{SHADOW}.ratio_source=shadow"):
         assert row["phantom/avoided_fraction"] > 0.002, "what a ratio from the training forward would have clipped"
         assert "phantom/phantom_clipped_fraction" not in row, "beta is not in this loss's ratio"

@@ -32,17 +32,14 @@ def nearly_tied(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(run_recipe, nearly_tied):
-    """Two steps with each kind of replay."""
+    """Run two steps with a kind of replay; return their metrics."""
     model = f"actor_rollout_ref.model.path={nearly_tied}"
     steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
-    return {
-        replay: run_recipe(RECIPE, "scale=cpu", "precision=bf16", f"+router_replay={replay}", model, *steps)
-        for replay in ("measure", "rollout", "old")
-    }
+    return lambda replay: run_recipe(RECIPE, "scale=cpu", "precision=bf16", f"+router_replay={replay}", model, *steps)
 
 
 def test_replay_makes_the_trainer_compute_with_the_rollouts_experts(trained):
-    for without, replayed in zip(trained["measure"], trained["rollout"], strict=True):
+    for without, replayed in zip(trained("measure"), trained("rollout"), strict=True):
         assert without["mismatch/routing_agreement"] < 0.9
         assert without["mismatch/routing_changed_fraction"] == 0
         assert replayed["mismatch/routing_agreement"] == 1
@@ -51,14 +48,17 @@ def test_replay_makes_the_trainer_compute_with_the_rollouts_experts(trained):
 
 
 def test_every_layer_has_its_share(trained):
-    row = trained["measure"][0]
+    row = trained("measure")[0]
     layers = [value for name, value in row.items() if name.startswith("mismatch/routing_agreement/layer_")]
     assert len(layers) == 4 and sum(layers) / len(layers) == pytest.approx(row["mismatch/routing_agreement"])
 
 
+@pytest.mark.matrix
 def test_the_update_replays_the_old_log_prob_pass(trained):
-    """The two passes pack other micro-batches, and choose differently for that alone; the weights have hardly moved."""
-    for without, replayed in zip(trained["measure"], trained["old"], strict=True):
+    """The choices that are replayed: tests/engine/test_router_replay.py.
+
+    The two passes pack other micro-batches, and choose differently for that alone; the weights have hardly moved."""
+    for without, replayed in zip(trained("measure"), trained("old"), strict=True):
         assert replayed["mismatch/routing_agreement"] == 1, "here: with the pass that is replayed"
         assert replayed["mismatch/routing_changed_fraction"] > 0.05
         spread, otherwise = (row["actor/ratio_max"] - row["actor/ratio_min"] for row in (replayed, without))

@@ -14,11 +14,8 @@ QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
 TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
 
 
-def test_tied_model_trains_and_the_rollout_follows(tmp_path):
-    """Without a fork server: Ray starts the workers, as it does on GPUs."""
-    settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")  # the preflight asks for 7
-    run_verl(QUICKSTART, settings, tmp_path / "run", lambda progress: None)
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+def assert_it_trains(rows):
+    """Every layer's weights arrive, and the rollout's log-probs are the trainer's."""
     assert len(rows) == 4
     assert rows[-1]["mismatch/probs_pearson"] > 0.99
     assert rows[-1]["mismatch/log_prob_gap_abs_mean"] < 1e-4
@@ -27,6 +24,18 @@ def test_tied_model_trains_and_the_rollout_follows(tmp_path):
         assert row["weight_sync/verified_layers"] > 20 and row["weight_sync/unverified_layers"] == 0
         assert row["weight_sync/canary_gap"] < row["weight_sync/canary_bound"]
         assert row["weight_sync/seconds"] > 0
+
+
+def test_tied_model_trains_and_the_rollout_follows(run_quickstart):
+    assert_it_trains(run_quickstart(*TIED, "trainer.total_training_steps=4"))
+
+
+@pytest.mark.matrix
+def test_tied_model_trains_where_ray_starts_the_workers(tmp_path):
+    """As it does on GPUs; the other tests have a fork server."""
+    settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")  # the preflight asks for 7
+    run_verl(QUICKSTART, settings, tmp_path / "run", lambda progress: None)
+    assert_it_trains(read_metrics(tmp_path / "run" / "metrics.jsonl"))
 
 
 @pytest.fixture
@@ -71,8 +80,13 @@ wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')
 """
 
 
+@pytest.mark.matrix
 def test_served_log_probs_that_are_not_the_trainers_stop_the_run(stopped_with):
-    """Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell."""
+    """Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell.
+
+    The canary's bound, on a real vLLM: tests/weight_sync/test_known_faults.py; a guard that stops its run:
+    test_planted_faults.py.
+    """
     message = stopped_with(CHANGE_AFTER_THE_GUARD, "precision=bf16", "trainer.total_training_steps=3")
     assert "Canary of weight sync 1: replica 0: its served log-probs differ from the trainer's by" in message
     assert "Weight sync 1 did not take" not in message

@@ -72,6 +72,7 @@ def test_each_patch_says_why_how_it_was_tested_and_what_changes_by_default(versi
             assert part in text, (patch.path.name, part)
 
 
+@pytest.mark.matrix  # the series for that release changes no more: its files' hashes are tested above
 def test_0_6_1(pristine, patched, outcomes):
     """Each promise fails in the release and holds with the series; defaults and upstream's own tests hold in both."""
     checks, found = str(HERE / "checks_verl_0_6_1.py"), {}
