@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import slurm
+import yaml
 from composer import ROOT
 
 from verl_precision.check.preflight import PreflightCallback
@@ -301,3 +302,57 @@ def test_rayjob_asks_for_rdma_where_the_cluster_has_it(rayjob):
     (container,) = rayjob(rdma="rdma/hca")[1][-1]["containers"]
     assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == "1"
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+
+
+SKY_RAY = r"""
+echo "ray $*" >>"$SAID"
+case "$1 $2" in "start --head") touch "$SAID.head"; exec sleep 60 ;; esac
+if [ "$1" = status ]; then printf "%s\n" " 1 node_a" " 1 node_b"; fi
+if [ "$1" = health-check ]; then test -e "$SAID.head"; fi
+"""
+
+
+@pytest.fixture
+def sky_task(tmp_path, executable):
+    """Run the task's script as SkyPilot does on a node of two; return (exit code, commands that it gave)."""
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    said, activate = tmp_path / "said", tmp_path / "activate"
+    activate.touch()
+    programs = executable("ray", SKY_RAY).parent
+    executable("python", 'echo "python $*" >>"$SAID"; exit "${CODE:-0}"')
+    of_node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    given = {"ACTIVATE": activate, "WORKSPACE": ROOT, "RECIPE": RECIPE, "OVERRIDES": shlex.join(OVERRIDES)}
+    given |= {"PATH": f"{programs}:{os.environ['PATH']}", "SAID": said, "SKYPILOT_TASK_ID": "sky-1", **of_node}
+    known = {key: value for key, value in task["envs"].items() if value is not None}
+
+    def run(rank: int, **more: str) -> tuple[int, list[str]]:
+        environment = {key: str(value) for key, value in {**known, **given, "SKYPILOT_NODE_RANK": rank, **more}.items()}
+        done = subprocess.run(["bash", "-c", task["run"]], env=environment, timeout=60)
+        return done.returncode, said.read_text().splitlines()
+
+    return run
+
+
+def test_skypilots_head_runs_the_recipe_once_all_nodes_are_there_and_hands_its_exit_code_on(sky_task):
+    code, said = sky_task(0)
+    assert code == 0 and said[0].startswith("ray start --head --node-ip-address=10.0.0.1 --port=6379"), said
+    assert said[1] == "ray status" and "trainer.nnodes=2" in said[-1]
+    assert said[-1].startswith("python recipes/launch/watched_run.py auto python -m verl.trainer.main_ppo")
+    assert said[-1].endswith(" ".join(OVERRIDES)) and "--cluster auto" in said[-2]
+    assert sky_task(0, CODE="75")[0] == 75, "which SkyPilot recovers"
+
+
+def test_skypilots_other_nodes_join_the_head_and_end_with_it(sky_task):
+    sky_task(0)  # whose stand-in leaves a file that says that it is up
+    code, said = sky_task(1)
+    assert code == 0, "the head's code is the job's"
+    joined = "ray start --address=10.0.0.1:6379 --num-gpus=8 --disable-usage-stats --block"
+    assert said[-2:] == ["ray health-check --address=10.0.0.1:6379", joined]
+
+
+def test_skypilots_task_recovers_from_a_lost_node_and_keeps_what_a_run_writes():
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    kept = {folder for folder, mount in task["file_mounts"].items() if isinstance(mount, dict)}
+    assert kept == {f"/workspace/verl-precision/{folder}" for folder in ("checkpoints", "models")}
+    assert task["envs"]["VERL_FILE_LOGGER_ROOT"] == "checkpoints" and task["secrets"] == {"RAY_AUTH_TOKEN": None}
