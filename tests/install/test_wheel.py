@@ -18,8 +18,10 @@ PLACES = ("verl_precision", "verl_precision/patches", "verl_precision/recipes") 
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory) -> Path:
-    """Build the wheel from a copy of its sources, without a network; return the folder of its files."""
+    """Return the files of the newest wheel in $WHEELS (`make wheel`), or else of one that is built here, offline."""
     folder = tmp_path_factory.mktemp("wheel")
+    if wheels := os.environ.get("WHEELS"):
+        return extracted(max(Path(wheels).glob("*.whl"), key=lambda path: path.stat().st_mtime_ns), folder)
     ignore = shutil.ignore_patterns("__pycache__")
     (folder / "source").mkdir()
     for name in SOURCES:
@@ -31,6 +33,11 @@ def unpacked(tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", *options, folder / "source"]
     subprocess.run(command, check=True, capture_output=True, cwd=folder)
     (wheel,) = folder.glob("*.whl")
+    return extracted(wheel, folder)
+
+
+def extracted(wheel: Path, folder: Path) -> Path:
+    """Extract a wheel into a folder; return where its packages are then."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "installed")
     return folder / "installed"
