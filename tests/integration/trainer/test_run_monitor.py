@@ -24,7 +24,7 @@ from verl_precision.integration.engine.measurement import (
     Request,
 )
 from verl_precision.integration.trainer.batch_fields import fetch
-from verl_precision.integration.trainer.run_monitor import ALARM_FILE, RunMonitor
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.settings import settings_of
@@ -353,8 +353,9 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     assert errors == [] and metrics["timing_s/mismatch"] < 1
     assert metrics["alarm/active_count"] == 2
     assert sum("ALARM repeated_overflow" in record.getMessage() for record in caplog.records) == 1
-    judge.save(str(tmp_path))
+    judge.save(str(tmp_path), {"mismatch/k3_kl": 1e-5, "timing_s/step": float("nan"), "text": "no number"})
     assert json.loads((tmp_path / ALARM_FILE).read_text())
+    assert json.loads((tmp_path / STEP_METRICS).read_text()) == {"mismatch/k3_kl": 1e-5}
     resumed = monitor()
     resumed.load(str(tmp_path))
     assert resumed.alarm.active == judge.alarm.active

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current
 from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.turns import MismatchByTurn
 
-ALARM_FILE = "mismatch_alarm.json"
+ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 ALARM_TABLE, KEPT_TABLE = "alarm/raised", "mismatch/kept_responses"
 KEPT_COLUMNS = [each.name for each in dataclasses.fields(KeptSummary) if each.name != "offset"]  # no place in a file
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
@@ -225,9 +226,12 @@ class RunMonitor:
             rows = [{name: getattr(response, name) for name in KEPT_COLUMNS} for response in responses]
             log_table(tracking, KEPT_TABLE, rows, step)
 
-    def save(self, folder: str) -> None:
-        """Write the alarm's memory beside a checkpoint."""
+    def save(self, folder: str, metrics: Mapping[str, Any]) -> None:
+        """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
         write_file(Path(folder) / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
+        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        write_file(Path(folder) / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: str) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""

@@ -144,7 +144,7 @@ def _measuring(base: type, mode: str) -> type:
                 folder = Path(self.config.trainer.default_local_dir)
                 kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
             if self._saved_step == global_steps:
-                self._monitor.save(_checkpoint_folder(self))
+                self._monitor.save(_checkpoint_folder(self), metrics)
             self._monitor.show(self.logger, global_steps)
             if stop is not None:
                 self.logger.log(data=metrics, step=global_steps)
@@ -155,13 +155,14 @@ def _measuring(base: type, mode: str) -> type:
                 raise stop
 
         def _save_checkpoint(self):
-            kept_files.remember_row(self.logger, self.global_steps, {**self._known, **self._monitor.measured()})
+            row = {**self._known, **self._monitor.measured()}
+            kept_files.remember_row(self.logger, self.global_steps, row)
             # An earlier start may have saved this step: until verl has written all of it anew, it is not complete.
             Path(_checkpoint_folder(self), LAST_FILE).unlink(missing_ok=True)
             if (queue := Path(_checkpoint_folder(self), QUEUE)).is_dir():
                 shutil.rmtree(queue)
             super()._save_checkpoint()
-            self._monitor.save(_checkpoint_folder(self))
+            self._monitor.save(_checkpoint_folder(self), row)
             self._plan.saved()
             self._saved_step = self.global_steps  # verl saves before the alarm has judged the step
 

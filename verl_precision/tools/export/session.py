@@ -18,6 +18,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
 from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, STORED, CheckpointReport, audit_tensor, worst_first
 from verl_precision.integration.engine.weight_export import write_export_dtype
+from verl_precision.tools.export.card import CARD, model_card
 from verl_precision.tools.export.shards import SavedModel
 
 # Of one file, which is also what is in memory at a time, beside one tensor in FP32.
@@ -49,6 +50,8 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
         write_export_dtype(str(folder), long(dtype))
         _write(saved, skeleton, kind, folder, on_progress)
+        step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
+        (folder / CARD).write_text(model_card(step, dtype, report.verdict))
     return report
 
 

@@ -1,0 +1,57 @@
+"""The model card: the gap of the step it is of, no folder of this machine, and nothing that is not known."""
+
+import json
+
+import pytest
+import yaml
+from composer import compose_recipe
+
+from verl_precision.integration.trainer.run_identity import RUN_FILE
+from verl_precision.integration.trainer.run_monitor import STEP_METRICS
+from verl_precision.integration.trainer.run_settings import as_record, settings_of_run
+from verl_precision.tools.export.card import model_card
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    step = tmp_path / "fp16_grpo-1a2b3c4d" / "global_step_40"
+    step.mkdir(parents=True)
+    return step
+
+
+def parts(card: str) -> tuple[dict, str]:
+    """Return the front matter and the text."""
+    _, front, text = card.split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_it_has_dtypes_k3_versions_command_and_the_settings_that_were_chosen(checkpoint, tmp_path):
+    config = compose_recipe(
+        "recipes/quickstart/quickstart.yaml", "precision=fp16", f"data.train_files={tmp_path}/q.jsonl"
+    )
+    (checkpoint.parent / RUN_FILE).write_text(yaml.safe_dump(as_record(settings_of_run(config))))
+    (checkpoint / STEP_METRICS).write_text(json.dumps({"mismatch/k3_kl": 2.345e-5, "critic/score/mean": 0.5}))
+    front, text = parts(model_card(checkpoint, "fp16", "every weight fits FP16"))
+    assert front["library_name"] == "transformers" and "base_model" not in front, "a folder has no name on the hub"
+    assert "| k3 between trainer and rollout at step 40 | 2.35e-05 nats per token |" in text
+    assert "| dtype of the weights | float16, each rounded once; every weight fits FP16 |" in text
+    assert "| trained in | fp16 |" in text and "| sampled from in | float16 |" in text and "torch 2" in text
+    assert "verl-precision export fp16_grpo-1a2b3c4d/global_step_40 --dtype fp16" in text
+    chosen = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    assert (
+        chosen["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vp_grpo" and chosen["data.train_files"] == "q.jsonl"
+    )
+    assert str(tmp_path) not in text, "it is published"
+
+
+def test_a_model_of_the_hub_is_named(checkpoint):
+    config = compose_recipe("recipes/moe/moe.yaml")
+    record = as_record(settings_of_run(config))
+    (checkpoint.parent / RUN_FILE).write_text(yaml.safe_dump(record))
+    name = record["settings"]["actor_rollout_ref.model.path"]
+    assert parts(model_card(checkpoint, "bf16", ""))[0]["base_model"] == name and name.count("/") == 1
+
+
+def test_what_is_not_known_is_not_claimed(checkpoint):
+    text = parts(model_card(checkpoint, "fp32", "every weight fits FP16"))[1]
+    assert "| not recorded |" in text and "trained in" not in text and "```yaml" not in text
