@@ -44,10 +44,11 @@ collapse: $(STAMP)
 real: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh
 
-# One thread a process: two processes with two threads each wait for each other, at several times the work.
+# One thread a process: two processes with two threads each wait for each other, at several times the work. The docs' tests belong
+# to make check, the wheel's to make wheel.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 \
-		--ignore=tests/install/test_wheel.py -m "not e2e and not gpu and not matrix"
+		--ignore=tests/docs --ignore=tests/install/test_wheel.py -m "not e2e and not gpu and not matrix"
 
 test-e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -v \
