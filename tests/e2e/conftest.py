@@ -35,15 +35,13 @@ APART = {
     "slurms_job": "slurm",
     "ctrl_c": "interrupt",
     "merged_lora": "lora",
-    "tied_model": "tied",
     "rounded_rollout_does_not_see": "stall",
     "rollout_sees_are": "stall",
 }
 # The groups that take longest, longest first, so that two processes end together.
 FIRST = (
-    *("test_make_real", "test_collapse", "slurm", "test_resume", "test_explain", "test_quickstart", "lora"),
-    *("test_routed_experts", "test_phantom_clipping", "tied", "test_sanity_set", "test_cluster_check", "stall"),
-    "test_offline_mismatch",
+    *("test_make_real", "slurm", "test_resume", "test_collapse", "test_explain", "test_quickstart", "lora"),
+    *("test_routed_experts", "test_phantom_clipping", "test_sanity_set", "test_cluster_check", "test_offline_mismatch"),
 )
 
 

@@ -23,10 +23,9 @@ def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(tmp_p
     programs = {"RAY": str(Path(sys.executable).with_name("ray")), "PYTHON": sys.executable}
     environment = {**os.environ, **programs, "VERL_FILE_LOGGER_PATH": str(metrics), "PORT": "26479"}
     overrides = [
-        "+arithmetic=exact",
+        *("precision=bf16", "+arithmetic=exact"),
         *("trainer.total_training_steps=50", "trainer.val_before_train=False", "trainer.logger=[console,file]"),
         *(f"hydra.run.dir={tmp_path / 'hydra'}", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"),
-        "actor_rollout_ref.actor.fsdp_config.loss_scale.initial=1024",
         f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(fork_server)}",
     ]
     with log.open("wb") as sink:
@@ -48,4 +47,4 @@ def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(tmp_p
     rows = read_metrics(metrics)
     assert [row["step"] for row in rows][:2] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
-    assert all((row["mismatch/equal_fraction"], row["mismatch/k3_kl"]) == (1, 0) for row in rows), "in FP16"
+    assert all((row["mismatch/equal_fraction"], row["mismatch/k3_kl"]) == (1, 0) for row in rows), "in BF16"

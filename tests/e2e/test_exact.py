@@ -1,11 +1,14 @@
 """Real RL with exact arithmetic: trainer and rollout are equal, bit for bit, at every step.
 
-A dense model in BF16; a mixture, with the recipe of mixtures, in FP16; with two ranks: test_cluster_check.py.
+A mixture in FP16, with the recipe of mixtures; a dense model in BF16, on two ranks: test_cluster_check.py.
 """
 
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.matrix
 def test_no_gap_at_any_step(run_quickstart):
     rows = run_quickstart("precision=bf16", "+arithmetic=exact", "trainer.total_training_steps=3")
     assert [row["mismatch/equal_fraction"] for row in rows] == [1, 1, 1]

@@ -13,7 +13,7 @@ from verl_precision.tools.runs.read import read_metrics
 RECIPE = Path("recipes/smollm2")
 SCRIPT = "run_reasoning_gym_smollm2_135m_fsdp2.sh"
 SHORTEST = {"LEVELS": "0", "PROBLEMS": "16", "RESPONSES": "4", "PARALLEL": "1"}
-STEPS, PROMPTS = 2, 4
+STEPS, PROMPTS, RESPONSES = 2, 4, 4
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,7 @@ def tree(tmp_path_factory) -> Path:
         for name, value in {**SHORTEST, "PYTHON": sys.executable}.items():
             patch.setenv(name, value)
         sizes = (f"trainer.total_training_steps={STEPS}", f"data.train_batch_size={PROMPTS}", "trainer.save_freq=-1")
+        sizes += (f"actor_rollout_ref.rollout.n={RESPONSES}",)
         subprocess.run(["bash", tree / RECIPE / SCRIPT, *sizes], check=True)
     return tree
 

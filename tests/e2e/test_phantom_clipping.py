@@ -92,8 +92,11 @@ def assert_few_weights_leave_the_grid(rows):
     assert all(0 < row["precision/bf16_crossings_fraction"] < 0.05 for row in rows[1:])
 
 
+@pytest.mark.matrix
 def test_updates_that_a_rounded_rollout_does_not_see_are_clipped(stall):
-    """A run of 90 steps stalls (the recipe's README), and this is its start; curves: docs/log/phantom_clipping.md."""
+    """That clipping is for rounding alone: the first test here.
+
+    A run of 90 steps stalls (the recipe's README), and this is its start; curves: docs/log/phantom_clipping.md."""
     clipped = stall("clipped")
     assert_few_weights_leave_the_grid(clipped)
     assert clipped[0]["phantom/final_token_clip_fraction"] < 0.1, "before the first update the two engines agree"

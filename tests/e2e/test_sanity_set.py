@@ -105,8 +105,11 @@ def test_the_same_responses_however_they_are_batched_and_killed(tmp_path, task, 
     assert summary["responses_saved"] > 0
 
 
+@pytest.mark.matrix
 def test_the_accuracy_in_two_dtypes_is_that_of_the_responses_of_the_sanity_set(tmp_path, task, whole):
-    """At the sanity set's temperature FP16 draws its responses; a context of 7 sees two tokens of them."""
+    """Going on after a kill, with a real vLLM: the test above; the accuracies: tests/tools/evaluate/test_evaluate.py.
+
+    At the sanity set's temperature FP16 draws its responses; a context of 7 sees two tokens of them."""
     evaluated, total = tmp_path / "evaluated", 102 * 8
     evaluate = command(
         *("evaluate", str(task / "model"), "--data", str(task / "problems.jsonl"), "--output", str(evaluated)),

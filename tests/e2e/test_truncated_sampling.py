@@ -1,4 +1,7 @@
-"""top-p and top-k in training, in FP32, in the real stack: the ratio is 1 with the masks, and off without."""
+"""top-p and top-k in training, in FP32, in the real stack: the ratio is 1 with the masks, and off without.
+
+The model has one matrix for embedding and head, which a sync must reach twice: test_weight_sync.py.
+"""
 
 import math
 
@@ -18,7 +21,8 @@ def trained(run_quickstart):
 
 @pytest.fixture(scope="module")
 def masked(trained):
-    return trained("+sampling_masks=replay", "+actor_rollout_ref.rollout.custom.min_p=0.02")
+    tied = "tiny_architecture=qwen3_tied"
+    return trained("+sampling_masks=replay", "+actor_rollout_ref.rollout.custom.min_p=0.02", tied)
 
 
 def test_the_masks_make_both_distributions_one(masked):
@@ -26,6 +30,8 @@ def test_the_masks_make_both_distributions_one(masked):
     for row in masked:
         assert max(abs(row["mismatch/log_prob_gap_min"]), abs(row["mismatch/log_prob_gap_max"])) < 1e-5  # 7e-7 here
         assert 0 < row["actor/entropy"] < math.log(TOP_K)
+        assert row["weight_sync/verified_layers"] > 20 and row["weight_sync/unverified_layers"] == 0
+        assert row["weight_sync/canary_gap"] < row["weight_sync/canary_bound"]
 
 
 @pytest.mark.matrix
