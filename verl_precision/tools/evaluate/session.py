@@ -26,7 +26,7 @@ from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.jobs.reward import Reward, load_reward, recorded_judgement
 from verl_precision.tools.show.tables import write_json
 
-OUTPUTS = ("table.md", "summary.json", lm_eval.FOLDER)
+OUTPUTS = ("table.md", "summary.json")
 _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish_reason": str, "correct": list}
 
 
@@ -70,7 +70,7 @@ def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
     digests = {name: each.digest for name, each in data.items()}
     for name, content in lm_eval.lm_eval_files(evaluation, found, left_out, digests).items():
         write_json(frame.folder / lm_eval.FOLDER / name, content)
-    frame.show_written(OUTPUTS)
+    frame.show_written((*OUTPUTS, f"{lm_eval.FOLDER}/"))
     return found
 
 
