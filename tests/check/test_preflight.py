@@ -18,8 +18,10 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.integration.rollout.weight_socket import VARIABLE
+from verl_precision.integration.trainer import rescue
 from verl_precision.integration.trainer.found_checkpoints import TRACKER
 from verl_precision.integration.trainer.saving import ENDED, ENDING, SignalRequests
+from verl_precision.mismatch.actions import Action
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
@@ -180,6 +182,33 @@ def test_a_run_hears_signals_and_ends_with_their_exit_code(config, own_folder, m
     with pytest.raises(SystemExit) as caught:
         callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
     assert caught.value.code == ENDED
+
+
+@pytest.mark.parametrize("at", ["the end of its parent", "a later start of its parent"])
+def test_a_run_that_was_rescued_goes_on_as_its_rescue(root, tmp_path, monkeypatch, at):
+    """The process is the same one, so that whoever started it waits for the rescue."""
+    monkeypatch.chdir(root)
+    for variable in ("VERL_PLATFORM", VARIABLE):
+        monkeypatch.setenv(variable, "")  # the callback sets them; put back after the test
+    config = compose_recipe("recipes/quickstart/quickstart.yaml", "precision=bf16", return_hydra_config=True)
+    config.trainer.update(default_local_dir=str(tmp_path / "run"), save_freq=5, max_actor_ckpt_to_keep=2)
+    became, callback, ended = [], PreflightCallback(), []
+    monkeypatch.setattr(SignalRequests, "listen", lambda self: None)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("Ray"))
+    monkeypatch.setattr(rescue.os, "execv", lambda program, words: became.append(words))
+    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
+    action = Action("rescue", "k3_growth", 9, 5)
+    if at == "a later start of its parent":
+        rescue.decide(config, action)
+        callback.on_run_start(config)
+    else:
+        callback.on_run_start(config)
+        callback.on_job_start(config)
+        rescue.decide(config, action)
+        callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
+        assert ended == ["Ray"], "before another one starts"
+    (words,) = became
+    assert "precision=fp16" in words and f'++trainer.default_local_dir="{tmp_path}/run-rescue"' in words
 
 
 @pytest.mark.parametrize(("end", "left"), [("", None), ("soon", None), ("2500", 1000), ("1000", None)])

@@ -22,6 +22,7 @@ from verl_precision.check.rules.memory import GPU_RULES
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.integration.rollout.weight_socket import choose_name
+from verl_precision.integration.trainer import rescue
 from verl_precision.integration.trainer.found_checkpoints import mend_tracker
 from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
 from verl_precision.integration.trainer.saving import SignalRequests, saves
@@ -32,6 +33,7 @@ class PreflightCallback(Callback):
     """Hydra callback that prepares the driver and checks the composed config."""
 
     _requests: SignalRequests | None = None
+    _presets: tuple[str, ...] = ()  # the groups that the config has a choice for
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False; name the run.
@@ -48,6 +50,9 @@ class PreflightCallback(Callback):
                 print(f"verl_precision: warning: {note}", file=sys.stderr)
             measured = measured_mode(config)
             name_the_run(config)
+            self._presets = tuple(OmegaConf.select(config, "hydra.runtime.choices") or ())
+            if (found := rescue.of_run(config)) is not None:
+                rescue.become(config, found, self._presets)
         except VerlPrecisionError as error:
             _end([str(error)])
         except OmegaConfBaseException as error:
@@ -78,9 +83,16 @@ class PreflightCallback(Callback):
             self._requests.listen()
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """End with the exit code of a run that was asked to end, if that is why it has ended."""
-        if self._requests is not None:
-            self._requests.end(job_return.status.name == "COMPLETED")
+        """End with the exit code of a run that was asked to end, if that is why it has ended; go on with its rescue."""
+        if self._requests is None:
+            return
+        completed = job_return.status.name == "COMPLETED"
+        self._requests.end(completed)
+        if completed and (found := rescue.of_run(config)) is not None:
+            import ray
+
+            ray.shutdown()
+            rescue.become(config, found, self._presets)
 
 
 def _end(problems: Sequence[str]) -> NoReturn:

@@ -118,6 +118,11 @@ class MismatchAlarm:
         return [name for name, detector in self._detectors.items() if detector.active]
 
     @property
+    def active_since(self) -> dict[str, int]:
+        """The step at which the evidence of each active alarm began."""
+        return {name: detector.since or 0 for name, detector in self._detectors.items() if detector.active}
+
+    @property
     def baseline_missing(self) -> int:
         """Steps with a measured mismatch still wanted before growth is looked for."""
         return self.settings.baseline_steps - max(len(growth.baseline) for growth in self._growing.values())

@@ -34,6 +34,7 @@ SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIG
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"
 ACTIVE_ALARMS = "alarm/active_count"
+ACTING = "alarm/acting"
 
 ACTOR = "actor/"
 # What is also measured of the responses of each version, and of the tokens of each turn, where there are several.

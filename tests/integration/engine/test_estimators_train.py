@@ -9,6 +9,7 @@ from composer import actor_config, compose_estimator
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.integration.engine.learning_rate import LOWER_RATE
 from verl_precision.integration.engine.single_rank import engine_batch, nested
 from verl_precision.integration.trainer.found_checkpoints import is_complete
 from verl_precision.presets import preset_names
@@ -89,8 +90,12 @@ def weights(engine):
     return torch.cat([parameter.full_tensor().flatten() for parameter in engine.module.parameters()]).detach()
 
 
-def updated(engine, config, **made):
-    """Train on one mini-batch; return what the engine reports, and the log-ratios to the old log-probs before."""
+def updated(engine, config, lower_rate=False, **made):
+    """Train on one mini-batch, perhaps at an alarm's lower rate.
+
+    Return what the engine reports, and the log-ratios to the old log-probs before.
+    """
+    from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 
     with engine.eval_mode():
@@ -99,6 +104,8 @@ def updated(engine, config, **made):
     driver = as_the_driver_makes_it(config, trainer_log_probs, **made)
     for name, values in driver.items():
         batch[name] = nested(list(values))
+    if lower_rate:
+        tu.assign_non_tensor(batch, **{LOWER_RATE: True})
     with engine.train_mode():
         metrics = engine.train_batch(batch, functools.partial(ppo_loss, actor_config(config)))["metrics"]
     return metrics, trainer_log_probs - driver["old_log_probs"]
@@ -144,6 +151,15 @@ def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample(make_en
     halfway = weights(scaled)
     metrics, _ = updated(scaled, compose_estimator("grpo_seq_mis"), gap=0.0, shift=-9.0)
     assert metrics["precision/learning_rate_factor"] == [0.0] and torch.equal(weights(scaled), halfway)
+
+
+def test_an_alarm_that_acts_lowers_the_rate_of_the_updates_that_it_asks_for_alone(make_engine):
+    """By the factor that the setting would give: the first updates of two engines are the same, bit for bit."""
+    config, asked, scaled = compose_estimator("pg_seq_is"), make_engine(), make_engine(learning_rate_ess_base=1.0)
+    by_alarm, by_setting = updated(asked, config, lower_rate=True, gap=1.0)[0], updated(scaled, config, gap=1.0)[0]
+    assert by_alarm["precision/learning_rate_factor"] == by_setting["precision/learning_rate_factor"]
+    assert torch.equal(weights(asked), weights(scaled))
+    assert "precision/learning_rate_factor" not in updated(asked, config, gap=1.0)[0], "back up"
 
 
 def test_a_loss_without_weights_cannot_scale_the_learning_rate(make_engine):

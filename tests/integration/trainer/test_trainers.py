@@ -14,8 +14,10 @@ from verl.utils.metric import reduce_metrics
 from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.base.mergeable import Mean
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
+from verl_precision.integration.trainer.rescue import RESCUE_FILE
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS
 from verl_precision.integration.trainer.trainers import MODES, measured_mode
+from verl_precision.mismatch.actions import Action
 
 HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
@@ -105,6 +107,14 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
         trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
     assert done == ["asleep", "saved"], "saved twice, verl removes it where one checkpoint is kept"
     assert (tmp_path / "global_step_1" / "KEEP").is_file()
+
+
+def test_an_alarm_that_rescues_ends_the_run_with_that_step(trainer, tmp_path):
+    trainer._monitor = Mock(first_alarm_step=None, action=Action("rescue", "k3_growth", 2, 2), measured=dict)
+    trainer._monitor.judge.return_value = None
+    trainer.total_training_steps = 9
+    trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
+    assert trainer.total_training_steps == 2 and (tmp_path / RESCUE_FILE).is_file()
 
 
 def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path):

@@ -5,10 +5,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
+from verl_precision.check.rules.loss import weighs_responses
 from verl_precision.check.rules.rule import Environment, Faults, rule, told
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings
-from verl_precision.losses.registry import POLICY_LOSSES
 
 TARGET = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
@@ -42,10 +42,7 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
 def learning_rate_without_weights(config: DictConfig, environment: Environment) -> Faults:
     """The effective sample size that scales the rate is one of importance weights, which a loss has or is given."""
     setting, loss = f"{ACTOR}.learning_rate_ess_base", config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
-    ours = POLICY_LOSSES.get(loss or "vanilla")
-    needs = frozenset() if ours is None else ours.parameters
-    weighted = "rollout_is_weights" in needs and OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
-    if OmegaConf.select(config, setting) is not None and not weighted and "rollout_log_probs" not in needs:
+    if OmegaConf.select(config, setting) is not None and not weighs_responses(config):
         yield told("engine-settings learning rate", setting=setting, loss=loss)
 
 

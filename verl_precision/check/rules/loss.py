@@ -21,6 +21,14 @@ VERLS_CLIP_RATIO_C = 3.0
 TYPICAL_WEIGHT = 0.02  # in size, of a language model
 
 
+def weighs_responses(config: DictConfig) -> bool:
+    """Whether the loss has importance weights, or is given some: an effective sample is one of them."""
+    ours = POLICY_LOSSES.get(_loss(config) or "vanilla")
+    needs = frozenset() if ours is None else ours.parameters
+    given = "rollout_is_weights" in needs and OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
+    return bool(given) or "rollout_log_probs" in needs
+
+
 @rule("normalizer-missing")
 def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
     """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch."""

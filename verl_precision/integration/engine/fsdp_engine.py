@@ -27,7 +27,7 @@ from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, 
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.arithmetic import round_once
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.learning_rate import ScaledLearningRate
+from verl_precision.integration.engine.learning_rate import LOWER_RATE, ScaledLearningRate
 from verl_precision.integration.engine.measurement import shadow_known, updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.registry import CPU, NVIDIA, register_engine
@@ -48,7 +48,8 @@ class PrecisionFSDPEngine:
     _replay: RouterReplay | None = None
     _report: StepReport
     _sent: SentWeights | None = None
-    _rate: ScaledLearningRate | None = None
+    _rate: ScaledLearningRate | None = None  # by the config, or while the alarm asks for it
+    _rate_is_set = False
 
     @property
     def _has_precision_config(self) -> bool:
@@ -72,7 +73,7 @@ class PrecisionFSDPEngine:
             if RouterReplay.is_asked(config):
                 self._replay = RouterReplay(module, config)
             if config.learning_rate_ess_base is not None:
-                self._rate = ScaledLearningRate(config.learning_rate_ess_base)
+                self._rate, self._rate_is_set = ScaledLearningRate(config.learning_rate_ess_base), True
         return self._build_verified(module)
 
     def _build_verified(self, module):
@@ -143,6 +144,8 @@ class PrecisionFSDPEngine:
 
     def train_batch(self, data, loss_function):
         """Train on a mini-batch as verl does; at the last one of a step also report."""
+        if not self._rate_is_set:
+            self._rate = ScaledLearningRate(1.0) if tu.get(data, key=LOWER_RATE, default=False) else None
         if self._rate is not None:
             loss_function = self._rate.watched(loss_function)
         outputs = super().train_batch(data, loss_function)

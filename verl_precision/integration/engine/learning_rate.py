@@ -22,6 +22,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.metrics import ESS, EffectiveSampleSize, OfWeights
 
 FACTOR = "precision/learning_rate_factor"
+LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a rate for the effective sample
 
 
 class ScaledLearningRate:

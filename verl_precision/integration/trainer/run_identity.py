@@ -21,6 +21,7 @@ from verl_precision.base import owner
 from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
 from verl_precision.integration.trainer.kept_files import metrics_path
+from verl_precision.integration.trainer.rescue import RESCUE_FILE
 from verl_precision.integration.trainer.run_settings import (
     RunSettings,
     as_record,
@@ -75,12 +76,13 @@ def claim_folder(config: DictConfig) -> None:
     """
     folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
     known, on_alarm = _require_same(config, folder, run), OmegaConf.select(config, "mismatch.alarm.on_alarm")
-    if known is None and not (saves(config) or on_alarm == "stop" or any(folder.glob("global_step_*"))):
+    writes = saves(config) or on_alarm in ("stop", "rescue") or (folder / RESCUE_FILE).exists()
+    if known is None and not (writes or any(folder.glob("global_step_*"))):
         if "file" in (config.trainer.logger or ()):
             names = config.trainer.project_name, config.trainer.experiment_name
             _own(metrics_path(*names).with_suffix(""), "trainer.experiment_name", names[1])
         return
-    beside = {} if known is not None else _runs_beside(folder)
+    beside = {} if known is not None or (folder / RESCUE_FILE).exists() else _runs_beside(folder)
     _require_first_start(folder, run, beside)
     _own(folder, _FOLDER, str(folder))
     known = _require_same(config, folder, run)  # a start of the same moment may have been first

@@ -21,6 +21,7 @@ from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
+from verl_precision.integration.engine.learning_rate import LOWER_RATE
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
 from verl_precision.integration.trainer.batch_fields import fetch, kept, put
 from verl_precision.integration.trainer.shown import log_histograms, log_table
@@ -28,6 +29,7 @@ from verl_precision.integration.trainer.token_recorder import TokenRecorder
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch import metric_names as names
+from verl_precision.mismatch.actions import KINDS, Action, AlarmActions
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.kept_tokens import KeptSummary
@@ -78,6 +80,8 @@ class RunMonitor:
         )
         self.recorder = TokenRecorder(config, settings) if settings.keep_tokens else None
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
+        self.actions = AlarmActions(settings.alarm) if settings.alarm.on_alarm in KINDS else None
+        self.action: Action | None = None  # that the last step began
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
         self._least_equal = least if OmegaConf.select(config, IN_CONFIG) in EXACT else 0.0
@@ -143,6 +147,8 @@ class RunMonitor:
 
         After an update since the last sync (`updates`), no response is of the weights that score it.
         """
+        if self.actions is not None and self.actions.active and self.settings.alarm.on_alarm == "lower_learning_rate":
+            batch.extra_info[LOWER_RATE] = True
         if not (self.in_worker or self.shadowed):
             return
         batch.extra_info[measurement.REQUEST] = self.request
@@ -212,6 +218,12 @@ class RunMonitor:
         except MismatchAlarmError as error:
             stop = error
         metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
+        if self.actions is not None:
+            self.action = self.actions.update(step, self.alarm.active_since)
+            metrics[names.ACTING] = int(self.actions.active)
+            if self.action is not None:
+                text = "ACTION %s at step %d: %s since step %d"
+                logger.warning(text, self.action.kind, step, self.action.alarm, self.action.since_step)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
@@ -228,7 +240,8 @@ class RunMonitor:
 
     def save(self, folder: str, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
-        write_file(Path(folder) / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
+        state = {**self.alarm.state_dict(), **({} if self.actions is None else {"actions": self.actions.state()})}
+        write_file(Path(folder) / ALARM_FILE, json.dumps(state), replace=True)
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         write_file(Path(folder) / STEP_METRICS, json.dumps(finite), replace=True)
@@ -237,7 +250,10 @@ class RunMonitor:
         """Take over the alarm's memory of a checkpoint, if it has one."""
         path = Path(folder) / ALARM_FILE
         if path.is_file():
-            self.alarm.load_state_dict(json.loads(path.read_text()))
+            state = json.loads(path.read_text())
+            self.alarm.load_state_dict(state)
+            if self.actions is not None and "actions" in state:
+                self.actions.load(state["actions"])
 
     def _add(self, key: str, found: Any) -> None:
         self._sets = merge_by_name([self._sets, {key: found}])

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs
-from verl_precision.integration.trainer import kept_files
+from verl_precision.integration.trainer import kept_files, rescue
 from verl_precision.integration.trainer.found_checkpoints import LAST_FILE, QUEUE
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.run_monitor import RunMonitor
@@ -143,6 +143,9 @@ def _measuring(base: type, mode: str) -> type:
             if self._monitor.first_alarm_step is not None:
                 folder = Path(self.config.trainer.default_local_dir)
                 kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
+            if (action := self._monitor.action) is not None and action.kind == "rescue":
+                rescue.decide(self.config, action)
+                self.total_training_steps = global_steps  # verl's loop ends once this step is logged
             if self._saved_step == global_steps:
                 self._monitor.save(_checkpoint_folder(self), metrics)
             self._monitor.show(self.logger, global_steps)

@@ -1,0 +1,80 @@
+"""A rescue: what it goes on from, its command, and who goes on with it; a real one: tests/e2e/test_rescue.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from verl_precision.integration.trainer import rescue
+from verl_precision.integration.trainer.rescue import RESCUE_FILE, Rescue
+from verl_precision.mismatch.actions import Action
+
+ACTION = Action("rescue", "low_effective_sample_size", 12, 6)
+GIVEN = ["--config-name", "collapse", "precision=bf16", "logit_size=100", "+mismatch.alarm.on_alarm=rescue"]
+
+
+def config(folder: Path, **alarm):
+    return OmegaConf.create({
+        "trainer": {"default_local_dir": str(folder), "experiment_name": "bf16"},
+        "actor_rollout_ref": {"actor": {"checkpoint": {"load_contents": ["model", "optimizer", "extra"]}}},
+        "mismatch": {"alarm": {"on_alarm": "rescue", **alarm}},
+    })  # fmt: skip
+
+
+def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
+    actor = folder / f"global_step_{step}" / "actor"
+    actor.mkdir(parents=True)
+    for part in ("model", "optim", "extra_state") if whole else ("model",):
+        torch.save(step, actor / f"{part}_world_size_1_rank_0.pt")
+    torch.save(step, actor.parent / "data.pt")
+    return actor.parent
+
+
+def test_it_goes_on_from_the_newest_whole_checkpoint_before_the_trouble(tmp_path):
+    run = tmp_path / "bf16"
+    paths = {step: checkpoint(run, step, whole=step != 5) for step in (3, 4, 5, 6, 9)}
+    found = rescue.decide(config(run), ACTION)
+    assert found.checkpoint == str(paths[4]) and (paths[4] / "KEEP").is_file(), "5 is half, 6 is of the trouble"
+    assert found.folder == f"{run}-rescue" and found.name == "bf16-rescue"
+    assert rescue.of_run(config(run)) == found and (Path(found.folder) / RESCUE_FILE).is_file()
+
+
+def test_without_one_it_goes_on_from_the_start(tmp_path):
+    checkpoint(tmp_path / "bf16", 8)
+    found = rescue.decide(config(tmp_path / "bf16"), ACTION)
+    assert found.checkpoint is None and found.settings()["trainer.resume_mode"] == "auto"
+
+
+def test_only_the_command_of_the_parent_goes_on_with_it(tmp_path):
+    run = tmp_path / "bf16"
+    assert rescue.of_run(config(run)) is None
+    rescue.decide(config(run), ACTION)
+    assert rescue.of_run(config(run, on_alarm="log")) is None, "the rescue itself, or who wants the parent back"
+
+
+@pytest.fixture
+def decided(tmp_path) -> Rescue:
+    checkpoint(tmp_path / "bf16", 4)
+    return rescue.decide(config(tmp_path / "bf16"), ACTION)
+
+
+def test_its_command_is_the_parents_with_each_setting_once(decided):
+    words = rescue.arguments(GIVEN, decided, chosen=["precision", "estimator"])
+    assert words[:3] == ["--config-name", "collapse", "logit_size=100"] and "precision=fp16" in words
+    parsed = OverridesParser.create().parse_overrides(words[2:])
+    values = {each.key_or_group: each.value() for each in parsed}
+    assert len(values) == len(parsed) and values["mismatch.alarm.on_alarm"] == "log"
+    assert values["trainer.resume_from_path"] == decided.checkpoint and values["trainer.resume_mode"] == "resume_path"
+    assert values["trainer.experiment_name"] == "bf16-rescue"
+
+
+def test_a_group_that_the_config_has_no_choice_for_is_added(decided):
+    assert "+precision=fp16" in rescue.arguments(["+precision=bf16"], decided, chosen=["estimator"])
+
+
+def test_a_rescue_that_has_a_checkpoint_of_its_own_goes_on_from_that(decided):
+    checkpoint(Path(decided.folder), 7)
+    words = rescue.arguments(GIVEN, decided, chosen=["precision"])
+    assert '++trainer.resume_mode="auto"' in words and not any("resume_from_path" in word for word in words)

@@ -1,0 +1,66 @@
+"""When the alarm acts: after further evidence, for what an action cures, beside no fault, and so often at most."""
+
+import pytest
+
+from verl_precision.mismatch.actions import CURABLE, FAULTS, Action, AlarmActions
+from verl_precision.mismatch.remedies import ADVICE
+from verl_precision.mismatch.settings import AlarmSettings
+
+ESS = {"low_effective_sample_size": 1}
+
+
+def actions(**settings) -> AlarmActions:
+    return AlarmActions(AlarmSettings(on_alarm="rescue", **settings))
+
+
+def begun(judge: AlarmActions, steps: list[dict[str, int]], first: int = 1) -> list[Action]:
+    found = [judge.update(step, active) for step, active in enumerate(steps, first)]
+    return [each for each in found if each is not None]
+
+
+def test_it_wants_as_many_further_steps_as_it_is_patient():
+    assert begun(actions(), [{}] * 4 + [ESS] * 4) == []
+    assert begun(actions(), [{}] * 4 + [ESS] * 9) == [Action("rescue", "low_effective_sample_size", 9, 1)], "once"
+    assert begun(actions(action_patience=1), [ESS]) == [Action("rescue", "low_effective_sample_size", 1, 1)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_beside_a_fault_nothing_is_done(fault):
+    assert begun(actions(), [{**ESS, fault: 1}] * 20) == []
+
+
+def test_every_alarm_but_an_extreme_gap_is_curable_or_a_fault():
+    """BF16 runs of the paper begin with extreme gaps."""
+    assert set(ADVICE) - {*CURABLE, *FAULTS} == {"extreme_prob_gap"} and not {*CURABLE} & {*FAULTS}
+
+
+def test_trouble_began_with_the_first_of_its_alarms():
+    (action,) = begun(actions(), [{"k3_growth": 7, "gap_growth": 5}] * 5, first=20)
+    assert action == Action("rescue", "k3_growth", 24, 5)
+
+
+def test_it_ends_after_as_many_steps_without_an_alarm_and_begins_again():
+    judge = actions(action_patience=2)
+    assert len(begun(judge, [ESS, ESS])) == 1 and judge.active
+    begun(judge, [{}, {}], first=3)
+    assert not judge.active
+    assert [each.step for each in begun(judge, [ESS, ESS], first=5)] == [6]
+
+
+def test_after_so_many_in_so_many_steps_nothing_is_done_any_more():
+    judge = actions(action_patience=1, max_actions=2, action_steps=50)
+    found = begun(judge, [ESS, {}] * 5)
+    assert [each.step for each in found] == [1, 3] and judge.exhausted and not judge.active
+    assert begun(judge, [ESS, {}] * 50, first=200) == []
+    slow = actions(action_patience=1, max_actions=2, action_steps=3)
+    assert [each.step for each in begun(slow, [ESS, {}] * 5)] == [1, 3, 5, 7, 9], "two within any three steps"
+
+
+def test_a_resumed_run_goes_on_where_it_was():
+    whole, first, second = (actions(action_patience=3, max_actions=1) for _ in range(3))
+    steps = [ESS] * 2 + [ESS] * 3 + [{}] * 4 + [ESS] * 4
+    begun(first, steps[:4])
+    second.load(first.state())
+    begun(whole, steps)
+    begun(second, steps[4:], first=5)
+    assert second.state() == whole.state() and whole.exhausted
