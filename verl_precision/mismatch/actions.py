@@ -13,8 +13,8 @@ from verl_precision.mismatch.settings import AlarmSettings
 
 KINDS = ("lower_learning_rate", "rescue")  # values of `on_alarm`
 # What a smaller gap cures; and alarms of a fault, beside which nothing is done.
-CURABLE = ("low_effective_sample_size", "k3_growth", "gap_growth", "phantom_clipping")
-FAULTS = ("trainer_not_finite", "rollout_not_finite", "responses_not_finite", "policies_differ")
+CURABLE: tuple[str, ...] = ("low_effective_sample_size", "k3_growth", "gap_growth", "phantom_clipping")
+FAULTS: tuple[str, ...] = ("trainer_not_finite", "rollout_not_finite", "responses_not_finite", "policies_differ")
 FAULTS += ("repeated_overflow", "loss_scale_at_minimum")
 
 

@@ -144,7 +144,7 @@ class PrecisionFSDPEngine:
 
     def train_batch(self, data, loss_function):
         """Train on a mini-batch as verl does; at the last one of a step also report."""
-        if not self._rate_is_set:
+        if self._has_precision_config and not self._rate_is_set:
             self._rate = ScaledLearningRate(1.0) if tu.get(data, key=LOWER_RATE, default=False) else None
         if self._rate is not None:
             loss_function = self._rate.watched(loss_function)
