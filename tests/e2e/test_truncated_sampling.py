@@ -15,14 +15,14 @@ TRUNCATED = ("actor_rollout_ref.rollout.top_p=0.8", f"actor_rollout_ref.rollout.
 def trained(run_quickstart):
     """Run two steps, with masks or without; return their metrics."""
     steps = ("trainer.total_training_steps=2", "trainer.val_before_train=False", "trainer.test_freq=-1")
+    model = ("tiny_architecture=qwen3_tied", "precision=fp32")
     estimator = ("estimator=grpo", "algorithm.rollout_correction=null")
-    return lambda *masks: run_quickstart("precision=fp32", *estimator, *TRUNCATED, *masks, *steps)
+    return lambda *masks: run_quickstart(*model, *estimator, *TRUNCATED, *masks, *steps)
 
 
 @pytest.fixture(scope="module")
 def masked(trained):
-    tied = "tiny_architecture=qwen3_tied"
-    return trained("+sampling_masks=replay", "+actor_rollout_ref.rollout.custom.min_p=0.02", tied)
+    return trained("+sampling_masks=replay", "+actor_rollout_ref.rollout.custom.min_p=0.02")
 
 
 def test_the_masks_make_both_distributions_one(masked):

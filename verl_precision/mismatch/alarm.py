@@ -115,7 +115,7 @@ class MismatchAlarm:
     @property
     def active(self) -> list[str]:
         """Names of the alarms that were raised and have not recovered."""
-        return [name for name, detector in self._detectors.items() if detector.active]
+        return list(self.active_since)
 
     @property
     def active_since(self) -> dict[str, int]:

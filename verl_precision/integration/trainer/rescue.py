@@ -25,6 +25,7 @@ from verl_precision.base.files import write_file
 from verl_precision.integration.trainer.found_checkpoints import is_complete
 from verl_precision.integration.trainer.kept_files import MARK, checkpoints_in
 from verl_precision.mismatch.actions import Action
+from verl_precision.mismatch.settings import settings_of
 
 RESCUE_FILE = "rescue.yaml"
 _ON_ALARM = "mismatch.alarm.on_alarm"
@@ -63,12 +64,11 @@ def decide(config: DictConfig, action: Action) -> Rescue:
     whole = [path for path in before if is_complete(path, contents)]
     if whole:
         write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
-    precision = OmegaConf.select(config, "mismatch.alarm.rescue_precision") or "fp16"
     rescue = Rescue(
         str(folder),
         *(action.alarm, action.step, action.since_step),
         checkpoint=str(whole[-1]) if whole else None,
-        precision=precision,
+        precision=settings_of(config).alarm.rescue_precision,
         name=f"{config.trainer.experiment_name}-rescue",
         folder=f"{folder}-rescue",
     )
