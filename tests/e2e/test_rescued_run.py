@@ -35,7 +35,7 @@ def test_what_follows_is_what_the_checkpoint_gives_in_fp16(run_quickstart, tmp_p
     assert [row["step"] for row in rescued] == [1, 2, 3, 4, 5], "one series: up to the checkpoint the parent's"
     assert all("precision/loss_scale" not in row for row in rescued[:2])
     superseded = read_metrics(rescued.folder / "metrics.jsonl.superseded")
-    assert [row["step"] for row in superseded] == [3, 4] and superseded[1]["alarm/acting"] == 1
+    assert [row["step"] for row in superseded] == [3, 4] and superseded[1]["alarm/rescue"] == 0
 
     by_hand = run_quickstart(
         *(each for each in SETTINGS if each != "precision=bf16"),
@@ -43,5 +43,6 @@ def test_what_follows_is_what_the_checkpoint_gives_in_fp16(run_quickstart, tmp_p
         *(f"trainer.default_local_dir={tmp_path / 'by_hand'}", "trainer.experiment_name=by_hand"),
     )
     assert [row["step"] for row in by_hand] == [3, 4, 5]
+    assert [row.pop("alarm/rescue") for row in rescued] == [0, 0, 1, 1, 1], "the page shows where it began"
     assert differing(by_hand, rescued[2:]) == [set()] * 3, "bit for bit"
     assert (tmp_path / "run-rescue" / f"global_step_{STEPS}").is_dir() and (folder / "global_step_4").is_dir()

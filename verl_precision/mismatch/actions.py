@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from verl_precision.mismatch.drift_detector import Persistence
 from verl_precision.mismatch.settings import AlarmSettings
 
-KINDS = ("lower_learning_rate", "rescue")  # values of `on_alarm`
+KINDS = ("lower_learning_rate", "mask", "rescue")  # values of `on_alarm`
 # What a smaller gap cures; and alarms of a fault, beside which nothing is done.
 CURABLE: tuple[str, ...] = ("low_effective_sample_size", "k3_growth", "gap_growth", "phantom_clipping")
 FAULTS: tuple[str, ...] = ("trainer_not_finite", "rollout_not_finite", "responses_not_finite", "policies_differ")

@@ -20,8 +20,9 @@ class AlarmSettings:
 
     Attributes:
         on_alarm: `log` (say it and go on); `stop` (say it, and end the run if the alarm is severe);
-            `lower_learning_rate` (by the root of the effective sample, until the alarm has recovered); `rescue` (end
-            the run, and go on from before the trouble in another precision, as a run of its own).
+            `lower_learning_rate` (by the root of the effective sample, until the alarm has recovered); `mask` (leave
+            out responses whose ratio is beyond `mismatch.ratio_threshold`, until it has recovered); `rescue` (end the
+            run, and go on from before the trouble in another precision, as a run of its own).
         action_patience: Further steps in a row with an alarm that an action cures, and none of a fault, before it
             begins; and without one before it ends; ≥ 1.
         max_actions: Most actions within `action_steps` steps; then nothing is done any more; ≥ 1.
@@ -46,7 +47,7 @@ class AlarmSettings:
         sync_gap: Mean |log-prob gap|, nats, above which they are not one policy.
     """
 
-    on_alarm: Literal["log", "stop", "lower_learning_rate", "rescue"] = Field(
+    on_alarm: Literal["log", "stop", "lower_learning_rate", "mask", "rescue"] = Field(
         default="log", description="The value log never ends or changes a run."
     )
     action_patience: int = Field(default=5, ge=1, strict=True)

@@ -14,7 +14,6 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
-from verl_precision.integration.engine.learning_rate import LOWER_RATE
 from verl_precision.integration.engine.measurement import (
     FAILED,
     MISMATCH,
@@ -108,7 +107,7 @@ def reported_by(judge: RunMonitor) -> dict:
 
 
 def measured_by(judge: RunMonitor, batch, step: int = 1) -> dict:
-    judge.remember_mask(batch)
+    judge.remember_mask(batch, False)
     judge.measure_in_driver(batch, step)
     return reported_by(judge)
 
@@ -155,8 +154,10 @@ def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, 
     assert not [key for key in metrics if key.startswith("phantom/") and ("clip" in key or "fraction" in key)]
 
 
-@pytest.mark.parametrize(("changes", "measured"), [((REJECTION,), (9, 0.5)), ((REJECTION, SHADOW_RATIO), (None, None))])
-def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, measured):
+@pytest.mark.parametrize(("changes", "masked", "measured"), [
+    ((REJECTION,), False, (9, 0.5)), ((REJECTION, SHADOW_RATIO), False, (None, None)), ((), True, (9, 0.5)),
+])  # fmt: skip
+def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, masked, measured):
     """T2: of two updates' five responses three are gone, of nine tokens seven; the loss sees none of them.
 
     verl writes its rejection into the mask, which then hides the tokens with the gap, the first of each response.
@@ -165,7 +166,7 @@ def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, me
     for masks in (([0, 0], [0, 1], [0, 0, 0]), ([0], [1])):
         whole = [tuple(-1.0 for _ in mask) for mask in masks]
         stored(monkeypatch, *whole)
-        judge.remember_mask(batch := batch_of(*[0] * len(masks)))
+        judge.remember_mask(batch := batch_of(*[0] * len(masks)), masked)
         stored(monkeypatch, *whole, response_mask=[torch.tensor(mask) for mask in masks])
         judge.measure_in_driver(batch, 1)
     metrics = reported_by(judge)
@@ -361,26 +362,6 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     resumed.load(str(tmp_path))
     assert resumed.alarm.active == judge.alarm.active
     resumed.load(str(tmp_path / "nothing here"))
-
-
-def test_an_alarm_that_acts_asks_the_worker_for_a_lower_rate_until_it_has_recovered(tmp_path, caplog):
-    """The alarm speaks at step 5, and from there five steps are the patience; so it ends, from step 19 on."""
-    judge = monitor({"mismatch": {"alarm": {"on_alarm": "lower_learning_rate"}}})
-    asked, acting = [], []
-    for step in range(1, 26):
-        batch = SimpleNamespace(extra_info={}, tags=[])
-        judge.ask_the_worker(batch, step, 0)
-        asked.append(LOWER_RATE in batch.extra_info)
-        metrics = {"actor/is_weight_ess_fraction": 0.1 if step <= 14 else 0.9}
-        judge.judge(step, metrics)
-        acting.append(metrics["alarm/acting"])
-        judge.save(str(tmp_path), metrics)
-        resumed = monitor({"mismatch": {"alarm": {"on_alarm": "lower_learning_rate"}}})
-        resumed.load(str(tmp_path))
-        judge = resumed
-    assert acting == [0] * 8 + [1] * 14 + [0] * 3, "from step 9 to 22"
-    assert asked == [False, *(bool(each) for each in acting[:-1])], "the update after the step that began it"
-    assert sum("ACTION lower_learning_rate at step 9" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_on_alarm_stop_returns_the_error_that_ends_the_run():

@@ -101,7 +101,7 @@ def kept_by(judge: RunMonitor, batch, step=1) -> dict:
 
 
 def in_driver(judge: RunMonitor, batch, step=1) -> dict:
-    judge.remember_mask(batch)
+    judge.remember_mask(batch, False)
     judge.measure_in_driver(batch, step)
     assert judge.measured()["mismatch/failed_measurements"] == 0
     return kept_by(judge, batch, step)
@@ -179,7 +179,7 @@ def test_a_response_of_older_weights_is_clipped_for_whatever_reason(queue, tmp_p
 def test_what_verl_rejects_and_weighs_is_seen(queue, tmp_path):
     correction = {"rollout_rs": "token_k2", "rollout_is": "vp_token_tis", "rollout_is_threshold": 1.2}
     judge, batch = monitor(tmp_path, {"algorithm": {"rollout_correction": correction}}), batch_of()
-    judge.remember_mask(batch)
+    judge.remember_mask(batch, False)
     queue["response_mask"] = [torch.tensor([1, 0]), *queue["response_mask"][1:]]
     ratios = [(pi - mu).exp() for pi, mu in zip(queue["old_log_probs"], queue["rollout_log_probs"], strict=True)]
     queue["rollout_is_weights"] = [ratio.clamp(max=1.2) for ratio in ratios]

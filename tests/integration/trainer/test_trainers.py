@@ -98,7 +98,7 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
     done = []
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
     trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("asleep"))
-    trainer._monitor = Mock(first_alarm_step=2, measured=dict)
+    trainer._monitor = Mock(first_alarm_step=2, measured=dict, acting=Mock(begun=None))
     trainer._monitor.judge.return_value = MismatchAlarmError("k3 grows")
     with pytest.raises(MismatchAlarmError):
         trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
@@ -110,7 +110,9 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
 
 
 def test_an_alarm_that_rescues_ends_the_run_with_that_step(trainer, tmp_path):
-    trainer._monitor = Mock(first_alarm_step=None, action=Action("rescue", "k3_growth", 2, 2), measured=dict)
+    trainer._monitor = Mock(
+        first_alarm_step=None, measured=dict, acting=Mock(begun=Action("rescue", "k3_growth", 2, 2))
+    )
     trainer._monitor.judge.return_value = None
     trainer.total_training_steps = 9
     trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)

@@ -5,10 +5,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
-from verl_precision.check.rules.loss import weighs_responses
+from verl_precision.check.rules.loss import RATIO_SOURCE, weighs_responses
 from verl_precision.check.rules.rule import Environment, Faults, rule, told, told_where
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.trainer.saving import saves
+from verl_precision.mismatch.actions import KINDS
 from verl_precision.mismatch.settings import MismatchSettings, settings_of
 
 
@@ -19,15 +20,19 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Faults:
         return
     actor, exact = engines(config)[0], OmegaConf.select(config, IN_CONFIG) in EXACT
     ours, on_cpu = actor.strategy in FSDP and actor.ours, config.trainer.device == "cpu"
-    lowers, to_fp16 = settings.alarm.on_alarm == "lower_learning_rate", settings.alarm.rescue_precision == "fp16"
+    kind, to_fp16 = settings.alarm.on_alarm, settings.alarm.rescue_precision == "fp16"
+    lowers, masks, rescues = (kind == each for each in KINDS)
+    correction, shadow = (OmegaConf.select(config, key) for key in ("algorithm.rollout_correction", RATIO_SOURCE))
     in_fp16 = actor.compute == "fp16" and rollout_dtype(config) == "fp16"
     wrong = {
         "trainer": not settings.enabled,
         "engine": lowers and not ours,
         "weights": lowers and not weighs_responses(config),
-        "checkpoints": not lowers and actor.strategy not in FSDP,
-        "precision": not lowers and (in_fp16 and to_fp16 or exact),
-        "exact": not lowers and not to_fp16 and not on_cpu,
+        "log-probs": masks and (correction is None or correction.bypass_mode or shadow == "shadow"),
+        "rejection": masks and correction is not None and correction.rollout_rs is not None,
+        "checkpoints": rescues and actor.strategy not in FSDP,
+        "precision": rescues and (in_fp16 and to_fp16 or exact),
+        "exact": rescues and not to_fp16 and not on_cpu,
     }
     yield from told_where(
         "alarm-cannot-act",

@@ -85,6 +85,13 @@ def of_run(config: DictConfig) -> Rescue | None:
     return Rescue(**yaml.safe_load(path.read_text()))
 
 
+def is_rescue(config: DictConfig) -> bool:
+    """Return whether a run is one that a rescue began."""
+    folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".").absolute()
+    path = folder / RESCUE_FILE
+    return path.is_file() and yaml.safe_load(path.read_text())["folder"] == str(folder)
+
+
 def goes_on(rescue: Rescue) -> bool:
     """Return whether the rescue has a checkpoint of its own, from which it goes on."""
     return bool(checkpoints_in(Path(rescue.folder)))

@@ -21,15 +21,14 @@ from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
-from verl_precision.integration.engine.learning_rate import LOWER_RATE
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
+from verl_precision.integration.trainer.acting import Acting
 from verl_precision.integration.trainer.batch_fields import fetch, kept, put
 from verl_precision.integration.trainer.shown import log_histograms, log_table
 from verl_precision.integration.trainer.token_recorder import TokenRecorder
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.actions import KINDS, Action, AlarmActions
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.kept_tokens import KeptSummary
@@ -80,8 +79,7 @@ class RunMonitor:
         )
         self.recorder = TokenRecorder(config, settings) if settings.keep_tokens else None
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
-        self.actions = AlarmActions(settings.alarm) if settings.alarm.on_alarm in KINDS else None
-        self.action: Action | None = None  # that the last step began
+        self.acting = Acting(config, settings)
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
         self._least_equal = least if OmegaConf.select(config, IN_CONFIG) in EXACT else 0.0
@@ -95,9 +93,12 @@ class RunMonitor:
         self._kept: Sequence[KeptSummary] = ()
         self._seconds, self._failures = 0.0, 0
 
-    def remember_mask(self, batch: Any) -> None:
-        """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask."""
-        if self._rejects:
+    def remember_mask(self, batch: Any, masked: bool) -> None:
+        """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask.
+
+        It rejects where the config says so, or while the alarm has responses masked.
+        """
+        if self._rejects or masked:
             with self._guarded():
                 (self._mask,) = fetch(batch, "response_mask")
                 if self.recorder is not None:
@@ -147,8 +148,7 @@ class RunMonitor:
 
         After an update since the last sync (`updates`), no response is of the weights that score it.
         """
-        if self.actions is not None and self.actions.active and self.settings.alarm.on_alarm == "lower_learning_rate":
-            batch.extra_info[LOWER_RATE] = True
+        self.acting.ask_the_worker(batch)
         if not (self.in_worker or self.shadowed):
             return
         batch.extra_info[measurement.REQUEST] = self.request
@@ -208,9 +208,10 @@ class RunMonitor:
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
 
-        `alarm/active_count` and `timing_s/mismatch` are added to the step's metrics.
+        `alarm/active_count`, `alarm/<action>` and `timing_s/mismatch` are added to the step's metrics.
         """
         stop, start = None, time.perf_counter()
+        metrics.update(self.acting.metrics())
         self._raised = self.alarm.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in self._raised), default=None)
         try:
@@ -218,12 +219,7 @@ class RunMonitor:
         except MismatchAlarmError as error:
             stop = error
         metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
-        if self.actions is not None:
-            self.action = self.actions.update(step, self.alarm.active_since)
-            metrics[names.ACTING] = int(self.actions.active)
-            if self.action is not None:
-                text = "ACTION %s at step %d: %s since step %d"
-                logger.warning(text, self.action.kind, step, self.action.alarm, self.action.since_step)
+        self.acting.judge(step, self.alarm.active_since)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
@@ -240,7 +236,7 @@ class RunMonitor:
 
     def save(self, folder: str, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
-        state = {**self.alarm.state_dict(), **({} if self.actions is None else {"actions": self.actions.state()})}
+        state = {**self.alarm.state_dict(), **self.acting.state()}
         write_file(Path(folder) / ALARM_FILE, json.dumps(state), replace=True)
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
@@ -252,8 +248,7 @@ class RunMonitor:
         if path.is_file():
             state = json.loads(path.read_text())
             self.alarm.load_state_dict(state)
-            if self.actions is not None and "actions" in state:
-                self.actions.load(state["actions"])
+            self.acting.load(state)
 
     def _add(self, key: str, found: Any) -> None:
         self._sets = merge_by_name([self._sets, {key: found}])

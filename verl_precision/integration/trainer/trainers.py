@@ -118,8 +118,8 @@ def _measuring(base: type, mode: str) -> type:
             self._canary_metrics.update(self._canary.judge(self.actor_rollout_wg))
 
         def _compute_advantage(self, batch, metrics):
-            self._monitor.remember_mask(batch)
-            with advantages_by_session():
+            with self._monitor.acting.masking(self.config) as masked, advantages_by_session():
+                self._monitor.remember_mask(batch, masked)
                 batch = super()._compute_advantage(batch, metrics=metrics)
             self._monitor.measure_in_driver(batch, self.global_steps)
             return batch
@@ -143,7 +143,7 @@ def _measuring(base: type, mode: str) -> type:
             if self._monitor.first_alarm_step is not None:
                 folder = Path(self.config.trainer.default_local_dir)
                 kept_files.keep_checkpoint_before(self._monitor.first_alarm_step, folder)
-            if (action := self._monitor.action) is not None and action.kind == "rescue":
+            if (action := self._monitor.acting.begun) is not None and action.kind == "rescue":
                 rescue.decide(self.config, action)
                 self.total_training_steps = global_steps  # verl's loop ends once this step is logged
             if self._saved_step == global_steps:
