@@ -89,6 +89,18 @@ def test_alarms_are_found_offline_and_said():
     assert sick["alarms"][0]["shown"] and "precision=fp16" in sick["alarms"][0]["advice"]["try_first"][0]
 
 
+def test_it_says_in_which_steps_the_alarm_acted():
+    masked = run_of("masked", steps=6)
+    for row, acts in zip(masked.rows, (0, 1, 1, 0, 1, 0), strict=True):
+        row["alarm/mask"] = acts
+    rescued, calm = run_of("rescued", steps=2, **{"alarm/rescue": 1}), run_of("calm", steps=2, **{"alarm/mask": 0})
+    html = page([masked, rescued, calm])
+    assert [run["actions"] for run in data_of(html)["state"]["runs"]] == [
+        ["mask from step 2 to 3", "mask from step 5 to 5"], ["rescue from step 1 to 2"], [],
+    ]  # fmt: skip
+    assert table_of(html, "acting")[1] == ["1", "0", "1", "0"]
+
+
 def test_the_page_loads_nothing_and_no_text_of_a_run_is_html():
     names = ["a <b> & 'c'", "</script><b>", "<!--", "\u2028"]
     html = page([run_of(name, growing, steps=2) for name in names])

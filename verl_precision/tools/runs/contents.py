@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
@@ -37,6 +38,7 @@ def _all() -> Iterable[tuple[Panel, str, str]]:
     return ((panel, label, metric) for panel in PANELS for label, metric in panel.metrics.items())
 
 
+_ACTING = next(panel for panel in PANELS if panel.name == "acting")
 _PEARSON = next(curve_key(panel, label) for panel, label, metric in _all() if metric == PROBS_PEARSON)
 
 
@@ -155,8 +157,8 @@ def curves_of(runs: Sequence[Points]) -> dict[str, Series]:
 
 
 def run_content(
-    number: int, run: Run, summary: Summary, alarms: Sequence[Alarm], baseline_missing: int, stands: Standing,
-    colour: str, kept: int | None = None, problem: str = "",
+    number: int, run: Run, points: Points, summary: Summary, alarms: Sequence[Alarm], baseline_missing: int,
+    stands: Standing, colour: str, kept: int | None = None, problem: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return what the page shows of a run beside its curves; `kept` responses have their tokens on the disk."""
     shown = {key for _, _, metric in _all() for key in metric.split(" or ")}
@@ -171,10 +173,22 @@ def run_content(
         "first": int(run.rows[0]["step"]) if run.rows else None,
         "standing": asdict(stands),
         "alarms": [{**asdict(alarm), "seen": wire(alarm.seen), "shown": alarm.metric in shown} for alarm in alarms],
+        "actions": actions_of(points),
         "baselineMissing": baseline_missing,
         "summary": summary,
         "kept": kept,
     }
+
+
+def actions_of(points: Points) -> list[str]:
+    """Return, in words, in which steps the alarm did something about the run."""
+    found = []
+    for label, metric in _ACTING.metrics.items():
+        for acts, group in groupby(points.get(curve_key(_ACTING, label), {}).items(), key=lambda point: point[1] > 0):
+            if acts:
+                steps = [step for step, _ in group]
+                found.append(f"{metric.partition('/')[2]} from step {steps[0]} to {steps[-1]}")
+    return found
 
 
 def panels_content() -> list[dict[str, Any]]:

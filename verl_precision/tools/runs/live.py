@@ -144,7 +144,7 @@ class Live:
                 "version": self._version,
                 "runs": [
                     run_content(
-                        run.number, run.run, run.summary, run.alarms, run.baseline_missing, run.stands,
+                        run.number, run.run, run.points, run.summary, run.alarms, run.baseline_missing, run.stands,
                         colours[run.run.curve], run.kept.count, run.problem or self._problems.get(run.source, ""),
                     )
                     for run in runs

@@ -96,6 +96,7 @@ function runCard(run) {
     make("div", {}, make("span", { id: `progress-${run.id}` }, progress.filter(Boolean).join(" · ")), " ", LIVE && run.standing.age !== null ? make("small", { id: `age-${run.id}` }) : null),
     make("dl", {}, Object.entries(now).map(([title, text]) => make("div", {}, make("dt", {}, title), make("dd", { "data-now": title }, text)))),
     make("div", {}, run.alarms.length ? [make("span", { class: "bad" }, `alarms: ${run.alarms.length}`), ...alarms.flat()] : step === null ? "" : make("span", { class: "good" }, "no alarm")),
+    run.actions.length ? make("div", {}, `the alarm acts: ${run.actions.join(" · ")}`) : null,
     run.problem ? make("div", { class: "bad" }, run.problem) : null,
     make("small", {}, pathParts(run.path), run.notes.map((note) => [make("br"), note]).flat()),
   );

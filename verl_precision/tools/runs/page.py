@@ -62,7 +62,7 @@ def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Seque
         stands = standing(run, points[run.name], total_steps(run.path), None, expected)
         kept.read_on()
         of_run = alarms, judge.baseline_missing, stands, colours[run.curve], kept.count
-        contents.append(run_content(number, run, summary_of(points[run.name]), *of_run))
+        contents.append(run_content(number, run, points[run.name], summary_of(points[run.name]), *of_run))
     of_curve = {run.curve: [points[each.name] for each in runs if each.curve == run.curve] for run in runs}
     state = {
         "version": 1,
