@@ -32,7 +32,7 @@ MATH = "math-verify[antlr4_9_3]>=0.8"
 # One release decides a hash or a score: gguf widens the 4-bit weights of `data smollm2_135m_instruct`, and
 # reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
 TASKS = ["gguf==0.19.0", "reasoning-gym==0.1.25"]
-SHIPPED = {"verl_precision.patches": "patches", "verl_precision.recipes": "recipes"}
+SHIPPED = {f"verl_precision.{name}": name for name in ("patches", "recipes", "requirements")}
 NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
 
 setup(
@@ -43,13 +43,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    # patches/ and recipes/ are at the top, where people look for them, and travel inside the package.
+    # These folders are at the top, where people look for them, and travel inside the package.
     packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
         "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/*.html", "**/*.js", "tools/jobs/prompts.txt"],
         "verl_precision.patches": ["README.md", "*/*.patch", "*/hashes.json"],
         "verl_precision.recipes": ["README.md", "*/[!_]*"],
+        "verl_precision.requirements": ["*.lock"],
     },
     install_requires=BASE,
     extras_require={

@@ -670,7 +670,8 @@ def patch(
 def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; created if need be.")] = Path()) -> None:
     """Write the recipes that the package carries into FOLDER/recipes, to run and to edit: no clone is needed.
 
-    Commands in their headers are meant for FOLDER as the current folder. A recipes/ that is there is left alone.
+    With them go cpu.lock and gpu.lock: all packages, in tested versions. Commands in the recipes' headers are meant for
+    FOLDER as the current folder. A recipes/ that is there is left alone.
     """
     from verl_precision.tools.runs.recipes import write_recipes
 

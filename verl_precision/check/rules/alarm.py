@@ -34,12 +34,8 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Faults:
         "precision": rescues and (in_fp16 and to_fp16 or exact),
         "exact": rescues and not to_fp16 and not on_cpu,
     }
-    yield from told_where(
-        "alarm-cannot-act",
-        wrong,
-        loss=config.actor_rollout_ref.actor.policy_loss.get("loss_mode"),
-        strategy=actor.strategy,
-    )
+    loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
+    yield from told_where("alarm-cannot-act", wrong, loss=loss, strategy=actor.strategy)
 
 
 @rule("rescue-from-start", "warning")

@@ -28,9 +28,8 @@ class Acting:
 
     def under_way(self, kind: str) -> bool:
         """Return whether a kind of action is under way in this step."""
-        if kind == "rescue":
-            return self._is_rescue
-        return self._kind == kind and self._actions is not None and self._actions.active
+        acts = self._kind == kind and self._actions is not None and self._actions.active
+        return self._is_rescue if kind == "rescue" else acts
 
     def metrics(self) -> dict[str, int]:
         """Return `alarm/<kind>` of this step: 1 while the action is under way; empty for a run that has none."""
@@ -44,16 +43,16 @@ class Acting:
         Yields:
             Whether it does: 1/C ≤ π/μ ≤ C is asked of whole responses (verl's `seq_sum_k1`).
         """
-        if not (masked := self.under_way("mask")):
-            yield masked
+        if not self.under_way("mask"):
+            yield False
             return
-        correction = config.algorithm.rollout_correction
-        mask = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": f"{1 / self._threshold}_{self._threshold}"}
+        correction, bounds = config.algorithm.rollout_correction, f"{1 / self._threshold}_{self._threshold}"
+        mask = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": bounds}
         before = {key: correction.get(key) for key in mask}
         with open_dict(correction):
             try:
                 correction.update(mask)
-                yield masked
+                yield True
             finally:
                 correction.update(before)
 
@@ -69,13 +68,14 @@ class Acting:
         had, exhausted = self._actions.active, self._actions.exhausted
         self.begun = self._actions.update(step, active)
         if self.begun is not None:
-            text = "ACTION %s at step %d: %s since step %d"
-            logger.warning(text, self.begun.kind, step, self.begun.alarm, self.begun.since_step)
+            text = f"at step {step}: {self.begun.alarm} since step {self.begun.since_step}"
         elif self._actions.exhausted and not exhausted:
-            text = "ACTION %s is due at step %d, and max_actions=%d allows no more: nothing is done any more"
-            logger.warning(text, self._kind, step, self._actions.settings.max_actions)
+            text = f"is due at step {step}, and max_actions allows no more: nothing is done any more"
         elif had and not self._actions.active:
-            logger.warning("ACTION %s ended at step %d: the alarm has recovered", self._kind, step)
+            text = f"ended at step {step}: the alarm has recovered"
+        else:
+            return
+        logger.warning("ACTION %s %s", self._kind, text)
 
     def state(self) -> dict[str, Any]:
         """Return plain JSON from which a resumed run goes on; empty for a run that does not act."""

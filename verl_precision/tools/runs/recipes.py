@@ -1,4 +1,4 @@
-"""The recipes that travel with the package, written where a user can run and edit them."""
+"""The recipes that travel with the package, and the locks, written where a user can run and edit them."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from verl_precision.base.files import new_folder, shipped_folder
 
 
 def write_recipes(folder: Path) -> Path:
-    """Write `recipes/` into a folder, which is created, and return its path; refused if it is there already."""
+    """Write `recipes/`, with the locks, into a folder, which is created; return its path, refuse an old one."""
     target = folder / "recipes"
     if target.exists():
         problem, allowed = "it exists; nothing was written", "a folder without recipes/, or a new one"
@@ -17,4 +17,6 @@ def write_recipes(folder: Path) -> Path:
     with new_folder(target) as scratch:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(shipped_folder("recipes"), scratch, ignore=ignore, dirs_exist_ok=True)
+        for lock in shipped_folder("requirements").glob("*.lock"):
+            shutil.copy(lock, scratch)
     return target
