@@ -1,10 +1,16 @@
 """When the alarm acts: after further evidence, for what an action cures, beside no fault, and so often at most."""
 
+from pathlib import Path
+
 import pytest
 
 from verl_precision.mismatch.actions import CURABLE, FAULTS, Action, AlarmActions
+from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.remedies import ADVICE
 from verl_precision.mismatch.settings import AlarmSettings
+from verl_precision.tools.runs.read import read_metrics
+
+RECORDED = Path(__file__).parent / "recorded"
 
 ESS = {"low_effective_sample_size": 1}
 
@@ -54,6 +60,24 @@ def test_after_so_many_in_so_many_steps_nothing_is_done_any_more():
     assert begun(judge, [ESS, {}] * 50, first=200) == []
     slow = actions(action_patience=1, max_actions=2, action_steps=3)
     assert [each.step for each in begun(slow, [ESS, {}] * 5)] == [1, 3, 5, 7, 9], "two within any three steps"
+
+
+@pytest.mark.parametrize("path", [RECORDED / f"sanity_arithmetic_{each}.jsonl" for each in ("bf16", "fp16")], ids=str)
+def test_recorded_runs_that_were_fine_are_left_alone(path):
+    assert replayed(path) == []
+
+
+def test_a_seeded_collapse_would_be_acted_on_before_the_reward_falls():
+    """At step 61; the alarm cannot tell that noise in the weights is the cause, which no other precision cures."""
+    assert replayed(RECORDED / "seeded_collapse.jsonl") == [Action("rescue", "gap_growth", 43, 31)]
+
+
+def replayed(path) -> list[Action]:
+    alarm, judge, found = MismatchAlarm(), actions(), []
+    for row in read_metrics(path):
+        alarm.update(int(row["step"]), row)
+        found.append(judge.update(int(row["step"]), alarm.active_since))
+    return [each for each in found if each is not None]
 
 
 def test_a_resumed_run_goes_on_where_it_was():

@@ -35,6 +35,8 @@ from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHI
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
+from verl_precision.mismatch.actions import Action, AlarmActions
+from verl_precision.mismatch.settings import AlarmSettings
 
 RESPONSES, TOKENS = 16, 32
 CORRECTION = "algorithm.rollout_correction"
@@ -230,13 +232,14 @@ def trainer_of(config, monkeypatch, folder: Path):
     return trainer
 
 
-def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]]:
-    """Return the metrics of the last step, and all alarms."""
+def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str], list[Action]]:
+    """Return the metrics of the last step, all alarms, and the actions that one that acts would have begun."""
     config = compose_estimator(situation.estimator, "+precision=bf16", f"data.max_response_length={TOKENS}")
     for path, _, value in (change.partition("=") for change in situation.changes):
         OmegaConf.update(config, path, OmegaConf.create(f"value: {value}").value, merge=False, force_add=True)
     assert run_name(config) and not [fault for fault in find_faults(config, Environment()) if fault.severity == "error"]
     trainer, raised, metrics = trainer_of(config, monkeypatch, folder), set(), {}
+    actions, begun = AlarmActions(AlarmSettings(on_alarm="rescue")), []
     generator = torch.Generator().manual_seed(1)
     correction = OmegaConf.select(config, CORRECTION) or {}
     options = {key: value for key, value in correction.items() if key not in ("bypass_mode", "loss_type")}
@@ -247,7 +250,7 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             batch, log_probs, shadow = batch_of(situation, step, config, generator)
             monkeypatch.setattr("transfer_queue.kv_batch_get", batch.get)
             monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
-            monitor.remember_mask(batch)
+            monitor.remember_mask(batch, False)
             rows = batch.rows
             if situation.sessions:
                 rows["advantages"] = advantages_of(situation.sessions)
@@ -267,13 +270,14 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             trainer._save_checkpoint()
         trainer._compute_metrics(batch, metrics, {}, global_steps=step, epoch=0)
         raised |= set(monitor.alarm.active)
+        begun.append(actions.update(step, monitor.alarm.active_since))
         if situation.resumed:
             trainer = trainer_of(config, monkeypatch, folder)
             trainer.global_steps = step
             trainer._load_checkpoint()
     if "actor/clip_fraction_high" in metrics:
         metrics["actor/clip_fraction"] = metrics["actor/clip_fraction_high"] + metrics["actor/clip_fraction_low"]
-    return metrics, raised
+    return metrics, raised, [action for action in begun if action is not None]
 
 
 def holds(condition: str, metrics: dict) -> bool:
@@ -289,9 +293,11 @@ def holds(condition: str, metrics: dict) -> bool:
 
 @pytest.mark.parametrize(("words", "says", "alarms"), ROWS, ids=[words for words, *_ in ROWS])
 def test_what_is_said(words, says, alarms, monkeypatch, tmp_path):
-    metrics, raised = run(SITUATIONS[words], monkeypatch, tmp_path)
+    metrics, raised, begun = run(SITUATIONS[words], monkeypatch, tmp_path)
     assert [condition for condition in says.split("; ") if not holds(condition, metrics)] == []
     assert (", ".join(sorted(raised)) or "none") == alarms
+    drifts = "gap_growth" in raised
+    assert [action.alarm for action in begun] == ["k3_growth"] * drifts, "the others' alarms are faults, or too short"
 
 
 def test_the_page_has_one_row_for_each_run():

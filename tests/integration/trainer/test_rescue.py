@@ -1,4 +1,4 @@
-"""A rescue: what it goes on from, its command, and who goes on with it; a real one: tests/e2e/test_rescued_run.py."""
+"""A rescue: what it goes on from, its command, and who goes on with it; a real one: tests/e2e/test_acting_alarm.py."""
 
 from pathlib import Path
 
