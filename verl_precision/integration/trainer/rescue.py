@@ -119,10 +119,10 @@ def become(config: DictConfig, rescue: Rescue, chosen: Sequence[str]) -> NoRetur
     main = getattr(sys.modules["__main__"], "__spec__", None)
     script = ["-m", main.name] if main is not None else sys.argv[:1]
     words = [sys.executable, *script, *arguments(sys.argv[1:], rescue, chosen)]
-    where = rescue.checkpoint or "the start"
+    where, preset = rescue.checkpoint or "the start", " ".join(map("=".join, PRESETS[rescue.precision].items()))
     logger.warning(
         "ACTION rescue: %s at step %d, since step %d. The run goes on from %s with %s, in %s",
-        *(rescue.alarm, rescue.step, rescue.since_step, where, PRESETS[rescue.precision], rescue.folder),
+        *(rescue.alarm, rescue.step, rescue.since_step, where, preset, rescue.folder),
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
