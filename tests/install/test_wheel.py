@@ -18,8 +18,8 @@ PACKAGED = {
     "verl_precision": "verl_precision",
     "patches": "verl_precision/patches",
     "recipes": "verl_precision/recipes",
+    "requirements/*.lock": "verl_precision/requirements",
 }
-PACKAGED["requirements/*.lock"] = "verl_precision/requirements"
 
 
 @pytest.fixture(scope="module")
