@@ -1,0 +1,174 @@
+"""The verbs `check` and `selftest`: is this run, this checkpoint, this machine fit?"""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, BadParameter, Exit, Option
+
+from verl_precision.base.errors import VerlPrecisionError, after_ctrl_c
+from verl_precision.base.terminal import paragraph
+from verl_precision.base.versions import require_packages
+from verl_precision.cli.verb import console, errors, say, silence_third_party, verb
+
+
+@verb("check", context_settings={"ignore_unknown_options": True})
+def check(
+    config: Annotated[
+        str | None,
+        Argument(help="A recipe's YAML, or `--` and the command that starts verl. Overrides alone are of verl's own."),
+    ] = None,
+    overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. precision=fp16.")] = None,
+    gpu: Annotated[str | None, Option(help="GPU of the run, e.g. A100. Default: the GPU of this machine.")] = None,
+    model: Annotated[Path | None, Option(help="Checkpoint to audit for FP16: a folder or a .safetensors file.")] = None,
+    activations: Annotated[bool, Option(help="With --model: also run prompts forward and backward.")] = False,
+    loss_scale: Annotated[float, Option(min=1, help="With --activations: factor on the gradients.")] = 65536,
+    cluster: Annotated[
+        str | None, Option(help="A running Ray, host:port or auto: check that every node is ready for the recipe.")
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Without a config: print all that was looked at.")] = False,
+) -> None:
+    """Say what will run in which dtype, what is wrong, and what to do.
+
+    With a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`): its config, composed as
+    verl composes it. Without: versions, registrations, and whether the plugin is loaded. With --cluster: also whether
+    every node of that Ray has the same packages, the plugin, GPUs, and the recipe's files. With --model: whether its
+    weights, and with --activations its activations and gradients, fit FP16.
+    The exit code is 0 when there is no error, else 1.
+    """
+    if activations and model is None:
+        raise BadParameter("--activations needs a checkpoint. Give --model PATH too.")
+    if model is not None and config is not None:
+        raise BadParameter(f"a recipe ({config}) and --model {model}: allowed is one of them. Leave one out.")
+    if cluster is not None and (model is not None or as_json):
+        raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
+    if path and cluster is None:
+        raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
+    ok, words = True, [] if config is None else [config, *(overrides or [])]
+    with silence_third_party():
+        if model is not None:
+            ok = _check_model(model, activations, loss_scale, as_json)
+        elif words:
+            ok = _check_recipe(words, gpu, as_json)
+        elif cluster is None:
+            ok = _check_installation(as_json, verbose)
+        if cluster is not None:
+            ok = _check_cluster(cluster, words, path or []) and ok
+    raise Exit(0 if ok else 1)
+
+
+def _check_recipe(words: list[str], gpu: str | None, as_json: bool) -> bool:
+    try:
+        require_packages("a check of a config", "verl", "hydra")
+        from verl_precision.check.composition import read_command
+        from verl_precision.check.probe import gpus_here
+        from verl_precision.check.recipe_config import check_recipe
+        from verl_precision.check.rules.gpu_memory import require_known_gpu
+        from verl_precision.check.show import show_recipe
+
+        gpus = gpus_here() if gpu is None else (require_known_gpu(gpu),)
+        report = check_recipe(*read_command(words), gpus)
+    except VerlPrecisionError as error:
+        if not as_json:
+            raise
+        fields = ("setting", "value", "problem", "allowed", "remedy")
+        fault = {"name": "config-refused", "severity": "error", **{name: getattr(error, name) for name in fields}}
+        print(json.dumps({"ok": False, "dtypes": [], "findings": [fault]}, indent=2, default=str))
+        return False
+    if as_json:
+        print(report.as_json())
+    else:
+        show_recipe(report, console)
+    return report.ok
+
+
+def _check_model(model: Path, activations: bool, loss_scale: float, as_json: bool) -> bool:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    from verl_precision.check.activations import measure_activations
+    from verl_precision.check.checkpoint import audit_checkpoint
+    from verl_precision.check.show import show_activations, show_checkpoint
+
+    with Progress("auditing", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=errors) as progress:
+        task = progress.add_task("", total=None)
+        weights = audit_checkpoint(model, lambda done, total: progress.update(task, completed=done, total=total))
+    measured = measure_activations(model, loss_scale=loss_scale) if activations else None
+    ok = weights.ok and (measured is None or measured.ok)
+    if as_json:
+        content = {"ok": ok, "weights": weights.as_dict(), "activations": measured and measured.as_dict()}
+        print(json.dumps(content, indent=2))
+    else:
+        show_checkpoint(weights, console)
+        if measured is not None:
+            show_activations(measured, console)
+    return ok
+
+
+def _check_installation(as_json: bool, verbose: bool) -> bool:
+    from verl_precision.base.versions import installed_versions
+    from verl_precision.check.installation import findings
+    from verl_precision.check.show import show_installation
+
+    versions = installed_versions()
+    if as_json:
+        found = list(findings())
+        ok = all(finding.ok for finding in found)
+        print(json.dumps({"ok": ok, "versions": versions, "findings": [vars(each) for each in found]}, indent=2))
+        return ok
+    named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # a line ends between pairs
+    console.print(paragraph(named, console).replace("\u00a0", " "), highlight=False, soft_wrap=True)
+    return all(finding.ok for finding in show_installation(findings(), console, verbose))
+
+
+def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
+    from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
+    from verl_precision.check.composition import read_command
+    from verl_precision.check.recipe_config import compose_recipe
+    from verl_precision.check.show import show_findings
+
+    given = [str(path) for path in paths]
+    needs = needs_of(compose_recipe(*read_command(words)), given) if words else Needs(paths=tuple(given))
+    found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
+    show_findings(found, console)
+    return all(finding.ok for finding in found)
+
+
+@verb("selftest")
+def selftest(
+    only: Annotated[
+        list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
+    ] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
+    parallel: Annotated[
+        int | None,
+        Option(min=1, help="Runs of part B at a time. Default: as many as memory holds, at most 3 (2 on a CPU)."),
+    ] = None,
+    output: Annotated[
+        Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
+    ] = None,
+) -> None:
+    """Test whether this machine is fit for FP16 RL: overflows, log-probs, weight syncs, short runs, planted faults.
+
+    Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
+    need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if
+    a check failed.
+    """
+    import torch
+
+    from verl_precision.tools.selftest.session import run_selftest, runs_that_fit, show_summary
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu"):
+        raise BadParameter(f"--device {device}: allowed: cuda, cpu")
+    folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    with after_ctrl_c(f"every process has ended. --output {folder} continues"):
+        outcomes = run_selftest(folder, device, only or [], parallel or runs_that_fit(device), console)
+    show_summary(outcomes, console)
+    say(f"Results: {folder}")
+    raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)

@@ -1,0 +1,165 @@
+"""The verbs `compare`, `report` and `watch`: make runs, and look at them."""
+
+import socket
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, BadParameter, Exit, Option
+
+from verl_precision.base.errors import RunFailedError, after_ctrl_c
+from verl_precision.cli.verb import FIGURES, console, errors, say, silence_third_party, verb
+
+
+@verb("compare", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
+def compare(
+    config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
+    overrides: Annotated[
+        list[str] | None, Argument(help="Hydra overrides for every run, e.g. trainer.total_training_steps=4.")
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        Option("--precision", "-p", help="Precision preset. Repeat the option for several. Default: bf16 and fp16."),
+    ] = None,
+    estimator: Annotated[
+        list[str] | None,
+        Option("--estimator", "-e", help="Estimator preset, run in each precision. Repeat the option for several."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        Option(help="In place of -p and -e: an arm of the recipe, from its key `arms`, or `all`. Repeatable."),
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        Option(min=0, help="Run each arm with this seed, for a recipe with the key `seed`. Repeat it for several."),
+    ] = None,
+    parallel: Annotated[
+        int, Option(min=1, help="Runs at a time. Each needs the whole recipe's memory: on a CPU, 8 GiB.")
+    ] = 1,
+    output: Annotated[Path, Option(help="Results go to the folder <output>/<recipe>/<time>.")] = Path("outputs"),
+    restart: Annotated[bool, Option("--restart", help="Start anew, whatever was interrupted.")] = False,
+    pass_score: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
+    pass_steps: Annotated[int, Option(help="With --pass-score: number of last steps of the mean.")] = 4,
+) -> None:
+    """Run one recipe in several precisions and show the mismatch of each: one run after the other, or a whole grid.
+
+    What is compared is an arm: a precision; with -e, each estimator in each precision (arm grpo-bf16); or, with --arm,
+    what the recipe itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, each arm runs once for each
+    seed; the table then has mean and range, and figures a band. Example: -e grpo -e gspo --seed 1 --seed 2 are eight
+    runs, in the folders grpo-bf16/seed_1 to gspo-fp16/seed_2.
+
+    Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
+    Ctrl-C ends every run under way and every process it started. The same command goes on where a comparison was
+    interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
+    """
+    from verl_precision.tools.runs.compare.folder import command_of, comparison_folder
+    from verl_precision.tools.runs.compare.run import compare_runs
+    from verl_precision.tools.runs.compare.summary import PassBar
+    from verl_precision.tools.runs.grid import check_arguments
+
+    bar = None if pass_score is None else PassBar(pass_score, pass_steps)
+    precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
+    runs = check_arguments(config, precisions, chosen, estimator or [], arm or [], seed or [])
+    with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart) as folder:
+        if any(path.is_dir() for path in folder.iterdir()):  # a run's
+            say(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
+        with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
+            try:
+                compare_runs(config, runs, chosen, folder, console, bar, parallel)
+            except RunFailedError:  # if Hydra refused a run, in our words
+                from verl_precision.check.recipe_config import compose_recipe
+
+                with silence_third_party():
+                    for run in runs:
+                        compose_recipe(config, [*chosen, *run.overrides])
+                raise
+
+
+@verb("report", needs=("jinja2",))
+def report(
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...", help="Metrics file (.jsonl), console log, TensorBoard events, or a folder of them."),
+    ],
+    output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
+    force: Annotated[bool, Option("--force", help="Replace a file that is not an earlier report.")] = False,
+    expected: Annotated[
+        Path | None, Option(help="Curves to draw beside the reward, e.g. recipes/sanity/expected.csv.")
+    ] = None,
+    estimator: Annotated[str | None, Option(help="With --expected: the estimator of the runs.")] = None,
+) -> None:
+    """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
+
+    The page needs no network and no other file. The same page of runs that still train: verl-precision watch.
+    """
+    curves = _expected_curves(expected, estimator)
+    from verl_precision.tools.runs.page import page, write_page
+    from verl_precision.tools.runs.read import read_runs
+
+    write_page(output, page(read_runs(runs), expected=curves), force)
+    say(f"wrote {output}: open it in a browser")
+
+
+def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any]:
+    if expected is None or estimator is None:
+        if expected is not estimator:
+            raise BadParameter("--expected and --estimator belong together: give both, or neither")
+        return []
+    from verl_precision.tools.runs.expected import read_expected
+
+    return read_expected(expected, estimator)
+
+
+@verb("watch", needs=("jinja2", "starlette", "uvicorn"))
+def watch(
+    runs: Annotated[
+        list[Path],
+        Argument(
+            metavar="FOLDER...", help="Folder of a run, of several, or in which one will begin; or a metrics file."
+        ),
+    ],
+    once: Annotated[bool, Option("--once", help="Print a table of where the runs stand, and end.")] = False,
+    host: Annotated[
+        str,
+        Option(help="Name or address to listen on; another one lets machines in that ask by it and know the token."),
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any that is free.")] = 8421,
+    expected: Annotated[
+        Path | None, Option(help="Curves to draw beside the reward. Default: those of each run's recipe.")
+    ] = None,
+    estimator: Annotated[str | None, Option(help="With --expected: the estimator of the runs.")] = None,
+) -> None:
+    """Show runs on one local page while they train: reward, mismatch, alarms, time left, the tokens behind a number.
+
+    The page follows the files that runs write, and writes nothing. A run may begin, be killed or go on while it is
+    open. A click on a curve leads to the tokens of that step, if the run has kept some (mismatch.keep_tokens=16).
+
+    The address has a secret token, and only this machine can ask for it. From another machine, use the SSH line that is
+    printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a path cannot be read.
+    """
+    curves = _expected_curves(expected, estimator)
+    from verl_precision.tools.runs.live import Live
+
+    live = Live(runs, curves)
+    if once:
+        from verl_precision.tools.runs.standing import standings_table
+
+        found = live.runs()
+        names = [(each.run.name, each.stands, [alarm.name for alarm in each.alarms]) for each in found]
+        console.print(standings_table(names))
+        for each in found:
+            for alarm in each.alarms:
+                say(f"{each.run.name}: {alarm}")
+            if each.problem:
+                say(each.problem, errors)
+        raise Exit(1 if any(each.problem for each in found) else 0)
+    from verl_precision.tools.runs.server import serve
+
+    def say_where(address: str) -> None:
+        taken = address.rsplit(":", 1)[1].partition("/")[0]
+        say(f"open {address}")
+        say(f"from another machine first: ssh -N -L {taken}:{host}:{taken} {socket.gethostname()}")
+
+    try:
+        serve(live, host, port, say_where)
+    except KeyboardInterrupt:
+        say("the page has ended; the runs go on")

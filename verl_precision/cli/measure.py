@@ -1,0 +1,115 @@
+"""The verbs `mismatch`, `explain`, `evaluate` and `sanity-set`: a model samples and is scored; nothing is trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from typer import Argument, BadParameter, Option
+
+from verl_precision.base.errors import after_ctrl_c
+from verl_precision.base.settings import command_option
+from verl_precision.base.versions import require_packages
+from verl_precision.cli.verb import ENGINES, FIGURES, console, silence_third_party, verb
+from verl_precision.tools.evaluate.settings import Evaluation
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.jobs.settings import Job
+from verl_precision.tools.sanity_set.settings import SanitySet
+
+
+def _run(job: Job, session: Callable[[Any, Console], object]) -> None:
+    with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
+        session(job, console)
+
+
+@verb("mismatch", MismatchJob, needs=(*FIGURES, *ENGINES, "verl"))
+def mismatch(given: dict[str, Any]) -> None:
+    """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
+
+    Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
+    command is repeated. One model is in memory at a time.
+    """
+    job = MismatchJob(**given)
+    from verl_precision.tools.gap.pairs.session import measure_mismatch
+
+    _run(job, measure_mismatch)
+
+
+@verb("explain", Explanation)
+def explain(
+    given: dict[str, Any],
+    overrides: Annotated[
+        list[str] | None, Argument(help="With --recipe: Hydra overrides, e.g. precision=bf16.")
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        Option(help="A recipe's YAML, which has model, dtypes, sampling and 16 prompts. Options go before it."),
+    ] = None,
+    run: Annotated[
+        Path | None, Option(help="Folder or metrics file of a run: say what it has recorded. Nothing is computed.")
+    ] = None,
+) -> None:
+    """Say which cause makes the gap between rollout and trainer, and what to do about it.
+
+    vLLM draws responses, and their log-probs are computed again and again on the way to the trainer, with one thing
+    changed each time: decode, batch, dtype, engine, weights, attention, packing, experts. The difference between
+    consecutive steps is attributed to the one setting that changed, and the parts add up to the whole gap. "Nothing is
+    wrong" is an answer too.
+
+    With --recipe, settings are the recipe's. With --run, summarise what a finished run recorded and print the command
+    that measures the rest.
+
+    Writes explanation.html and explanation.json. A job that was interrupted continues when the command is repeated. One
+    model is in memory at a time.
+    """
+    if (recipe and run) or (overrides and not recipe):
+        raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
+    if run is not None and given:
+        raise BadParameter(f"--run tells what is recorded. Leave out {command_option(min(given))}.")
+    if run is not None:
+        with silence_third_party():
+            from verl_precision.tools.gap.explain.from_run import show_run
+
+            show_run(run, console)
+        return
+    require_packages("explain", *FIGURES, *ENGINES, "verl")
+    if recipe is not None:
+        with silence_third_party():
+            from verl_precision.check.recipe_config import compose_recipe
+            from verl_precision.tools.gap.explain.from_run import explained_by
+
+            of_recipe = explained_by(compose_recipe(recipe, overrides or []))
+        given = {"output": Path("outputs") / "explain" / recipe.stem, **of_recipe, **given}
+    job = Explanation(**given)
+    from verl_precision.tools.gap.explain.session import explain as explain_gap
+
+    _run(job, explain_gap)
+
+
+@verb("evaluate", Evaluation, needs=ENGINES)
+def evaluate(given: dict[str, Any]) -> None:
+    """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
+
+    Shows avg@k with its standard error, pass@k and the share of truncated responses; with several dtypes also the
+    paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
+    it counts: after an interruption, the same command continues.
+    """
+    job = Evaluation(**given)
+    from verl_precision.tools.evaluate.session import evaluate as evaluate_model
+
+    _run(job, evaluate_model)
+
+
+@verb("sanity-set", SanitySet, needs=(*FIGURES, *ENGINES))
+def sanity_set(given: dict[str, Any]) -> None:
+    """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
+
+    Draws responses at temperature 1 and top_p 1, and keeps the problems with an accuracy from --low to --high. Sampling
+    stops for a problem once its verdict is decided. Every response is on disk before it counts: after an interruption,
+    the same command continues. Writes kept.parquet, summary.json and accuracy.png.
+    """
+    job = SanitySet(**given)
+    from verl_precision.tools.sanity_set.session import build_sanity_set
+
+    _run(job, build_sanity_set)

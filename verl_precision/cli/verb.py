@@ -1,0 +1,111 @@
+"""The base of every verb: the command, its two consoles, quiet libraries, the one handler of errors and Ctrl-C."""
+
+import inspect
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+from rich.console import Console
+from typer import Context, Exit, Option, Typer
+
+from verl_precision import __version__
+from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.base.options import parameters_of
+from verl_precision.base.terminal import paragraph
+from verl_precision.base.versions import require_packages
+
+_LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
+app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
+console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
+errors = Console(stderr=True, emoji=False)  # host:1234: is none
+FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
+_PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported
+
+
+def say(text: str, to: Console = console, style: str | None = None) -> None:
+    """Print a text as it is; on a terminal its lines end between words."""
+    to.print(paragraph(text, to), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def silence_third_party() -> Iterator[None]:
+    """Hide every logger's INFO and WARNING, Python's warnings, and progress bars; errors are still shown.
+
+    Only in this process and only inside: a run of verl, which is another process, says what it always says.
+    """
+    disabled, bars = logging.root.manager.disable, os.environ.get(_PROGRESS_BARS)
+    logging.disable(logging.WARNING)
+    os.environ.setdefault(_PROGRESS_BARS, "1")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if bars is None:
+            os.environ.pop(_PROGRESS_BARS, None)
+
+
+def verb(
+    name: str, job: type | None = None, needs: Sequence[str] = (), **settings: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a verb: one of our errors ends it with exit code 1, Ctrl-C with 130.
+
+    Args:
+        name: Name of the verb.
+        job: Class whose fields are options, too; the function gets those that are given as `given`.
+        needs: Packages that it imports at some time, and that may be missing: said before any work.
+        settings: Settings of typer's command.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        # Typer would keep the line breaks inside a paragraph.
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        first, *others = (" ".join(each.split()) for each in paragraphs)
+        options = parameters_of(job) if job else []
+        own = [each for each in inspect.signature(function).parameters.values() if each.name != "given"]
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
+
+        def run(context: Context, **values: Any) -> None:
+            if job:
+                typed = {
+                    name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
+                }
+                given = {each.name: values.pop(each.name) for each in options}
+                values["given"] = {name: value for name, value in given.items() if name in typed}
+            try:
+                require_packages(name, *needs)
+                function(**values)
+            except VerlPrecisionError as error:
+                say(f"error: {error}", errors, "red")
+                raise Exit(1) from None
+            except KeyboardInterrupt as interrupt:
+                say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", errors)
+                raise Exit(130) from None
+
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *options)]
+        run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        run.__annotations__ = {}  # Typer reads the signature
+        app.command(name, help="\n\n".join((first, *others)), short_help=first, **settings)(run)  # not cut
+        return function
+
+    return register
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        console.print(__version__)
+        raise Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Close the floating-point gap between training and rollout in verl."""
