@@ -1,6 +1,7 @@
 """The loop asks for everything once, keeps engines full, and shows what comes back."""
 
 import io
+import itertools
 from unittest.mock import Mock
 
 import pytest
@@ -76,3 +77,20 @@ def test_progress_is_lines_for_a_file_and_a_bar_for_a_terminal(terminal, shown):
     work_through(Slow(5), Known([(str(index), 0) for index in range(20)], []), 20, console)
     for words in shown:
         assert f"{words} came back" in seen.getvalue()
+
+
+class Undecided(Known):
+    """Nothing is done before the last response, as in a set whose problems are decided by their last tries."""
+
+    @property
+    def done(self):
+        return super().done // self.total * self.total
+
+
+def test_a_file_hears_each_minute_of_work_whose_count_stands_still(monkeypatch):
+    clock = itertools.count(step=7)
+    monkeypatch.setattr(frame.time, "monotonic", lambda: next(clock))
+    seen = io.StringIO()
+    work_through(Slow(1), Undecided([(str(index), 0) for index in range(20)], []), 20, Console(file=seen))
+    lines = seen.getvalue().splitlines()
+    assert 2 < lines.count("0/20 came back") < 15 and lines[-1] == "20/20 came back"

@@ -128,9 +128,9 @@ def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -
     """Ask an engine until the work is finished; what is still in flight then is left unfinished.
 
     `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line for each tenth
-    elsewhere.
+    and each minute elsewhere.
     """
-    asked, tenth, due = 0, -1, 0.0
+    asked, tenth, due, said = 0, -1, 0.0, 0.0
     left = TimeRemainingColumn(elapsed_when_finished=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), left)
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
@@ -139,8 +139,8 @@ def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -
             if time.monotonic() >= due or work.done == work.total:  # the words of a large job take a while to make
                 bar.update(task, completed=work.done, description=work.progress())
                 due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
-            if not console.is_terminal and work.done * 10 // work.total > tenth:
-                tenth = work.done * 10 // work.total
+            if not console.is_terminal and (work.done * 10 // work.total > tenth or time.monotonic() >= said + 60):
+                tenth, said = work.done * 10 // work.total, time.monotonic()
                 console.print(f"{work.done}/{work.total} {work.progress()}", highlight=False)
             if work.done == work.total:
                 return
