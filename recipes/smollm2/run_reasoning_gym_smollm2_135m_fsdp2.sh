@@ -13,7 +13,7 @@ ESTIMATORS=${ESTIMATORS:-pg_seq_is}
 SEEDS=${SEEDS:-0}
 PARALLEL=${PARALLEL:-2} # runs at a time on a CPU, each with its share of the cores and 9 GB of memory
 TASKS=${TASKS:-chain_sum products}
-LEVELS=${LEVELS:-0 1}
+LEVELS=${LEVELS:-0}
 PROBLEMS=${PROBLEMS:-1500} # of each task and level, before the filter
 RESPONSES=${RESPONSES:-8}   # to each problem, for the filter
 FOLDER=outputs/smollm2      # where smollm2.yaml looks for model and set
@@ -24,7 +24,9 @@ CHOICES=("scale=$SCALE")
 if [[ $SCALE == cpu ]]; then
     export VERL_PLATFORM=cpu
     CHOICES+=(--parallel "$PARALLEL")
+    DTYPE=fp32 # of the filter: the one that every CPU multiplies fast
 else
+    DTYPE=bf16
     CHOICES+=(arithmetic=native)
 fi
 if [[ ! -e $FOLDER/model ]]; then
@@ -42,7 +44,7 @@ if [[ ! -e $FOLDER/reasoning_gym.parquet ]]; then
 fi
 if [[ ! -e $FOLDER/set/kept.parquet ]]; then
     "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
-        --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype bf16 \
+        --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
         --max-prompt-length 96 --max-response-length 32
 fi
 for PRECISION in $PRECISIONS; do
