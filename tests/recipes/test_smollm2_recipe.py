@@ -13,7 +13,7 @@ ON_GPU = ("scale=1x1_gpu", "arithmetic=native")
 REWARD = "pkg://verl_precision.integration.rewards.reasoning_gym_answer"
 
 
-@pytest.mark.parametrize(("overrides", "prompts", "tokens"), [((), 8, 32), (ON_GPU, 64, 1024)])
+@pytest.mark.parametrize(("overrides", "prompts", "tokens"), [((), 4, 32), (ON_GPU, 64, 1024)])
 def test_sizes_by_device(overrides, prompts, tokens):
     config = compose_recipe(RECIPE, *overrides)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
