@@ -32,21 +32,18 @@ fi
 if [[ ! -e $FOLDER/model ]]; then
     "${COMMAND[@]}" data smollm2_135m_instruct --output "$FOLDER/model"
 fi
-if [[ ! -e $FOLDER/reasoning_gym.parquet ]]; then
-    NAMES=()
-    for TASK in $TASKS; do
-        NAMES+=(--task "$TASK")
-    done
-    for LEVEL in $LEVELS; do
-        NAMES+=(--level "$LEVEL")
-    done
-    "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
-fi
-if [[ ! -e $FOLDER/set/kept.parquet ]]; then
-    "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
-        --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
-        --max-prompt-length 96 --max-response-length 32
-fi
+# These two take what they made before, and refuse it if it was made with other choices.
+NAMES=()
+for TASK in $TASKS; do
+    NAMES+=(--task "$TASK")
+done
+for LEVEL in $LEVELS; do
+    NAMES+=(--level "$LEVEL")
+done
+"${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
+"${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
+    --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
+    --max-prompt-length 96 --max-response-length 32
 for PRECISION in $PRECISIONS; do
     CHOICES+=(--precision "$PRECISION")
 done

@@ -29,8 +29,6 @@ FAKE_PYTHON = """
 echo "${VERL_PLATFORM:--} $@"
 while [[ $1 != --output && $1 != compare ]]; do shift; done
 case "$1 $2" in
-    *smollm2) mkdir -p "$2" && touch "$2/reasoning_gym.parquet" ;;
-    *set) mkdir -p "$2" && touch "$2/kept.parquet" ;;
     --output*) mkdir -p "$2" ;;
 esac
 """
@@ -53,7 +51,7 @@ def script(tmp_path, executable):
     return run
 
 
-def test_script_gets_model_problems_and_set_and_compares_and_takes_what_is_there(script):
+def test_script_gets_model_problems_and_set_and_compares_and_never_ignores_a_choice(script):
     fewer = {"TASKS": "products chain_sum", "LEVELS": "2", "PROBLEMS": "9"}
     model, problems, kept, compare = script("trainer.total_training_steps=2", **fewer)
     assert model == "cpu data smollm2_135m_instruct --output outputs/smollm2/model"
@@ -63,8 +61,11 @@ def test_script_gets_model_problems_and_set_and_compares_and_takes_what_is_there
     assert compare.startswith("cpu compare recipes/smollm2/smollm2.yaml scale=cpu --parallel 2 --precision bf16 ")
     assert compare.endswith("--precision fp16 --seed 0 estimator=pg_seq_is trainer.total_training_steps=2")
     assert compose_recipe(RECIPE).data.train_files == "outputs/smollm2/set/kept.parquet"
-    grid = script(SCALE="1x1_gpu", ESTIMATORS="grpo pg_seq_is", SEEDS="0 1", PRECISIONS="fp16")
+    again = script(SCALE="1x1_gpu", ESTIMATORS="grpo pg_seq_is", SEEDS="0 1", PRECISIONS="fp16")
+    assert "--dtype fp32 " in kept and "--dtype bf16 " in again[1], "the filter's, on a CPU and on a GPU"
+    # The model is there. The verbs themselves take problems and a set of the same choices, and refuse others.
+    assert [line.split()[1] for line in again] == ["data", "sanity-set", "compare", "compare"]
     options = (
         "- compare recipes/smollm2/smollm2.yaml scale=1x1_gpu arithmetic=native --precision fp16 --seed 0 --seed 1"
     )
-    assert grid == [f"{options} estimator={name}" for name in ("grpo", "pg_seq_is")]
+    assert again[2:] == [f"{options} estimator={name}" for name in ("grpo", "pg_seq_is")]
