@@ -28,9 +28,7 @@ def test_sizes_by_device(overrides, prompts, tokens):
 FAKE_PYTHON = """
 echo "${VERL_PLATFORM:--} $@"
 while [[ $1 != --output && $1 != compare ]]; do shift; done
-case "$1 $2" in
-    --output*) mkdir -p "$2" ;;
-esac
+[[ $1 == compare ]] || mkdir -p "$2"
 """
 
 
