@@ -18,7 +18,7 @@ from verl_precision.check.composition import in_our_words, read_recipe, require_
 from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import Fault, as_fault
+from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
 from verl_precision.integration.trainer.saving import saves
@@ -44,13 +44,19 @@ class RecipeReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings do not count."""
+        """Whether there is no error; warnings, and what could not be looked at, do not count."""
         return all(fault.severity != "error" for fault in self.faults)
+
+    @property
+    def counts(self) -> dict[Severity, int]:
+        """How many errors, warnings, and things that could not be looked at there are."""
+        found = [fault.severity for fault in self.faults]
+        return {severity: found.count(severity) for severity in SEVERITIES}
 
     def as_json(self) -> str:
         """Return it for machines."""
         rows, faults = [vars(row) for row in self.rows], [vars(fault) for fault in self.faults]
-        content = {"ok": self.ok, "dtypes": rows, "findings": faults, "checkpoints": self.folder}
+        content = {"ok": self.ok, "counts": self.counts, "dtypes": rows, "findings": faults, "checkpoints": self.folder}
         return json.dumps(content, indent=2, default=str)
 
 

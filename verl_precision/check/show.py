@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # some import torch, and the first findings are shown before 
     from verl_precision.check.rules.rule import Fault
 
 WORST = 12
+MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked": ("not checked ", "cyan")}
 
 
 def show_recipe(report: RecipeReport, console: Console) -> None:
@@ -30,8 +31,9 @@ def show_recipe(report: RecipeReport, console: Console) -> None:
     show_faults(report.faults, console)
     if report.folder is not None:
         console.print(Text(f"checkpoints in {report.folder}"), soft_wrap=True)
-    errors = sum(fault.severity == "error" for fault in report.faults)
-    console.print(f"{errors} error(s), {len(report.faults) - errors} warning(s)", highlight=False)
+    counts = report.counts
+    said = f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked"
+    console.print(said, highlight=False)
 
 
 def show_checkpoint(report: CheckpointReport, console: Console) -> None:
@@ -100,7 +102,7 @@ def show_findings(findings: Iterable[Finding], console: Console) -> None:
 def show_faults(faults: Iterable[Fault], console: Console) -> None:
     """Print each fault: name, setting and value, what happens, what to do."""
     for fault in faults:
-        word, colour = ("ERROR ", "red") if fault.severity == "error" else ("warn  ", "yellow")
+        word, colour = MARKS[fault.severity or "error"]
         title = f"{fault.name}: {subject(fault.setting, fault.value)}"
         console.print(Text(word, colour), Text(title, "bold"), sep="", soft_wrap=True)
         for line in (fault.problem, describe("", allowed=fault.allowed, remedy=fault.remedy)):

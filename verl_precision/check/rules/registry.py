@@ -7,7 +7,7 @@ from dataclasses import replace
 from omegaconf import DictConfig
 
 from verl_precision.check import rules
-from verl_precision.check.rules.rule import RULES, Environment, Fault
+from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault
 from verl_precision.check.rules.run import made_by_a_script
 
 # Every module of the folder adds its rules to `RULES` when it is imported.
@@ -17,7 +17,7 @@ for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
 
 
 def find_faults(config: DictConfig, environment: Environment, this_machine: bool = True) -> list[Fault]:
-    """Ask every rule; return the faults, errors first.
+    """Ask every rule; return the faults: errors, warnings, what could not be looked at.
 
     The config has Hydra's own node where a precision preset names two dtypes. Unless the run starts on this machine,
     faults of this machine are warnings, but for a model that is not there and that no recipe's script makes: without
@@ -27,5 +27,5 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     for rule in RULES:
         found = rule.faults(config, environment)
         warns = rule.of_machine and not this_machine and (rule.name != "model-missing" or made_by_a_script(config))
-        faults += [replace(fault, severity="warning") for fault in found] if warns else found
-    return sorted(faults, key=lambda fault: fault.severity)
+        faults += [replace(fault, severity="warning") if fault.severity == "error" else fault for fault in found] if warns else found
+    return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))

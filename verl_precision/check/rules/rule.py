@@ -17,7 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
 from verl_precision.base.files import table_of
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "unchecked"]
+"""An error is refused before Ray starts when a preset is in use, a warning is only shown. Unchecked: a rule could not
+look, `problem` says what it could not know, and `remedy` how it could."""
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the order in which they are shown
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,7 @@ class Fault:
     """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
 
     name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
-    # an error is refused before Ray starts when a preset is in use, a warning is only shown; left out: the rule's
-    severity: Severity | Literal[""] = ""
+    severity: Severity | Literal[""] = ""  # left out: the rule's
     setting: str = ""  # full path of the setting
     value: object = None  # its value; left out: the one in the config
     problem: str = ""  # what happens because of it
