@@ -1,4 +1,4 @@
-"""The real vLLM beside verl's engine: with `exact` or `integer` all log-probs of sampled tokens are equal, bit for bit.
+"""The real vLLM beside verl's engine: with `exact` all log-probs of sampled tokens are equal, bit for bit.
 
 Requests of many lengths at a time, with a prefix cache and sampling; verl's FSDP2 engine scores them packed.
 """
@@ -9,7 +9,6 @@ import forked
 import pytest
 import torch
 
-from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic.chosen import VARIABLE
 from verl_precision.engine.arithmetic.operations import linear
@@ -106,9 +105,8 @@ def test_every_log_prob_is_equal_and_one_operation_in_fp32_shows(tmp_path):
     assert all(found[name,] for name in PLANTED), found
 
 
-@pytest.mark.parametrize(("arithmetic", "models"), [("exact", ("qwen3_moe",)), ("integer", ("qwen3_moe", "qwen2"))])
-def test_a_mixture_of_experts_and_sums_of_integers(arithmetic, models, tmp_path):
-    assert unequal(tmp_path, arithmetic, models) == {(name, dtype): 0 for name in models for dtype in DTYPES}
+def test_a_mixture_of_experts(tmp_path):
+    assert unequal(tmp_path, "exact", ("qwen3_moe",)) == {("qwen3_moe", dtype): 0 for dtype in DTYPES}
 
 
 def test_rounded_once_is_nearer_and_native_is_not_equal(tmp_path):
@@ -117,8 +115,7 @@ def test_rounded_once_is_nearer_and_native_is_not_equal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asked", "inner"),
-    [("rounded_once", torch.float32), ("exact", torch.float64), ("integer", torch.int8), ("native", None)],
+    ("asked", "inner"), [("rounded_once", torch.float32), ("exact", torch.float64), ("native", None)]
 )
 def test_vllms_linear_layers(asked, inner, monkeypatch):
     from vllm.model_executor.layers import utils
@@ -181,13 +178,12 @@ def vllm_config(changes):
     ("model_config.head_dtype", torch.float32, "the head in the model's dtype"),
     ("lora_config", "some", "no adapters"),
 ])  # fmt: skip
-@pytest.mark.parametrize("arithmetic", EXACT)
-def test_what_vllm_would_compute_otherwise_is_refused(arithmetic, setting, value, words, monkeypatch):
+def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, monkeypatch):
     from verl_precision.integration.cpu.vllm_arithmetic import require_supported
 
-    monkeypatch.setenv(VARIABLE, arithmetic)
+    monkeypatch.setenv(VARIABLE, "exact")
     require_supported(vllm_config({}))
-    with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='{arithmetic}'.*Allowed: .*{words}"):
+    with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='exact'.*Allowed: .*{words}"):
         require_supported(vllm_config({setting: value}))
     if words != "llama, qwen2, qwen3, qwen3_moe":  # that model has operations of its own in any arithmetic
         monkeypatch.setenv(VARIABLE, "rounded_once")
