@@ -155,7 +155,9 @@ def killed_at(said: str, command: list[str], own_processes) -> None:
         for line in process.stdout:
             if said in line:
                 process.kill()
-                (trainer,) = (each for each in own_processes() if "TaskRunner" in "".join(each.cmdline()))
+                ours, everyone = {*own_processes()}, psutil.process_iter(["cmdline"])
+                trainers = (each for each in everyone if "ray::TaskRunner" in "".join(each.info["cmdline"] or ()))
+                (trainer,) = (each for each in trainers if ours.intersection(each.parents()))
                 trainer.suspend()
 
 
