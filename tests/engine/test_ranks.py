@@ -1,4 +1,7 @@
-"""Real FSDP2 ranks over gloo, real verl engines on a CPU: the tests in `ranks.py`, in 1 and in 2 processes."""
+"""Real FSDP2 ranks over gloo, real verl engines on a CPU: the tests in `ranks.py`, in 2 processes.
+
+`make test-matrix` has them in one process too, which leaves out those of two; a run on one rank: tests/e2e.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pytest
 RANKS = Path(__file__).with_name("ranks.py")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_ranks(world, tmp_path):
     arguments = ["-x", "-q", "--noconftest", "-p", "no:cacheprovider", str(RANKS)]
     script = f"import sys, pytest\nsys.exit(pytest.main({arguments!r}))"

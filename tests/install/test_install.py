@@ -132,6 +132,7 @@ def test_without_any_configuration_uv_finds_torch_in_pytorchs_index(machine):
     assert (hosts[DEFAULT], hosts[PYTORCH]) == HOSTS
 
 
+@pytest.mark.matrix  # uv's own sources: the test above; pip's: the first one
 def test_pips_mirror_of_the_package_index_and_its_certificate_are_passed_on_to_uv(machine):
     """uv itself does not read pip's settings, and would ask the default index, which a company's network forbids."""
     certificate = machine.environment.pop("SSL_CERT_FILE")
@@ -158,6 +159,7 @@ def test_killed_in_the_middle_and_repaired_by_the_next_call(machine):
     assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
 
 
+@pytest.mark.matrix  # the lock is that of the test above, which is killed with it
 def test_a_second_installation_waits_for_the_first(machine):
     machine.has_own_source()
     machine.index.held = "beta-2.0-py3-none-any.whl"
@@ -172,7 +174,10 @@ def test_a_second_installation_waits_for_the_first(machine):
     assert machine.imports("alpha", "torch", "project")
 
 
-@pytest.mark.parametrize("broken", ["bin/python", "lib/python*/site-packages/pip/_internal/commands"])
+@pytest.mark.parametrize(
+    "broken",
+    ["bin/python", pytest.param("lib/python*/site-packages/pip/_internal/commands", marks=pytest.mark.matrix)],
+)
 def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, broken):
     """As after the removal of the Python it was made with. Its stamp is there, and newer than the lock."""
     machine.has_own_source()

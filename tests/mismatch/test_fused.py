@@ -194,6 +194,7 @@ def test_without_numba_torch_measures_and_the_log_says_so_once(run_python):
     assert "reason: numba cannot be imported" in done.stdout
 
 
+@pytest.mark.matrix  # compiled anew on a full disk: the test below
 def test_where_no_folder_can_be_written_the_kernel_is_compiled_anew(run_python, root, tmp_path):
     """As in an image that is read-only, for a user without a home."""
     shutil.copytree(root / "verl_precision", tmp_path / "verl_precision", ignore=shutil.ignore_patterns("__pycache__"))

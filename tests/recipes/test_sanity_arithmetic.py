@@ -158,12 +158,15 @@ def accuracy(trained):
         return response_log_probs(trained[2], encode([s.answer for s in all_sums()])).exp()
 
 
+# Trained to the end, which takes most of a minute: tests/e2e/test_sanity_set.py has its sanity set in CI.
+@pytest.mark.matrix
 def test_accuracies_spread_over_the_whole_range(accuracy):
     """Each fifth of [0, 1] has its problems, and the window of the sanity test hundreds."""
     assert torch.histc(accuracy, 5, 0, 1).min() >= 20
     assert ((accuracy >= 0.2) & (accuracy <= 0.8)).sum() >= 150
 
 
+@pytest.mark.matrix
 def test_it_has_the_habit_it_was_taught(trained, accuracy):
     sums = all_sums()
     rates = torch.tensor([s.slip_rate for s in sums])
@@ -175,17 +178,20 @@ def test_it_has_the_habit_it_was_taught(trained, accuracy):
     assert torch.corrcoef(torch.stack([slips[carried], rates[carried]]))[0, 1] > 0.5
 
 
+@pytest.mark.matrix
 def test_training_stops_when_it_knows_enough(trained):
     steps, known = zip(*trained[1], strict=True)
     assert known[-1] >= KNOWN > max(known[:-1]) and steps[-1] < 1000
 
 
-def test_prompt_is_the_sum_itself(trained):
-    tokenizer = AutoTokenizer.from_pretrained(trained[0])
+def test_prompt_is_the_sum_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_task, "KNOWN", 0.0)  # stop at the first look
+    build_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     prompt = [{"role": "user", "content": "47+8="}]
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     assert tokenizer.decode(ids) == "47+8="
-    assert len(tokenizer) == json.loads((trained[0] / "config.json").read_text())["vocab_size"]
+    assert len(tokenizer) == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
 
 
 def test_first_steps_are_the_same_twice(tmp_path, monkeypatch):

@@ -31,9 +31,11 @@ VLLM = installed_vllm()
 CANNOT = f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/precision.md)"
 needs_adapters = pytest.mark.skipif(VLLM is not None and not loads_adapters(VLLM), reason=CANNOT)
 PAIRS = [("dense", "bfloat16"), ("tied", "float16"), ("moe", "float32"), ("lora", "float16"), ("fp8", "float16")]
+IN_RUNS = PAIRS[:2]  # tests/e2e: test_quickstart.py, test_truncated_sampling.py
 if os.environ.get("HEALTHY_PAIRS") == "all":
-    PAIRS = list(itertools.product(MODELS, ("bfloat16", "float16", "float32")))
-CASES = [pytest.param(*pair, marks=needs_adapters if "lora" in pair else ()) for pair in PAIRS]
+    PAIRS, IN_RUNS = list(itertools.product(MODELS, ("bfloat16", "float16", "float32"))), []
+MARKS = {"lora": [needs_adapters]} | {pair[0]: [pytest.mark.matrix] for pair in IN_RUNS}
+CASES = [pytest.param(*pair, marks=MARKS.get(pair[0], ())) for pair in PAIRS]
 
 
 def _on_a_grid_of_8_bits(patch: pytest.MonkeyPatch) -> None:

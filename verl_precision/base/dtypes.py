@@ -6,8 +6,8 @@ if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["fp16", "bf16", "fp32"]
-Arithmetic = Literal["native", "rounded_once", "exact", "integer"]
-EXACT = ("exact", "integer")  # with these trainer and rollout round the same numbers
+Arithmetic = Literal["native", "rounded_once", "exact"]
+EXACT = "exact"  # with these trainer and rollout round the same numbers
 
 
 class Names(NamedTuple):

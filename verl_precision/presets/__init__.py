@@ -9,7 +9,7 @@ A run = recipe x precision x estimator x scale. Each preset is a small YAML of d
     router_replay/ measure, rollout, old: whose choice of experts the trainer computes with (docs/router_replay.md)
     sampling_masks/ replay: the trainer renormalises over what top-k, top-p and min-p kept (docs/sampling_masks.md)
     learning_rate/ effective_sample: scaled in each update by what its weights leave of the batch (docs/math.md)
-    arithmetic/   native, rounded_once, exact, integer: what operations of both engines compute in (docs/scales.md)
+    arithmetic/   native, rounded_once, exact: what operations of both engines compute in (docs/scales.md)
     repeatable/   bitwise: the same command gives the same run (docs/repeatable.md)
     parts/        what several presets include by their defaults list; `checked` is in every preset
 

@@ -124,9 +124,7 @@ def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
     assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
 
 
-@pytest.mark.parametrize(
-    ("arithmetic", "rollout", "said"), [("exact", 0, 1), ("integer", 0, 1), ("exact", 1, 0), ("native", 0, 0)]
-)
+@pytest.mark.parametrize(("arithmetic", "rollout", "said"), [("exact", 0, 1), ("exact", 1, 0), ("native", 0, 0)])
 def test_exact_arithmetic_that_is_not_is_said_once(monkeypatch, caplog, arithmetic, rollout, said):
     """Of responses of the current version alone: others were sampled with other weights."""
     stored(monkeypatch, (-1.0, -2.0), (-1.0, -2.0))

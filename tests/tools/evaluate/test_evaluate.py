@@ -12,7 +12,7 @@ from rich.console import Console
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.model import find_model, tokenize
-from verl_precision.tools.evaluate import accuracy, lm_eval, session
+from verl_precision.tools.evaluate import accuracy, session
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.problems import Problem, read_data_set
 
@@ -100,24 +100,6 @@ def test_tables_and_json():
     assert "two dtypes" not in accuracy.markdown(one_dtype, alone, accuracy.differences(alone), {}, {})
 
 
-def test_the_shape_of_lm_eval():
-    """A file for each dtype and context, which lm-eval 0.4.13's own `make_table` prints: docs/log/features.md."""
-    fp16 = {"a": same(True, True, True, True), "b": same(True, False, False, False)}
-    evaluation, sets = made(("fp16",)), {"set": ["a", "b"], "one": ["a"]}
-    found = measured(evaluation, sets, {"fp16": fp16})
-    files = lm_eval.lm_eval_files(evaluation, found, {"set": 3}, {"set": "12ab", "one": "34cd"})
-    assert set(files) == {"results_fp16_8.json", "results_fp16_20.json"}
-    content = files["results_fp16_20.json"]
-    assert json.loads(json.dumps(content, allow_nan=False)) == content
-    of_set = {"alias": "set", "avg@4,none": 0.625, "avg@4_stderr,none": 0.375, "pass@4,none": 1.0}
-    assert content["results"]["set"] == pytest.approx(of_set)
-    assert content["results"]["one"]["avg@4_stderr,none"] == "N/A", "of one problem nothing is known"
-    assert content["n-samples"]["set"] == {"original": 5, "effective": 2}
-    assert content["versions"] == {"set": "12ab", "one": "34cd"} and content["n-shot"] == {"set": 0, "one": 0}
-    assert content["config"]["model_args"] == "pretrained=m,dtype=float16,max_model_len=20,seed=0"
-    assert content["higher_is_better"]["one"] == {"avg@4": True, "pass@4": True}
-
-
 @pytest.fixture
 def evaluate(tmp_path, made_up, reward_name, row, write_rows):
     """Evaluate three problems with an engine that is made up: the seed chooses the answer."""
@@ -153,9 +135,6 @@ def test_accuracies_are_those_of_the_texts(evaluate, made_up, tmp_path):
     assert all(line["text"].count("=") == 4 for line in lines)
     assert "| sums | " in (tmp_path / "job" / "table.md").read_text()
     assert len(json.loads((tmp_path / "job" / "summary.json").read_text())["differences"]) == 4
-    for_lm_eval = json.loads((tmp_path / "job" / "lm_eval" / f"results_fp16_{short}.json").read_text())
-    (sums,) = (each for each in found if (each.data, each.context, each.dtype) == ("sums", short, "fp16"))
-    assert for_lm_eval["results"]["sums"]["avg@5,none"] == pytest.approx(sums.average)
 
 
 def test_other_settings_and_damaged_journals_are_refused(evaluate, tmp_path):

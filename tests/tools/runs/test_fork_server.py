@@ -237,7 +237,7 @@ def test_no_fork_outlives_a_template_that_is_killed(start):
         assert psutil.wait_procs([forked], timeout=60)[1] == []
 
 
-@pytest.mark.parametrize("count", [1, os.cpu_count()])
+@pytest.mark.parametrize("count", [os.cpu_count(), pytest.param(1, marks=pytest.mark.matrix)])
 def test_threads_are_as_many_and_bound_as_in_a_process_that_python_spawns(spawn, count):
     """vLLM sets these variables around the start of its worker on a CPU; libgomp reads them as it is loaded."""
     cpus = sorted(os.sched_getaffinity(0))[:count]

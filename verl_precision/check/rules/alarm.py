@@ -18,7 +18,7 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Faults:
     """An action that would fail, or change nothing, when the alarm begins it: hours after the start."""
     if (settings := _acting(config)) is None:
         return
-    actor, exact = engines(config)[0], OmegaConf.select(config, IN_CONFIG) in EXACT
+    actor, exact = engines(config)[0], OmegaConf.select(config, IN_CONFIG) == EXACT
     ours, on_cpu = actor.strategy in FSDP and actor.ours, config.trainer.device == "cpu"
     kind, to_fp16 = settings.alarm.on_alarm, settings.alarm.rescue_precision == "fp16"
     lowers, masks, rescues = (kind == each for each in KINDS)

@@ -57,7 +57,7 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Faults:
             continue
         effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
         otherwise = "" if ratios else ", or do not read the mismatch metrics as precision"
-        severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) in EXACT else "warning"
+        severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) == EXACT else "warning"
         said = {"key": key, "effect": effect, "allowed": allowed, "otherwise": otherwise}
         yield told("truncated-sampling", severity=severity, **said)
 

@@ -107,7 +107,7 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Faults:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) not in EXACT:
+    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) != EXACT:
         return
     asked, remedy = f"arithmetic={arithmetic} asks for equal log-probs, but", "or choose arithmetic=native"
     yield from _unlike(config, "exact", asked, remedy)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl_precision.engine.arithmetic.operations import backward_dtype, floating, rounded
+from verl_precision.engine.arithmetic.operations import backward_dtype, rounded
 
 _QUERIES = 128  # of one span that are computed at a time
 _KEYS = 2**10  # that are gathered at a time: wide copies of them stay in a cache of the CPU
@@ -85,11 +85,11 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[Spans], inner: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(q_NHD, k_MKD, v_MKD)
-        ctx.scale, ctx.spans, wide = scale, spans, floating(inner)
+        ctx.scale, ctx.spans = scale, spans
         result = torch.zeros_like(q_NHD)
         with torch.autocast(q_NHD.device.type, enabled=False):
             for queries, keys, first in spans:
-                operands = (q_NHD[queries].to(wide), k_MKD[keys].to(wide), v_MKD[keys].to(wide))
+                operands = (q_NHD[queries].to(inner), k_MKD[keys].to(inner), v_MKD[keys].to(inner))
                 result[queries] = rounded(_attend(*operands, first, scale), q_NHD.dtype)
         return result
 

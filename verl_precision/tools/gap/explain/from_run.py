@@ -181,7 +181,7 @@ def _of_config(settings: Mapping[str, Any], replays_sampling: bool) -> Iterator[
     if train != rollout:
         yield "weight_rounding", f"trainer {train}, rollout {rollout}", None
     for cause, dtype in (("rollout_precision", rollout), ("trainer_precision", train)):
-        if dtype != "fp32" and settings["arithmetic"] not in EXACT:
+        if dtype != "fp32" and settings["arithmetic"] != EXACT:
             yield cause, f"{dtype}, by the config", None
     if not settings["fp32_log_probs"]:
         yield "log_probs", "16-bit log-probs, by the config", True

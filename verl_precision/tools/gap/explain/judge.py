@@ -107,7 +107,7 @@ def findings(
     found = []
     for (before, variant), part in zip(pairwise(chain), attribution.parts, strict=True):
         cause = CAUSES[variant.cause]
-        sides = () if before.arithmetic == variant.arithmetic in EXACT else cause.rounding_of
+        sides = () if before.arithmetic == variant.arithmetic == EXACT else cause.rounding_of
         bits = [DTYPES[dtypes[side]].bits for side in sides]
         expected = bf16_cost * 2.0 ** (DTYPES["bf16"].bits - min(bits)) if bits else 0.0
         if bits and min(bits) == DTYPES["fp32"].bits:

@@ -87,7 +87,7 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
         places = (None, *range(model.config.num_hidden_layers))
         largest = tuple(max((e.relative for e in of_kind if e.layer == place), default=None) for place in places)
         operations.append(Operation(kind, worst.layer, worst.relative, attribution.share(part), largest))
-    exact = record.get("arithmetic") in EXACT
+    exact = record.get("arithmetic") == EXACT
     beyond = next((f"{error.kind} ({error.name})" for error in errors if error.relative > bound), None)
     first = first_unequal(model, record) if exact else beyond
     remainder = float(abs(log_probs(*kinds) - found).mean())

@@ -41,7 +41,7 @@ class Explanation(PromptedJob):
     @property
     def through_exact(self) -> bool:
         """Whether the path between the engines is in exact arithmetic, in the dtype of both."""
-        return self.exact or self.arithmetic in EXACT
+        return self.exact or self.arithmetic == EXACT
 
     def __post_init__(self) -> None:
         """Refuse what a trainer in FP32 does not have, and two answers to what the rollout has."""
@@ -58,7 +58,7 @@ class Explanation(PromptedJob):
             alike = {
                 "--train-dtype as --rollout-dtype": self.train_dtype == self.rollout_dtype,
                 "no --adapter: the rollout rounds the merged weight": self.adapter is None,
-                "--fp32-log-probs and no --fp32-output-head": head or self.arithmetic not in EXACT,
+                "--fp32-log-probs and no --fp32-output-head": head or self.arithmetic != EXACT,
             }
             for allowed in (allowed for allowed, holds in alike.items() if not holds):
                 problem = "in exact arithmetic the engines would not round the same numbers"

@@ -79,7 +79,7 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     then("batch", "each sequence alone", "prefill_alone", alone=True)
     then("cuda_graphs", "not compiled, without CUDA graphs", "eager", job.cuda_graphs, compiled=False)
     exact, between = job.through_exact, "in exact arithmetic" if job.through_exact else "in fp32"
-    own, held = job.arithmetic not in EXACT, None if rollout == "fp32" else rollout
+    own, held = job.arithmetic != EXACT, None if rollout == "fp32" else rollout
     then("rollout_kernels", f"vLLM {between}", "rollout_exact", exact and own, arithmetic="exact")
     fp32 = f"vLLM in fp32, weights rounded to {rollout}"
     then("rollout_precision", fp32, "rollout_fp32", not exact and rollout != "fp32", dtype="fp32", rounded_to=held)
