@@ -34,7 +34,7 @@ def training_table(config: DictConfig) -> list[TrainingRow]:
             return f"the command's {shown(won[setting].word)}, over {won[setting].preset}"
         if origin is not None and (origin.group or word is None):
             return origin.who
-        return f"the command's {shown(str(word.input_line))}" if word is not None else f"verl's default of {setting}"
+        return f"the command's {shown(word[1])}" if word is not None else f"verl's default of {setting}"
 
     return [
         TrainingRow(what, value, "; ".join(dict.fromkeys(map(who, settings))))
@@ -60,7 +60,8 @@ def _rows(config: DictConfig, get: Any) -> Iterator[tuple[str, ...]]:
         yield "advantage", str(estimator), "algorithm.adv_estimator"
     mode, normaliser = get(f"{ACTOR}.loss_agg_mode"), get(f"{ACTOR}.loss_scale_factor")
     if mode == NORM_MODE:
-        yield "aggregation", f"{mode}, over {normaliser}", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
+        over = "each micro-batch's padded width" if normaliser is None else normaliser
+        yield "aggregation", f"{mode}, over {over}", f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
     else:
         yield "aggregation", str(mode), f"{ACTOR}.loss_agg_mode"
     yield _clip(loss, config, get)

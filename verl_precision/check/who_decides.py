@@ -11,7 +11,6 @@ from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -35,12 +34,11 @@ class Decisions:
     """What was said about a config's settings, beside what verl itself says."""
 
     origins: Mapping[str, Origin]  # by the setting's full name
-    words: tuple[Override, ...]  # settings of the command, in its order
+    words: tuple[tuple[str, str], ...]  # setting and whole word of the command, in its order
 
-    def word_about(self, setting: str) -> Override | None:
+    def word_about(self, setting: str) -> tuple[str, str] | None:
         """Return the last word of the command about a setting, about its block, or about something below it."""
-        about = (word for word in reversed(self.words) if _is_about(word.key_or_group, setting))
-        return next(about, None)
+        return next((word for word in reversed(self.words) if _is_about(word[0], setting)), None)
 
 
 def _is_about(key: str, setting: str) -> bool:
@@ -54,19 +52,23 @@ def decisions(config: DictConfig) -> Decisions:
         return Decisions({}, ())
     hydra = config.hydra
     sources = tuple((each.provider, f"{each.schema}://{each.path}") for each in hydra.runtime.config_sources)
-    return _read(sources, name, (*hydra.overrides.hydra, *hydra.overrides.task))
+    keys = {word: word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
+    groups = {word for word, key in keys.items() if "@" in key or key in hydra.runtime.choices}
+    words = tuple((key, word) for word, key in keys.items() if word not in groups)
+    return Decisions(_origins(sources, name, (*hydra.overrides.hydra, *(w for w in keys if w in groups))), words)
 
 
-@functools.lru_cache(maxsize=64)
-def _read(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...]) -> Decisions:
+@functools.lru_cache(maxsize=256)
+def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...]) -> Mapping[str, Origin]:
+    """Return who says each setting, from a search path, the name of the primary config, and words that choose groups."""
     searched = ConfigSearchPathImpl()
     for provider, place in sources:
         searched.append(provider, place)
     loader = ConfigLoaderImpl(searched)
-    merged = loader.compute_defaults_list(name, list(words), RunMode.RUN)
-    parents = {each.config_path: each.parent for each in merged.defaults}
+    merged = loader.compute_defaults_list(name, list(words), RunMode.RUN).defaults
+    parents = {each.config_path: each.parent for each in merged}
     origins: dict[str, Origin] = {}
-    for each in merged.defaults:
+    for each in merged:
         path = str(each.config_path)
         source = next(source for source in loader.get_sources() if source.is_config(path))
         if any(place in source.path for place in _VERLS):
@@ -74,13 +76,9 @@ def _read(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...
         content: Any = OmegaConf.to_container(loader.repository.load_config(path).config, resolve=False)
         preset = _chosen(path, each.parent, parents)
         for setting, value in _flat(content, each.package or ""):
-            if preset:
-                origin = Origin("=".join(preset), value, preset[0], path.startswith("parts/"))
-                origins[setting] = _stronger(origins.get(setting), origin)
-            else:
-                origins[setting] = Origin(f"{path}.yaml", value)
-    settings = (word for word in merged.config_overrides if not word.key_or_group.startswith("hydra."))
-    return Decisions(origins, tuple(settings))
+            origin = Origin("=".join(preset), value, preset[0], path.startswith("parts/")) if preset else None
+            origins[setting] = _stronger(origins.get(setting), origin) if origin else Origin(f"{path}.yaml", value)
+    return origins
 
 
 def _chosen(path: str, parent: str | None, parents: Mapping[str | None, str | None]) -> tuple[str, str] | None:

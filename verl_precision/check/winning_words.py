@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
@@ -49,8 +49,8 @@ class WinningWord:
     def contradicts(self) -> bool:
         """Whether the command says two things.
 
-        A scale is a place to begin: batch sizes, GPUs and paths are changed on it in every recipe's run, and what does
-        not fit the machine is a fault of its own. Its words are in `--json` alone.
+        A scale is a place to begin: batch sizes, GPUs, paths and saving are changed on it in every recipe's run, and
+        what does not fit the machine is a fault of its own. Words over a scale are in `--json` alone, and stay.
         """
         return not self.option and not (self.preset.startswith("scale=") and not GUARD.search(self.setting))
 
@@ -61,29 +61,29 @@ class WinningWord:
 
 def winning_words(config: DictConfig) -> list[WinningWord]:
     """Return every word of the command that wins over a chosen preset, in the presets' order."""
-    return _compare(config)[0]
-
-
-def with_presets_winning(config: DictConfig) -> DictConfig:
-    """Return a copy of a config in which each preset has what it says."""
-    return _compare(config)[1]
-
-
-def _compare(config: DictConfig) -> tuple[list[WinningWord], DictConfig]:
-    said, found, trial = decisions(config), [], config
+    said, found, trial = decisions(config), [], None
     for setting, origin in said.origins.items():
-        word = said.word_about(setting) if origin.group else None
-        if word is None or setting.startswith("hydra."):
+        about = said.word_about(setting) if origin.group else None
+        if about is None or setting.startswith("hydra."):
             continue
-        value, wanted = _in_force(config, setting, word), origin.value
-        if not _is_moved(config, setting):
-            trial = copy.deepcopy(config) if trial is config else trial
-            _put(trial, setting, origin.value)
+        value, wanted = _in_force(config, setting, *about), origin.value
+        if "${" in str(wanted) and not _is_moved(config, setting):
+            trial = copy.deepcopy(config) if trial is None else trial
+            _put(trial, setting, wanted)
             wanted = _plain(OmegaConf.select(trial, setting))
         if not _is_same(setting, value, wanted):
             option = not GUARD.search(setting) and _is_option(setting, origin)
-            found.append(WinningWord(str(word.input_line), setting, value, origin.who, wanted, origin.value, option))
-    return found, trial
+            found.append(WinningWord(about[1], setting, value, origin.who, wanted, origin.value, option))
+    return found
+
+
+def with_presets_winning(config: DictConfig) -> DictConfig:
+    """Return a copy of a config in which no word contradicts a preset."""
+    changed = copy.deepcopy(config)
+    for each in winning_words(config):
+        if each.contradicts and not _is_moved(config, each.setting):
+            _put(changed, each.setting, each.written)
+    return changed
 
 
 def _is_option(setting: str, origin: Origin) -> bool:
@@ -96,12 +96,12 @@ def _is_moved(config: DictConfig, setting: str) -> bool:
     return block is not None and OmegaConf.select(config, block[1]) is None
 
 
-def _in_force(config: DictConfig, setting: str, word: Override) -> Any:
+def _in_force(config: DictConfig, setting: str, key: str, word: str) -> Any:
     if not _is_moved(config, setting):
         return _plain(OmegaConf.select(config, setting))
-    value: Any = word.value()
-    for key in filter(None, setting.removeprefix(word.key_or_group).split(".")):
-        value = value.get(key) if isinstance(value, dict) else None
+    value: Any = OverridesParser.create().parse_override(word).value()
+    for part in filter(None, setting.removeprefix(key).split(".")):
+        value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
@@ -127,7 +127,7 @@ def let_presets_win(config: DictConfig) -> list[WinningWord]:
     """
     if OmegaConf.select(config, WIN) is not True:
         return []
-    replaced = [each for each in winning_words(config) if not each.option]
+    replaced = [each for each in winning_words(config) if each.contradicts]
     for each in replaced:
         _put(config, each.setting, each.written)
     if replaced:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import sentence
 from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Faults, Severity, rule
 from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
 
@@ -73,7 +72,7 @@ def one_for_a_cause(
     """Yield the faults of a config, but one for each word that wins over a preset, and none for what follows from it.
 
     What follows is what is gone where the presets win; `ask` is asked of that. Another rule that blames the word's own
-    setting knows the effect better: its fault has the remedy of the word.
+    setting knows the effect better: the two become one.
     """
     words = {each.setting: each for each in faults if each.name == NAME and each.setting != WIN}
     if not words:
@@ -85,7 +84,8 @@ def one_for_a_cause(
     for fault in faults:
         if fault.name == NAME:
             others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
-            yield _joined(fault, others[0]) if others else fault
+            gravest = min(others, key=lambda each: rank(each.severity or "error"), default=None)
+            yield fault if gravest is None else _joined(fault, gravest)
         elif (fault.name, fault.setting) in left or (
             fault.setting not in words and rank(fault.severity or "error") < worst
         ):
@@ -93,6 +93,7 @@ def one_for_a_cause(
 
 
 def _joined(word: Fault, other: Fault) -> Fault:
-    severity = min(word.severity or "error", other.severity or "error", key=SEVERITIES.index)
+    """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
+    graver = min(other, word, key=lambda each: SEVERITIES.index(each.severity or "error"))
     problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
-    return replace(other, severity=severity, problem=sentence(problem), allowed=word.allowed, remedy=word.remedy)
+    return replace(graver, problem=problem, allowed=word.allowed, remedy=word.remedy)
