@@ -16,7 +16,7 @@ from verl_precision.mismatch.kept_tokens import DECISIONS, KeptResponse, index_o
 
 STALL = Path("recipes/phantom_clipping/phantom_clipping.yaml")
 RATIO_ON_ROLLOUT = ("tiny_architecture=qwen3_rough", "estimator=grpo", "trainer.total_training_steps=2")
-RATIO_ON_ROLLOUT += ("algorithm.rollout_correction.bypass_mode=True",)
+RATIO_ON_ROLLOUT += ("algorithm.rollout_correction.bypass_mode=True", "+presets=yield")
 SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
 MISMATCHED = (*RATIO_ON_ROLLOUT, "precision=fp32_train_bf16_rollout", f"{SHADOW}.every_n_steps=1")
 

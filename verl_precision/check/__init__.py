@@ -4,6 +4,10 @@ A recipe, for `verl-precision check CONFIG` and for a run that has a preset:
 
     composition         what was typed, as recipe and overrides; our words for what does not compose
     recipe_config       composes it as verl does; the dtype of each part, and every fault
+    who_decides         who says a setting: verl, a recipe, a preset
+    winning_words       words of the command that win over presets; presets=win, with which they do not
+    training_table      what is trained, and who decides it
+    way_out             the command without those words
     probe               what rules know beyond the config: this machine, verl's answers, vLLM's kernels
     verl_refusals       what verl's own validators, typed configs and registries refuse
     rules/              what can be wrong with a config: every rule, once

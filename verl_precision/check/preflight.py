@@ -21,6 +21,7 @@ from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.memory import GPU_RULES
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
+from verl_precision.check.winning_words import let_presets_win
 from verl_precision.integration.rollout.weight_socket import choose_name
 from verl_precision.integration.trainer import rescue
 from verl_precision.integration.trainer.found_checkpoints import mend_tracker
@@ -44,6 +45,8 @@ class PreflightCallback(Callback):
         try:
             require_overrides(list(OmegaConf.select(config, "hydra.overrides.task") or ()))
             require_complete(config)
+            for replaced in let_presets_win(config):
+                print(f"verl_precision: presets=win: {replaced}", file=sys.stderr)
             if wrong := mistyped(config):  # resolvers and rules would compute with the text
                 raise wrong[0]
             for note in fit_to_engine(config):

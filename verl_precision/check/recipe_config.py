@@ -1,9 +1,10 @@
 """Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does; ask every rule."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,9 @@ from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
 from verl_precision.check.verl_refusals import mistyped
+from verl_precision.check.training_table import TrainingRow, training_table
+from verl_precision.check.way_out import WayOut, way_out
+from verl_precision.check.winning_words import REPLACED, WinningWord, added_again, let_presets_win, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.presets import preset_groups
@@ -41,6 +45,10 @@ class RecipeReport:
     rows: list[Row]  # what runs in which dtype
     faults: list[Fault]  # every fault, errors first
     folder: str | None = None  # where checkpoints will be, with the run's digest; None: a run without
+    training: Sequence[TrainingRow] = ()  # what is trained
+    words: Sequence[WinningWord] = ()  # of the command that win over presets, those that contradict none too
+    replaced: Sequence[Mapping[str, Any]] = ()  # words over which presets won, with presets=win
+    way_out: WayOut | None = None  # what to type instead
 
     @property
     def ok(self) -> bool:
@@ -55,16 +63,21 @@ class RecipeReport:
 
     def as_json(self) -> str:
         """Return it for machines."""
-        rows, faults = [vars(row) for row in self.rows], [vars(fault) for fault in self.faults]
-        content = {"ok": self.ok, "counts": self.counts, "dtypes": rows, "findings": faults, "checkpoints": self.folder}
+        lists = {"dtypes": self.rows, "training": self.training, "findings": self.faults, "words_over_presets": self.words}
+        content = {"ok": self.ok, "counts": self.counts, **{key: [*map(vars, rows)] for key, rows in lists.items()}}
+        way_out = self.way_out and vars(self.way_out)
+        content |= {"replaced": self.replaced, "way_out": way_out, "checkpoints": self.folder}
         return json.dumps(content, indent=2, default=str)
 
 
-def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = ()) -> RecipeReport:
+def check_recipe(
+    path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (), typed: Sequence[str] = ()
+) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here: a recipe is often checked on
-    another machine than it runs on. `gpus` are the names of the GPUs that the run is meant for.
+    another machine than it runs on. `gpus` are the names of the GPUs that the run is meant for; `typed` is the command
+    of which path and overrides were read.
     """
     config = compose_recipe(path, overrides)
     unread = fit_to_engine(config)
@@ -72,7 +85,10 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
         name_the_run(config)
         faults = find_faults(config, probe_environment(config, gpus), this_machine=False)
         faults += [as_fault(note, "not-carried-over", "warning") for note in unread]
-        return RecipeReport(list(table(config)), faults, config.trainer.default_local_dir if saves(config) else None)
+        folder = config.trainer.default_local_dir if saves(config) else None
+        replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
+        words, way = winning_words(config), way_out(config, path, overrides, typed)
+        return RecipeReport([*table(config)], faults, folder, training_table(config), words, replaced, way)
     except OmegaConfBaseException as error:
         raise in_our_words(error, path) from error
 
@@ -152,13 +168,15 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     try:
         config = composed(overrides)
         require_complete(config)
+        let_presets_win(config)
         if wrong := mistyped(config):  # resolvers and rules would compute with the text
             raise wrong[0]
         OmegaConf.resolve(config.actor_rollout_ref)
     except VerlPrecisionError:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise in_our_words(error, path, overrides, keys) from error
+        again = added_again(overrides, composed) if "already at" in str(error) else None
+        raise again or in_our_words(error, path, overrides, keys) from error
     return config
 
 

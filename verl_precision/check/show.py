@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
@@ -25,15 +26,25 @@ MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked
 
 
 def show_recipe(report: RecipeReport, console: Console) -> None:
-    """Print the table of dtypes, every fault with its remedy, the folder of checkpoints, and the verdict."""
+    """Print what runs in which dtype, what is trained, faults with remedies, the folder of checkpoints, the verdict."""
     rows = [(row.what, row.dtype, row.source) for row in report.rows]
     console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
+    if report.training:
+        trained = [(row.what, row.value, row.source) for row in report.training]
+        console.print(terminal_table(("trained", "value", "decided by"), trained, words=3))
+    for each in report.replaced:
+        line = f"presets=win: {each['word']} is replaced by {each['value']}, of {each['preset']}"
+        console.print(Text(line), soft_wrap=True)
     show_faults(report.faults, console)
     if report.folder is not None:
         console.print(Text(f"checkpoints in {report.folder}"), soft_wrap=True)
     counts = report.counts
     said = f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked"
     console.print(said, highlight=False)
+    if report.way_out is not None:
+        console.print(Text(f"For what the presets say, leave out: {shlex.join(report.way_out.leave_out)}"), soft_wrap=True)
+        console.print(Text(f"The whole command: {report.way_out.command}"), soft_wrap=True)
+        console.print(Text("Or add +presets=win to the command as it is."), soft_wrap=True)
 
 
 def show_checkpoint(report: CheckpointReport, console: Console) -> None:

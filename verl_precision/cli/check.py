@@ -73,7 +73,7 @@ def _check_recipe(words: list[str], gpu: str | None, as_json: bool) -> bool:
         from verl_precision.check.show import show_recipe
 
         gpus = gpus_here() if gpu is None else (require_known_gpu(gpu),)
-        report = check_recipe(*read_command(words), gpus)
+        report = check_recipe(*read_command(words), gpus, typed=words)
     except VerlPrecisionError as error:
         if not as_json:
             raise

@@ -11,6 +11,7 @@ A run = recipe x precision x estimator x scale. Each preset is a small YAML of d
     learning_rate/ effective_sample: scaled in each update by what its weights leave of the batch (docs/math.md)
     arithmetic/   native, rounded_once, exact: what operations of both engines compute in (docs/scales.md)
     repeatable/   bitwise: the same command gives the same run (docs/repeatable.md)
+    presets/      win, yield: who wins where a word of the command says otherwise (docs/precision.md)
     parts/        what several presets include by their defaults list; `checked` is in every preset
 
 A new preset is one new file in its group: Hydra and `preset_names` find it, and the tests try it with every recipe.

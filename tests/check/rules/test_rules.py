@@ -199,7 +199,7 @@ ROWS = [line.split() for line in FAULTS.splitlines()]
 SHORT = {
     "DISAGGREGATED": DISAGGREGATED,
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
-    "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig",
+    "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig +presets=yield",
     "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True "
     f"rollout.tensor_model_parallel_size=1 {CPU.partition(' ')[2]}",
     "SDPA": "model.override_config.attn_implementation=sdpa",
@@ -222,7 +222,8 @@ def composed(overrides: str = ""):
     text = re.sub(r"(?<!\S)correction\.", "algorithm.rollout_correction.", text)
     text = re.sub("=FP(16|32)", r"={param_dtype:fp\1,reduce_dtype:fp32,buffer_dtype:fp32}", text)
     rollout = (f"actor_rollout_ref.rollout.{setting}" for setting in ("name=vllm", "n=8", "calculate_log_probs=True"))
-    return compose_verl("algorithm.adv_estimator=grpo", *rollout, *text.split(), return_hydra_config=True)
+    advantage = () if "+estimator=" in text else ("algorithm.adv_estimator=grpo",)
+    return compose_verl(*advantage, *rollout, *text.split(), return_hydra_config=True)
 
 
 def found(overrides: str = "", environment: Environment = NOTHING_KNOWN) -> list[str]:
@@ -359,7 +360,7 @@ def test_the_remedy_for_a_critic_in_fp32_cures_it():
     overrides = "+precision=fp32 critic.enable=True"
     (fault,) = find_faults(composed(overrides), NOTHING_KNOWN)
     remedy = fault.remedy.removesuffix(".").rpartition("or set ")[2]
-    assert found(f"{overrides} {remedy}") == ["critic-differs-from-actor"]
+    assert found(f"{overrides} {remedy} +presets=yield") == ["critic-differs-from-actor"]
 
 
 def test_k1_remedy_keeps_what_was_meant():

@@ -4,6 +4,7 @@
     registry        all rules, and `find_faults`, which asks them
 
     run             the plugin, verl's refusals, the model, counts, a run that is to repeat
+    presets         what of a preset is not in force; one finding for one cause
     dtypes          settings that are ignored, contradict each other, or lose precision
     loss            aggregation, bypass mode, thresholds, weights
     engine          the trainer's FSDP engine: its settings, the shadow, offloading, router replay

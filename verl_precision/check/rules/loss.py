@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Faults, Severity, as_faults, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule, told
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
@@ -49,6 +49,18 @@ def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
         yield told("bypass-without-loss", ignored=" and ".join(ignored))
+
+
+@rule("setting-ignored", "warning")
+def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> Faults:
+    """In bypass mode the V1 trainer leaves out the step that makes weights; a loss that knows the mode has its own."""
+    correction, loss = _correction(config), _loss(config)
+    if correction.get("bypass_mode") and loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
+        for key in ("rollout_is", "rollout_rs"):
+            if correction.get(key) and config.trainer.get("use_v1", True):
+                problem = f"nothing reads it in bypass mode: loss_mode={loss} makes its own weights of the rollout's log-probs"
+                setting = f"{CORRECTION}.{key}"
+                yield Fault(setting=setting, problem=problem, allowed="null", remedy=f"Leave out {setting}.")
 
 
 @rule("bypass-clips-mismatch", "warning")

@@ -3,10 +3,12 @@
 import importlib
 import pkgutil
 from dataclasses import replace
+from functools import partial
 
 from omegaconf import DictConfig
 
 from verl_precision.check import rules
+from verl_precision.check.rules.presets import one_for_a_cause
 from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault
 from verl_precision.check.rules.run import made_by_a_script
 
@@ -23,9 +25,15 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     faults of this machine are warnings, but for a model that is not there and that no recipe's script makes: without
     the model's shape half of the rules are silent.
     """
+    ask = partial(_ask, environment=environment, this_machine=this_machine)
+    faults = one_for_a_cause(config, ask(config), ask)
+    return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+
+
+def _ask(config: DictConfig, environment: Environment, this_machine: bool) -> list[Fault]:
     faults: list[Fault] = []
     for rule in RULES:
         found = rule.faults(config, environment)
         warns = rule.of_machine and not this_machine and (rule.name != "model-missing" or made_by_a_script(config))
         faults += [replace(fault, severity="warning") if fault.severity == "error" else fault for fault in found] if warns else found
-    return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    return faults

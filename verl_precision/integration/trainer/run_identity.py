@@ -13,6 +13,7 @@ import glob
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -89,10 +90,16 @@ def claim_folder(config: DictConfig) -> None:
     if known is None:
         if beside:
             logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
-        write_file(folder / RUN_FILE, yaml.safe_dump(as_record(run)))
+        write_file(folder / RUN_FILE, yaml.safe_dump({**as_record(run), **_replaced(config)}))
     elif run.content.items() - known.content.items():  # before a model was downloaded
-        record = {**as_record(known), "content": {**known.content, **run.content}}
+        record = {**as_record(known), **_replaced(config), "content": {**known.content, **run.content}}
         write_file(folder / RUN_FILE, yaml.safe_dump(record), replace=True)
+
+
+def _replaced(config: DictConfig) -> dict[str, Any]:
+    """Return the words of the command that presets have replaced, for people: presets=win."""
+    replaced = OmegaConf.select(config, "presets.replaced")
+    return {"replaced_by_presets": OmegaConf.to_container(replaced)} if replaced else {}
 
 
 def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSettings | None:

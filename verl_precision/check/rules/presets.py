@@ -1,0 +1,99 @@
+"""Rules of the presets: what of them is not in force, because a word of the command wins, or because nothing reads it."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Faults, Severity, rule
+from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
+
+NAME = "preset-overruled"
+# What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
+_EFFECTS: tuple[tuple[str, Severity, str], ...] = (
+    (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's is not in force at all"),
+    (r"bypass_mode", "error", "the ratio has another denominator"),
+    (r"algorithm\.rollout_correction(\.\w+)?", "error", "the loss gets other rollout weights"),
+    (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
+    (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
+    (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
+    (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
+    (r"entropy_coeff", "warning", "the entropy term is another one"),
+    (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
+    (r"clip_ratio\w*", "warning", "the loss clips elsewhere"),
+    (r"rollout_is_threshold|rollout_rs_threshold", "warning", "the loss has another bound"),
+    (r"\w*dtype", "warning", "this part computes in another dtype"),
+    (r"\w+", "warning", "this part of the preset is not in force"),
+)
+
+
+@rule(NAME, "warning")
+def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
+    """Hydra lets words of the command win over presets, and says nothing of it."""
+    wins = OmegaConf.select(config, WIN)
+    found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
+    if wins and found:  # they were not replaced
+        problem = "Hydra's multirun has no moment at which presets could replace words of the command"
+        remedy = f"Start the runs one by one, or leave out {' '.join(dict.fromkeys(each.word for each in found))}."
+        yield Fault(setting=WIN, severity="error", problem=problem, allowed="a single run", remedy=remedy)
+        return
+    for each in found:
+        severity, effect = next((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))
+        word = "the command's word" if each.word.lstrip("+").startswith(f"{each.setting}=") else shown(each.word)
+        problem = f"{word} wins over {each.preset}, which has {each.wanted}: {effect}"
+        remedy = f"Leave out {shown(each.word)}, or add +presets=win. If it is meant, add +presets=yield."
+        yield Fault("", severity, each.setting, each.value, problem, f"{each.wanted}, the preset's", remedy)
+
+
+@rule("preset-not-in-force")
+def distilled(config: DictConfig, environment: Environment) -> Faults:
+    """Distillation puts a loss of its own in place of the estimator's, or beside it."""
+    choice = OmegaConf.select(config, "hydra.runtime.choices.estimator")
+    distillation = config.get("distillation") or {}
+    loss = distillation.get("distillation_loss") or {}
+    tasks, gradient = loss.get("use_task_rewards", True), loss.get("use_policy_gradient", False)
+    if not choice or not distillation.get("enabled") or OmegaConf.select(config, WIN) is False:
+        return
+    setting = "distillation.enabled"
+    if gradient:
+        setting = "distillation.distillation_loss.use_policy_gradient"
+        kind = f"a policy gradient towards a teacher with verl's {loss.get('policy_loss_mode')}"
+    else:
+        kind = f"the divergence {loss.get('loss_mode')} to a teacher"
+    problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
+    remedy = f"Leave out the distillation, or estimator={choice}. If both are meant, add +presets=yield."
+    yield Fault("", "warning" if tasks and not gradient else "error", setting, None, problem, "False", remedy)
+
+
+def one_for_a_cause(
+    config: DictConfig, faults: list[Fault], ask: Callable[[DictConfig], Iterable[Fault]]
+) -> Iterator[Fault]:
+    """Yield the faults of a config, but one for each word that wins over a preset, and none for what follows from it.
+
+    What follows is what is gone where the presets win; `ask` is asked of that. Another rule that blames the word's own
+    setting knows the effect better: the two become one.
+    """
+    words = {each.setting: each for each in faults if each.name == NAME and each.setting != WIN}
+    if not words:
+        yield from faults
+        return
+    rank = SEVERITIES.index
+    worst = min(rank(each.severity or "error") for each in words.values())
+    left = {(each.name, each.setting) for each in ask(with_presets_winning(config))}
+    for fault in faults:
+        if fault.name == NAME:
+            others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
+            gravest = min(others, key=lambda each: rank(each.severity or "error"), default=None)
+            yield fault if gravest is None else _joined(fault, gravest)
+        elif (fault.name, fault.setting) in left or (
+            fault.setting not in words and rank(fault.severity or "error") < worst
+        ):
+            yield fault
+
+
+def _joined(word: Fault, other: Fault) -> Fault:
+    """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
+    graver = min(other, word, key=lambda each: SEVERITIES.index(each.severity or "error"))
+    problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
+    return replace(graver, problem=problem, allowed=word.allowed, remedy=word.remedy)

@@ -1,0 +1,35 @@
+"""The way out where words of a command win over its presets: which to leave out, and the whole command without them."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.check.winning_words import WIN, winning_words
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """What to type in place of a command."""
+
+    leave_out: list[str]
+    command: str  # for a shell, without them
+
+
+def way_out(config: DictConfig, path: Path, overrides: Sequence[str], typed: Sequence[str]) -> WayOut | None:
+    """Return it; None where presets and words agree, or where words win on purpose.
+
+    `typed` is what `check` was given, of which `path` and `overrides` were read: a command, a recipe, overrides alone.
+    """
+    found = [] if OmegaConf.select(config, WIN) is False else winning_words(config)
+    words = list(dict.fromkeys(each.word for each in found if each.contradicts))
+    if not words:
+        return None
+    command = [each for each in (typed or overrides) if each not in words]
+    if list(typed) in ([], list(overrides), [str(path), *overrides]):
+        recipe = ["--config-dir", str(path.parent), "--config-name", path.stem]
+        front = [] if path.stem == "ppo_trainer" and list(typed) == list(overrides) else recipe
+        command = ["python", "-m", "verl.trainer.main_ppo", *front, *(each for each in overrides if each not in words)]
+    return WayOut(words, shlex.join(command))

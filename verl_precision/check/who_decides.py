@@ -1,0 +1,108 @@
+"""Who says each setting: verl, a recipe, a preset, or a word of the command? From the files that Hydra merges, in order.
+
+A composed config does not know where its values come from. It names its sources, its choices and the command's words in
+Hydra's own node, which is enough to ask Hydra for the same list of files again.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.presets import preset_groups
+
+_VERLS = ("verl/trainer/config", "verl.trainer.config", "hydra.conf")  # places of files that no user wrote
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who says a setting last, before the command: a preset, or a file that is neither verl's nor a preset's."""
+
+    who: str  # estimator=pg_seq_is, or the name of the file
+    value: Any  # as it is written there: an interpolation is its own text
+    group: str = ""  # of the preset, e.g. estimator; empty for a file
+    offered: bool = False  # whether it stands in parts/, as an option with its default
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was said about a config's settings, beside what verl itself says."""
+
+    origins: Mapping[str, Origin]  # by the setting's full name
+    words: tuple[tuple[str, str], ...]  # setting and whole word of the command, in its order
+
+    def word_about(self, setting: str) -> tuple[str, str] | None:
+        """Return the last word of the command about a setting, about its block, or about something below it."""
+        return next((word for word in reversed(self.words) if _is_about(word[0], setting)), None)
+
+
+def _is_about(key: str, setting: str) -> bool:
+    return key == setting or setting.startswith(f"{key}.") or key.startswith(f"{setting}.")
+
+
+def decisions(config: DictConfig) -> Decisions:
+    """Return who says what in a composed config with Hydra's own node; nothing is known of one without."""
+    name = OmegaConf.select(config, "hydra.job.config_name")
+    if name is None:
+        return Decisions({}, ())
+    hydra = config.hydra
+    sources = tuple((each.provider, f"{each.schema}://{each.path}") for each in hydra.runtime.config_sources)
+    keys = {word: word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
+    groups = {word for word, key in keys.items() if "@" in key or key in hydra.runtime.choices}
+    words = tuple((key, word) for word, key in keys.items() if word not in groups)
+    return Decisions(_origins(sources, name, (*hydra.overrides.hydra, *(w for w in keys if w in groups))), words)
+
+
+@functools.lru_cache(maxsize=256)
+def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...]) -> Mapping[str, Origin]:
+    """Return who says each setting, from a search path, the name of the primary config, and words that choose groups."""
+    searched = ConfigSearchPathImpl()
+    for provider, place in sources:
+        searched.append(provider, place)
+    loader = ConfigLoaderImpl(searched)
+    merged = loader.compute_defaults_list(name, list(words), RunMode.RUN).defaults
+    parents = {each.config_path: each.parent for each in merged}
+    origins: dict[str, Origin] = {}
+    for each in merged:
+        path = str(each.config_path)
+        source = next(source for source in loader.get_sources() if source.is_config(path))
+        if any(place in source.path for place in _VERLS):
+            continue
+        content: Any = OmegaConf.to_container(loader.repository.load_config(path).config, resolve=False)
+        preset = _chosen(path, each.parent, parents)
+        for setting, value in _flat(content, each.package or ""):
+            origin = Origin("=".join(preset), value, preset[0], path.startswith("parts/")) if preset else None
+            origins[setting] = _stronger(origins.get(setting), origin) if origin else Origin(f"{path}.yaml", value)
+    return origins
+
+
+def _chosen(path: str, parent: str | None, parents: Mapping[str | None, str | None]) -> tuple[str, str] | None:
+    """Return group and name of the preset by which a file comes in, if it comes in by one."""
+    chosen, at = None, path
+    while at is not None:
+        group, _, name = at.partition("/")
+        if group in preset_groups():
+            chosen = group, name
+        elif group != "parts":
+            break
+        at, parent = parent, parents.get(parent)
+    return chosen
+
+
+def _stronger(known: Origin | None, later: Origin) -> Origin:
+    """Return the later of two, which Hydra takes; of two that say the same, the one that means it, not its machine."""
+    same = known is not None and known.group and known.value == later.value
+    return known if known is not None and same and (later.offered or later.group == "scale") else later
+
+
+def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict) or not node:
+        yield path, node
+        return
+    for key, value in node.items():
+        yield from _flat(value, f"{path}.{key}" if path else str(key))

@@ -1,0 +1,163 @@
+"""Words of the command that win over a preset that was chosen, and `presets=win`, with which they do not.
+
+Hydra puts the words of a command over every file, presets too. A command that states its estimator's settings, as public
+scripts do, therefore leaves little of `estimator=pg_seq_is`, and Hydra says nothing of it.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from verl_precision.base.dtypes import short
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.check.who_decides import Origin, decisions
+from verl_precision.presets import preset_groups
+
+WIN = "presets.win"  # True: presets win. False: words win on purpose. Absent: words win, and that is a finding
+REPLACED = "presets.replaced"
+# Parts of the weight-sync guard and of the engine: a preset means them wherever they stand.
+GUARD = re.compile(r"\.worker_extension_cls$|\.send_weight_manifest$|fsdp(_config)?\._target_$")
+# Of a precision, what it merely offers a value for; rules of their own judge it.
+_OPTIONS = re.compile(r"\.loss_scale\.|\.attn_implementation$")
+_LONGEST = 80  # characters of a word that are repeated
+
+
+def shown(word: str) -> str:
+    """Return a word of the command, shortened for a sentence."""
+    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
+
+
+@dataclass(frozen=True)
+class WinningWord:
+    """A word of the command about a setting of a preset, with another value than the preset's."""
+
+    word: str  # as it was given
+    setting: str
+    value: Any  # that holds
+    preset: str  # e.g. estimator=pg_seq_is
+    wanted: Any  # the preset's value
+    written: Any  # the same, unresolved
+    option: bool  # the preset only offers a value for it, which is changed on purpose
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the command says two things.
+
+        A scale is a place to begin: batch sizes, GPUs, paths and saving are changed on it in every recipe's run, and
+        what does not fit the machine is a fault of its own. Words over a scale are in `--json` alone, and stay.
+        """
+        return not self.option and not (self.preset.startswith("scale=") and not GUARD.search(self.setting))
+
+    def __str__(self) -> str:
+        """Return one line for a log."""
+        return f"{self.word} is replaced by {self.wanted}, of {self.preset}"
+
+
+def winning_words(config: DictConfig) -> list[WinningWord]:
+    """Return every word of the command that wins over a chosen preset, in the presets' order."""
+    said, found, trial = decisions(config), [], None
+    for setting, origin in said.origins.items():
+        about = said.word_about(setting) if origin.group else None
+        if about is None or setting.startswith("hydra."):
+            continue
+        value, wanted = _in_force(config, setting, *about), origin.value
+        if "${" in str(wanted) and not _is_moved(config, setting):
+            trial = copy.deepcopy(config) if trial is None else trial
+            _put(trial, setting, wanted)
+            wanted = _plain(OmegaConf.select(trial, setting))
+        if not _is_same(setting, value, wanted):
+            option = not GUARD.search(setting) and _is_option(setting, origin)
+            found.append(WinningWord(about[1], setting, value, origin.who, wanted, origin.value, option))
+    return found
+
+
+def with_presets_winning(config: DictConfig) -> DictConfig:
+    """Return a copy of a config in which no word contradicts a preset."""
+    changed = copy.deepcopy(config)
+    for each in winning_words(config):
+        if each.contradicts and not _is_moved(config, each.setting):
+            _put(changed, each.setting, each.written)
+    return changed
+
+
+def _is_option(setting: str, origin: Origin) -> bool:
+    return (origin.offered and origin.group != "scale") or bool(_OPTIONS.search(setting))
+
+
+def _is_moved(config: DictConfig, setting: str) -> bool:
+    """Whether `fit_to_engine` has moved the setting's block to another engine's."""
+    block = re.match(r"(.*(?:\.fsdp_config|critic\.fsdp))\.", setting)
+    return block is not None and OmegaConf.select(config, block[1]) is None
+
+
+def _in_force(config: DictConfig, setting: str, key: str, word: str) -> Any:
+    if not _is_moved(config, setting):
+        return _plain(OmegaConf.select(config, setting))
+    value: Any = OverridesParser.create().parse_override(word).value()
+    for part in filter(None, setting.removeprefix(key).split(".")):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _put(config: DictConfig, setting: str, value: Any) -> None:
+    OmegaConf.update(config, setting, copy.deepcopy(value), merge=False, force_add=True)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _is_same(setting: str, one: Any, other: Any) -> bool:
+    if setting.endswith("dtype") and isinstance(one, str) and isinstance(other, str):
+        return short(one) == short(other)
+    off = (one is None or one is False) and (other is None or other is False)
+    return off or one == other  # to verl, null means off
+
+
+def let_presets_win(config: DictConfig) -> list[WinningWord]:
+    """With `presets=win`, put what presets say over the command's words; return the words that were replaced.
+
+    The config keeps them, so that Hydra's copy of it in the run's folder has them.
+    """
+    if OmegaConf.select(config, WIN) is not True:
+        return []
+    replaced = [each for each in winning_words(config) if each.contradicts]
+    for each in replaced:
+        _put(config, each.setting, each.written)
+    if replaced:
+        config.presets.replaced = [
+            {"word": each.word, "setting": each.setting, "value": _plain(each.wanted), "preset": each.preset}
+            for each in replaced
+        ]
+    return replaced
+
+
+def added_again(
+    overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]
+) -> ConfigurationError | None:
+    """Return the answer to words that add (`+`) what a chosen preset has already, where there are some.
+
+    Hydra composes no such config, so that `presets=win` cannot help either. `composed` is called with the presets alone.
+    """
+    groups = [word for word in overrides if word.lstrip("+").partition("=")[0] in preset_groups()]
+    config, added = composed(groups), {}
+    origins = decisions(config).origins
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        again = key in origins and origins[key].group and OmegaConf.select(config, key) is not None
+        if again and word.startswith("+") and not word.startswith("++"):
+            added[word] = key, value
+    if not added:
+        return None
+    different = {word: pair for word, pair in added.items() if not _is_same(pair[0], yaml.safe_load(pair[1]), origins[pair[0]].value)}
+    (key, value), *_ = (different or added).values()
+    preset, wanted = origins[key].who, origins[key].value
+    problem = f"{preset} has it already, as {wanted}, and + adds only what is not there"
+    remedy = f"Leave out {' '.join(added)}: presets say it. Or leave out {preset}, if that is not what you want."
+    return ConfigurationError(problem, setting=key, value=value, allowed=f"{wanted}, the preset's", remedy=remedy)
