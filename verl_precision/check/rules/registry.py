@@ -43,7 +43,7 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
         faults = [each for each in faults if each.name not in ABSENT or each.setting not in unsaid]
     else:
         told = [each for each in told if each.setting not in named]
-    return sorted([*faults, *told], key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    return sorted([*told, *faults], key=lambda fault: SEVERITIES.index(fault.severity or "error"))
 
 
 def _of_this_machine(fault: Fault, rule: Rule, config: DictConfig, elsewhere: str) -> Fault:
