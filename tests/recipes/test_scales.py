@@ -5,7 +5,7 @@ import re
 import pytest
 from composer import PAPER, ROOT, compose_recipe
 
-from verl_precision.check.probe import known_models
+from verl_precision.check.models import known_models
 from verl_precision.check.rules import gpu_memory as memory
 from verl_precision.check.rules.checkpoints import checkpoint_bytes, step_seconds
 from verl_precision.check.rules.gpu_memory import GIB, REST

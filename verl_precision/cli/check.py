@@ -1,6 +1,10 @@
 """The verbs `check` and `selftest`: is this run, this checkpoint, this machine fit?"""
 
+import atexit
+import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +13,6 @@ from typer import Argument, BadParameter, Exit, Option
 
 from verl_precision.base.errors import VerlPrecisionError, after_ctrl_c
 from verl_precision.base.terminal import paragraph
-from verl_precision.base.versions import require_packages
 from verl_precision.cli.verb import console, errors, say, silence_third_party, verb
 
 
@@ -21,6 +24,16 @@ def check(
     ] = None,
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. precision=fp16.")] = None,
     gpu: Annotated[str | None, Option(help="GPU of the run, e.g. A100. Default: the GPU of this machine.")] = None,
+    elsewhere: Annotated[
+        bool | None,
+        Option(
+            "--elsewhere/--here",
+            help="Whether the run is for another machine. Default: with --gpu, and where its GPU is not here.",
+        ),
+    ] = None,
+    model_config: Annotated[
+        Path | None, Option(help="A config.json, or its folder, that stands for the model's where that is not here.")
+    ] = None,
     model: Annotated[Path | None, Option(help="Checkpoint to audit for FP16: a folder or a .safetensors file.")] = None,
     activations: Annotated[bool, Option(help="With --model: also run prompts forward and backward.")] = False,
     loss_scale: Annotated[float, Option(min=1, help="With --activations: factor on the gradients.")] = 65536,
@@ -51,11 +64,11 @@ def check(
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
     ok, words = True, [] if config is None else [config, *(overrides or [])]
-    with silence_third_party():
+    with silence_third_party(), _without_collections():
         if model is not None:
             ok = _check_model(model, activations, loss_scale, as_json)
         elif words:
-            ok = _check_recipe(words, gpu, as_json)
+            ok = _check_recipe(words, (gpu, elsewhere, model_config), as_json)
         elif cluster is None:
             ok = _check_installation(as_json, verbose)
         if cluster is not None:
@@ -63,17 +76,33 @@ def check(
     raise Exit(0 if ok else 1)
 
 
-def _check_recipe(words: list[str], gpu: str | None, as_json: bool) -> bool:
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage meanwhile, nor at the end of the process.
+
+    Imports make millions of objects that stay; looking at them again and again is a quarter of a check's time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path | None], as_json: bool) -> bool:
+    from verl_precision.base.versions import require_packages
+
     try:
         require_packages("a check of a config", "verl", "hydra")
         from verl_precision.check.composition import read_command
-        from verl_precision.check.probe import gpus_here
-        from verl_precision.check.recipe_config import check_recipe
-        from verl_precision.check.rules.gpu_memory import require_known_gpu
+        from verl_precision.check.recipe_config import Meant, check_recipe
         from verl_precision.check.show import show_recipe
 
-        gpus = gpus_here() if gpu is None else (require_known_gpu(gpu),)
-        report = check_recipe(*read_command(words), gpus, typed=words)
+        report = check_recipe(*read_command(words), Meant(*meant), typed=words)
     except VerlPrecisionError as error:
         if not as_json:
             raise

@@ -2,41 +2,39 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from typer import Argument, BadParameter, Option
 
 from verl_precision.base.errors import after_ctrl_c
-from verl_precision.base.settings import command_option
-from verl_precision.base.versions import require_packages
 from verl_precision.cli.verb import ENGINES, FIGURES, console, silence_third_party, verb
-from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs.settings import Job
-from verl_precision.tools.sanity_set.settings import SanitySet
+
+if TYPE_CHECKING:  # pydantic makes their classes: half of the time of a page of help
+    from verl_precision.tools.jobs.settings import Job
 
 
-def _run(job: Job, session: Callable[[Any, Console], object]) -> None:
+def _run(job: "Job", session: Callable[[Any, Console], object]) -> None:
     with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
         session(job, console)
 
 
-@verb("mismatch", MismatchJob, needs=(*FIGURES, *ENGINES, "verl"))
+@verb("mismatch", "verl_precision.tools.gap.pairs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
     """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
 
     Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
     command is repeated. One model is in memory at a time.
     """
+    from verl_precision.tools.gap.pairs.settings import MismatchJob
+
     job = MismatchJob(**given)
     from verl_precision.tools.gap.pairs.session import measure_mismatch
 
     _run(job, measure_mismatch)
 
 
-@verb("explain", Explanation)
+@verb("explain", "verl_precision.tools.gap.explain.settings:Explanation")
 def explain(
     given: dict[str, Any],
     overrides: Annotated[
@@ -63,6 +61,10 @@ def explain(
     Writes explanation.html and explanation.json. A job that was interrupted continues when the command is repeated. One
     model is in memory at a time.
     """
+    from verl_precision.base.settings import command_option
+    from verl_precision.base.versions import require_packages
+    from verl_precision.tools.gap.explain.settings import Explanation
+
     if (recipe and run) or (overrides and not recipe):
         raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
     if run is not None and given:
@@ -87,7 +89,7 @@ def explain(
     _run(job, explain_gap)
 
 
-@verb("evaluate", Evaluation, needs=ENGINES)
+@verb("evaluate", "verl_precision.tools.evaluate.settings:Evaluation", needs=ENGINES)
 def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
@@ -95,13 +97,15 @@ def evaluate(given: dict[str, Any]) -> None:
     paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
     it counts: after an interruption, the same command continues.
     """
+    from verl_precision.tools.evaluate.settings import Evaluation
+
     job = Evaluation(**given)
     from verl_precision.tools.evaluate.session import evaluate as evaluate_model
 
     _run(job, evaluate_model)
 
 
-@verb("sanity-set", SanitySet, needs=(*FIGURES, *ENGINES))
+@verb("sanity-set", "verl_precision.tools.sanity_set.settings:SanitySet", needs=(*FIGURES, *ENGINES))
 def sanity_set(given: dict[str, Any]) -> None:
     """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
 
@@ -109,6 +113,8 @@ def sanity_set(given: dict[str, Any]) -> None:
     stops for a problem once its verdict is decided. Every response is on disk before it counts: after an interruption,
     the same command continues. Writes kept.parquet, summary.json and accuracy.png.
     """
+    from verl_precision.tools.sanity_set.settings import SanitySet
+
     job = SanitySet(**given)
     from verl_precision.tools.sanity_set.session import build_sanity_set
 

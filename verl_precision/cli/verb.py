@@ -1,8 +1,10 @@
 """The base of every verb: the command, its two consoles, quiet libraries, the one handler of errors and Ctrl-C."""
 
+import functools
 import inspect
 import logging
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +13,25 @@ from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Context, Exit, Option, Typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from verl_precision import __version__
 from verl_precision.base.errors import VerlPrecisionError
-from verl_precision.base.options import parameters_of
 from verl_precision.base.terminal import paragraph
-from verl_precision.base.versions import require_packages
+
+
+class _Verbs(TyperGroup):
+    """All verbs. Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        if (option := super().get_help_option(ctx)) is not None:
+            option.default = False
+        return option
+
 
 _LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
-app = Typer(name="verl-precision", no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
+app = Typer(name="verl-precision", cls=_Verbs, no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
 console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
 errors = Console(stderr=True, emoji=False)  # host:1234: is none
 FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
@@ -51,13 +63,14 @@ def silence_third_party() -> Iterator[None]:
 
 
 def verb(
-    name: str, job: type | None = None, needs: Sequence[str] = (), **settings: Any
+    name: str, job: str = "", needs: Sequence[str] = (), **settings: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a verb: one of our errors ends it with exit code 1, Ctrl-C with 130.
 
     Args:
         name: Name of the verb.
-        job: Class whose fields are options, too; the function gets those that are given as `given`.
+        job: Class whose fields are options, too, as `module:name`; the function gets those that are given as `given`.
+            It is imported when this verb is asked for, so that the help of others does not wait for it.
         needs: Packages that it imports at some time, and that may be missing: said before any work.
         settings: Settings of typer's command.
     """
@@ -66,16 +79,25 @@ def verb(
         # Typer would keep the line breaks inside a paragraph.
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         first, *others = (" ".join(each.split()) for each in paragraphs)
-        options = parameters_of(job) if job else []
         own = [each for each in inspect.signature(function).parameters.values() if each.name != "given"]
         context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
 
+        @functools.cache
+        def options() -> list[inspect.Parameter]:
+            if not job:
+                return []
+            from verl_precision.base.options import parameters_of
+
+            return parameters_of(pkgutil.resolve_name(job))
+
         def run(context: Context, **values: Any) -> None:
+            from verl_precision.base.versions import require_packages
+
             if job:
                 typed = {
                     name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
                 }
-                given = {each.name: values.pop(each.name) for each in options}
+                given = {each.name: values.pop(each.name) for each in options()}
                 values["given"] = {name: value for name, value in given.items() if name in typed}
             try:
                 require_packages(name, *needs)
@@ -87,13 +109,32 @@ def verb(
                 say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", errors)
                 raise Exit(130) from None
 
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *options)]
-        run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+        def add(to: Typer, parameters: Sequence[inspect.Parameter], **more: Any) -> None:
+            known = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+            run.__signature__ = inspect.Signature([context, *known])  # type: ignore[attr-defined]
+            to.command(name, help="\n\n".join((first, *others)), short_help=first, **settings, **more)(run)  # not cut
+
+        def whole() -> TyperCommand:
+            alone = Typer(add_completion=False, **_LOOK)  # type: ignore[arg-type]
+            add(alone, (*own, *options()))
+            return get_command(alone)  # type: ignore[return-value]
+
         run.__annotations__ = {}  # Typer reads the signature
-        app.command(name, help="\n\n".join((first, *others)), short_help=first, **settings)(run)  # not cut
+        add(app, [] if job else own, cls=_completed_by(whole) if job else None)
         return function
 
     return register
+
+
+def _completed_by(make: Callable[[], TyperCommand]) -> type[TyperCommand]:
+    """Return a class of commands whose parameters and function are made when somebody asks for them."""
+    whole = functools.cache(make)
+
+    class Later(TyperCommand):
+        params = property(lambda self: whole().params, lambda self, params: None)  # type: ignore[assignment]
+        callback = property(lambda self: whole().callback, lambda self, callback: None)  # type: ignore[assignment]
+
+    return Later
 
 
 def _print_version(wanted: bool) -> None:

@@ -34,7 +34,8 @@ from verl_says import objection
 
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import engines
-from verl_precision.check.probe import model_config, probe_environment
+from verl_precision.check.models import model_config
+from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.layout import VLLM_DTYPES, VLLM_LORA_RANK
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment

@@ -57,38 +57,39 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
             yield told(f"ulysses-needs-flash{case}", setting=setting, attention=attention)
 
 
-@rule("attention-without-sinks")
+@rule("attention-without-sinks", about="attention sinks")
 def attention_without_sinks(config: DictConfig, environment: Environment) -> Faults:
     """transformers refuses gpt-oss with an attention that has no sinks, in a worker, after Ray's start."""
     attention = attention_of(config)
     engine = config.actor_rollout_ref.actor.strategy in FSDP
-    if environment.model.get("model_type") in WITH_SINKS and engine and attention in WITHOUT_SINKS:
+    if engine and attention in WITHOUT_SINKS and environment.model.get("model_type") in WITH_SINKS:
         yield told("attention-without-sinks", value=attention)
 
 
-@rule("gpt-oss-on-cpu")
+@rule("gpt-oss-on-cpu", about="whether it runs on a CPU")
 def gpt_oss_on_cpu(config: DictConfig, environment: Environment) -> Faults:
     """vLLM's class copies experts and sinks into parameters itself, which on a CPU are on the meta device by then."""
-    if environment.model.get("model_type") in WITH_SINKS and config.trainer.device == "cpu":
+    if config.trainer.device == "cpu" and environment.model.get("model_type") in WITH_SINKS:
         yield told("gpt-oss-on-cpu")
 
 
-@rule("torchvision-missing", of_machine=True)
+@rule("torchvision-missing", of_machine=True, about="packages of the model's classes")
 def torchvision_missing(config: DictConfig, machine: Machine) -> Faults:
     """vLLM cannot import its class for Qwen3.5 without torchvision."""
-    if "torchvision" in machine.missing_for_model and config.actor_rollout_ref.rollout.name == "vllm":
+    if config.actor_rollout_ref.rollout.name == "vllm" and "torchvision" in machine.missing_for_model:
         yield told("torchvision-missing")
 
 
-@rule("packed-delta-nets")
+@rule("packed-delta-nets", about="packed sequences in delta nets")
 def packed_delta_nets(config: DictConfig, environment: Environment) -> Faults:
     """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
-    kind = environment.model.get("model_type")
-    if _is_packed(config) and gated_delta_nets(environment.model) and kind not in PACKED_BY_VERL:
+    if not _is_packed(config) or not gated_delta_nets(environment.model):
+        return
+    if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
         yield told("packed-delta-nets", kind=kind, known=" or ".join(PACKED_BY_VERL))
 
 
-@rule("packed-delta-nets", of_machine=True)
+@rule("packed-delta-nets", of_machine=True, about="packages of the model's classes")
 def packed_delta_nets_in_torch(config: DictConfig, machine: Machine) -> Faults:
     """verl says where it ends, and without flash-linear-attention nobody listens."""
     if _is_packed(config) and "flash-linear-attention" in machine.missing_for_model:

@@ -16,13 +16,13 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-@rule("name-unknown")
+@rule("name-unknown", about="target_modules of the adapter")
 def lora_modules(config: DictConfig, environment: Environment) -> Faults:
     """PEFT trains the modules that it finds, and raises only if there is none."""
     targets = config.actor_rollout_ref.model.target_modules
     if not lora_rank(config) or engines(config)[0].strategy not in FSDP or targets is None:
         return
-    if environment.model.get("model_type") not in FAMILIES or str(targets).lower() == "all-linear":
+    if str(targets).lower() == "all-linear" or environment.model.get("model_type") not in FAMILIES:
         return
     names = [f"model.layers.0.{name}" for name in LINEAR]
     if isinstance(targets, str):  # a pattern, for the whole name

@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape, shape_of
+from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape
 from verl_precision.check.rules.rule import Environment, Faults, Machine, Severity, rule, told
 from verl_precision.integration.trainer.saving import every_minutes, saves
 
@@ -26,13 +26,14 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
         yield told("one-checkpoint")
 
 
-@rule("first-checkpoint-late")
+@rule("first-checkpoint-late", about="the time to the first checkpoint")
 def first_checkpoint_late(config: DictConfig, environment: Environment) -> Faults:
     """A job that ends before its first checkpoint starts from scratch, as often as it is queued again."""
-    shape, steps = shape_of(environment.model), config.trainer.save_freq or 0
-    step = None if shape is None or config.trainer.device == "cpu" else step_seconds(config, shape)
-    if step is None or not saves(config):
+    if config.trainer.device == "cpu" or not saves(config) or (shape := environment.shape) is None:
         return
+    if (step := step_seconds(config, shape)) is None:
+        return
+    steps = config.trainer.save_freq or 0
     by_time, last = math.ceil(60 * every_minutes(config) / step), config.trainer.total_training_steps
     first = step * min(number for number in (by_time, steps, last or 0, math.inf) if number > 0)
     left = environment.seconds_left
@@ -57,11 +58,12 @@ def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
     return ALL_ELSE * tokens / math.prod(gpus) * (1 / drawn + 8 * active / FLOPS)
 
 
-@rule("checkpoint-space", of_machine=True)
+@rule("checkpoint-space", of_machine=True, about="disk for checkpoints")
 def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
     """The disk holds the checkpoints that a run keeps, those of its earlier starts counted, and one being written."""
-    one = checkpoint_bytes(config, machine.parameters)
-    if not saves(config) or one is None or machine.checkpoint_disk is None:
+    if not saves(config) or machine.checkpoint_disk is None:
+        return
+    if (one := checkpoint_bytes(config, machine.parameters)) is None:
         return
     keep = config.trainer.max_actor_ckpt_to_keep
     number = max(keep or 1, 1)  # without a limit their number is not known

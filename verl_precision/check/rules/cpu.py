@@ -29,7 +29,7 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
         yield EnvironmentMismatchError(problem, setting="trainer.device", value="cpu", remedy=remedy)
 
 
-@rule("cpu-kernels-missing", of_machine=True)
+@rule("cpu-kernels-missing", of_machine=True, about="kernels for its heads")
 def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
     """vLLM has kernels for this CPU, and an attention kernel for the model's heads."""
     if config.trainer.device != "cpu":

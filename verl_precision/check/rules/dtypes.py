@@ -35,7 +35,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Faults:
             yield told("dtype-ignored", engine=engine, said=said)
 
 
-@rule("rollout-contradicts-actor")
+@rule("rollout-contradicts-actor", about="the dtype that vLLM would take")
 def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> Faults:
     """The rollout samples in another dtype than the actor trains in, and no preset asked for that."""
     actor, rollout = engines(config)[0].compute, rollout_dtype(config)
@@ -109,11 +109,12 @@ def adam_eps_underflow(config: DictConfig, environment: Environment) -> Faults:
             yield told("adam-eps-underflow", setting=setting, value=eps, zero=FP16_ZERO, engine=engine)
 
 
-@rule("vllm-refuses-fp16")
+@rule("vllm-refuses-fp16", about="whether vLLM takes the model in FP16")
 def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
-    kind, engine = environment.model.get("model_type"), config.actor_rollout_ref.rollout.name
-    if kind in VLLM_REFUSES_FP16 and engine == "vllm" and rollout_dtype(config) == "fp16":
+    if config.actor_rollout_ref.rollout.name != "vllm" or rollout_dtype(config) != "fp16":
+        return
+    if (kind := environment.model.get("model_type")) in VLLM_REFUSES_FP16:
         yield told("vllm-refuses-fp16", kind=kind)
 
 

@@ -46,7 +46,7 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
         yield told("engine-settings learning rate", setting=setting, loss=loss)
 
 
-@rule("router-replay")
+@rule("router-replay", about="whether the model has experts that replay knows")
 def router_replay(config: DictConfig, environment: Environment) -> Faults:
     """Replay needs experts, a rollout that says which it chose, packed sequences, and an engine that reads it."""
     actor = engines(config)[0]

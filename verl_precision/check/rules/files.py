@@ -76,7 +76,7 @@ def missing_files(config: DictConfig, machine: Machine) -> Faults:
             return
 
 
-@rule("batch-exceeds-data", of_machine=True)
+@rule("batch-exceeds-data", of_machine=True, about="the batch against the rows")
 def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
     """verl counts the steps of an epoch, and divides by their number."""
     rows, size = _train_rows(config, machine), config.data.train_batch_size
@@ -84,12 +84,14 @@ def batch_exceeds_data(config: DictConfig, machine: Machine) -> Faults:
         yield told("batch-exceeds-data", rows=rows)
 
 
-@rule("epochs-end-first", "warning", of_machine=True)
+@rule("epochs-end-first", "warning", of_machine=True, about="steps against epochs")
 def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
     """verl counts steps and epochs, and ends with what ends first."""
-    rows, size = _train_rows(config, machine), config.data.train_batch_size
     asked, epochs = config.trainer.get("total_training_steps"), config.trainer.total_epochs
-    if asked is None or rows == math.inf or rows < size:
+    if asked is None:
+        return
+    rows, size = _train_rows(config, machine), config.data.train_batch_size
+    if rows == math.inf or rows < size:
         return
     steps = int(rows) // size
     if steps * epochs < asked:
@@ -103,17 +105,19 @@ def _train_rows(config: DictConfig, machine: Machine) -> float:
     return min(rows, limit if limit > 0 else math.inf)
 
 
-@rule("reward-function-missing", of_machine=True)
+@rule("reward-function-missing", of_machine=True, about="the reward function and its keywords")
 def reward_function(config: DictConfig, machine: Machine) -> Faults:
     """The reward function is in its file, and takes the keywords that it is given."""
     path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
+    if not path:
+        return
     given, taken = OmegaConf.select(config, f"{REWARD}.reward_kwargs") or {}, (machine.reward_names or {}).get(name)
-    if path and machine.reward_names == {}:
+    if machine.reward_names == {}:
         yield told("reward-function-missing module")
-    elif path and machine.reward_names is not None and name not in (names := machine.reward_names):
+    elif machine.reward_names is not None and name not in (names := machine.reward_names):
         functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
         yield told("reward-function-missing function", path=path, functions=functions or "a function of that file")
-    if path and taken is not None:
+    if taken is not None:
         for key in (each for each in given if each not in taken):
             yield told("reward-function-missing keyword", key=key, name=name, taken=", ".join(sorted(taken)))
 
@@ -141,10 +145,10 @@ def packages(config: DictConfig, machine: Machine) -> Faults:
             yield told("package-not-installed", setting=setting, name=name, package=package)
 
 
-@rule("column-missing", of_machine=True)
+@rule("column-missing", of_machine=True, about="the column of prompts")
 def columns(config: DictConfig, machine: Machine) -> Faults:
     """The column that verl's data set reads prompts from; a data set class of the user's own may make it."""
-    if machine.columns is None or OmegaConf.select(config, "data.custom_cls.path"):
+    if OmegaConf.select(config, "data.custom_cls.path") or machine.columns is None:
         return
     if (column := config.data.prompt_key) not in machine.columns:
         yield told("column-missing", column=column, columns=", ".join(machine.columns))

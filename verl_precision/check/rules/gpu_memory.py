@@ -71,8 +71,8 @@ class ModelShape:
 def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape of a decoder that the content of its `config.json` describes; None if that says too little."""
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
-    if any(not isinstance(described.get(key), int) for key in keys):
-        return None
+    if any(not isinstance(described.get(key), int) for key in keys) or "kv_lora_rank" in described:
+        return None  # latent attention has other weights
     layers, hidden, vocabulary, heads, intermediate = (described[key] for key in keys)
     experts = described.get("num_experts") or described.get("num_local_experts") or 1
     sizes = (layers, hidden, vocabulary, heads)

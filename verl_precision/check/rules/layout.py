@@ -51,16 +51,18 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
                 )  # fmt: skip
 
 
-@rule("heads-do-not-divide")
+@rule("heads-do-not-divide", about="attention heads over GPUs")
 def heads_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
     """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
-    heads, kv_heads = environment.model.get("num_attention_heads"), environment.model.get("num_key_value_heads")
-    if not isinstance(heads, int):
-        return
     sizes = {} if config.actor_rollout_ref.rollout.name != "vllm" else {PARALLEL: OmegaConf.select(config, PARALLEL)}
     for engine in engines(config):
         if engine.strategy in FSDP and engine.role != "critic":  # a critic is another model
             sizes[engine.ulysses[0]] = engine.ulysses[1]
+    if all(over == 1 for over in sizes.values()):
+        return
+    heads, kv_heads = environment.model.get("num_attention_heads"), environment.model.get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return
     for setting, over in sizes.items():
         # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
         kv = kv_heads or heads
@@ -177,7 +179,7 @@ def token_budget(config: DictConfig, environment: Environment) -> Faults:
             yield told("token-budget-too-small", setting=setting, longest=longest, least=-(-longest // parallel))
 
 
-@rule("vllm-refuses-setting")
+@rule("vllm-refuses-setting", about="the length of the model's context")
 def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults:
     """What vLLM's own configuration classes refuse, minutes after Ray has started."""
     rollout, own = config.actor_rollout_ref.rollout, engine_kwargs(config)
@@ -191,8 +193,9 @@ def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults
     (named, dtype), (shared, share), (sized, context) = map(asked, ("dtype", "gpu_memory_utilization", "max_model_len"))
     (room, batched), (other, sequences) = map(asked, ("max_num_batched_tokens", "max_num_seqs"))
     counts = isinstance(batched, int) and isinstance(sequences, int)
-    rank, positions = lora_rank(config), environment.model.get("max_position_embeddings")
-    bounded = isinstance(positions, int) and isinstance(context, int)
+    rank, positions = lora_rank(config), None
+    if isinstance(context, int):
+        positions = environment.model.get("max_position_embeddings")
     yield from told_where(
         "vllm-refuses-setting",
         {
@@ -200,7 +203,7 @@ def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults
             "share": not isinstance(share, int | float) or not 0 < share <= 1,
             "batched": counts and batched < sequences,
             "rank": rank > VLLM_LORA_RANK and not lora_is_merged(config),
-            "positions": bounded and context > positions,
+            "positions": isinstance(positions, int) and context > positions,
         },
         named=named, dtypes=", ".join(VLLM_DTYPES), shared=shared, room=room, other=other, sequences=sequences,
         rank=rank, vllm_lora_rank=VLLM_LORA_RANK, sized=sized, positions=positions,

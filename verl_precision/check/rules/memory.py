@@ -1,8 +1,7 @@
 """Rules of a GPU's memory: the arithmetic of docs/scales.md, on the settings at hand and before they cost an hour.
 
 The arithmetic is good to a few GiB. A peak above nine tenths of a GPU is therefore a warning, and one above eleven
-tenths an error. Nothing is said where the model's shape or the GPU's memory is not known, where there is a critic, or
-of other engines than FSDP.
+tenths an error. It knows FSDP without a critic; of anything else the verdict says that memory was not looked at.
 """
 
 from dataclasses import dataclass
@@ -84,13 +83,23 @@ class Layout:
         return low
 
 
-def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
-    """Return the layout of a run, or None where the arithmetic does not hold or something is not known."""
+def beyond_arithmetic(config: DictConfig) -> str:
+    """Return the setting because of which the arithmetic does not hold for a run on GPUs; empty if it does."""
     engine, *others = engines(config)
-    model, memory = gpu.shape_of(environment.model), gpu_bytes(config, environment)
-    if model is None or memory is None or engine.strategy not in FSDP or config.trainer.device != "cuda":
-        return None
+    if engine.strategy not in FSDP:
+        return "actor_rollout_ref.actor.strategy"
     if any(other.role == "critic" for other in others):
+        return "critic.enable"
+    return "" if config.trainer.device in ("cuda", "cpu") else "trainer.device"
+
+
+def layout_of(config: DictConfig, environment: Environment) -> Layout | None:
+    """Return the layout of a run on GPUs, or None where the arithmetic does not hold or something is not known."""
+    engine, *others = engines(config)
+    if beyond_arithmetic(config) or config.trainer.device == "cpu":
+        return None
+    model, memory = environment.shape, gpu_bytes(config, environment)
+    if model is None or memory is None:
         return None
     actor, trainer, fsdp, lora = config.actor_rollout_ref.actor, config.trainer, engine.node, lora_rank(config)
     all_gpus, size = trainer.nnodes * trainer.n_gpus_per_node, fsdp.get("fsdp_size", -1)
@@ -125,9 +134,13 @@ def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
     if environment.gpus:
         known = [gpu.gpu_memory(name) for name in environment.gpus]
         return None if None in known else min(known)  # type: ignore[type-var]
+    return gpu.gpu_memory(chosen_scale(config).replace("_", " "))
+
+
+def chosen_scale(config: DictConfig) -> str:
+    """Return the name of the scale that was chosen; empty for none."""
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
-    scale = next((choice for group, choice in choices.items() if group.partition("@")[0] == "scale"), None)
-    return gpu.gpu_memory(str(scale).replace("_", " "))
+    return next((str(choice) for group, choice in choices.items() if group.partition("@")[0] == "scale"), "")
 
 
 def _share(config: DictConfig) -> float:
@@ -147,7 +160,7 @@ def _sum(parts: dict[str, int], memory: int) -> str:
     return f"{terms} = {sum(parts.values()) / gpu.GIB:.0f} GiB of the GPU's {memory / gpu.GIB:.0f}, by arithmetic"
 
 
-@rule("memory-training")
+@rule("memory-training", about="the trainer's memory")
 def memory_training(config: DictConfig, environment: Environment) -> Faults:
     """State, gathered layers and activations of the trainer fit into a GPU."""
     layout = layout_of(config, environment)
@@ -168,7 +181,7 @@ def memory_training(config: DictConfig, environment: Environment) -> Faults:
     yield told("memory-training", setting=setting, savings=savings, **said)
 
 
-@rule("memory-rollout")
+@rule("memory-rollout", about="vLLM's memory")
 def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
     """vLLM's share fits beside the trainer's state, and a response of full length fits into it."""
     layout, rollout = layout_of(config, environment), config.actor_rollout_ref.rollout
@@ -193,11 +206,11 @@ def memory_rollout(config: DictConfig, environment: Environment) -> Faults:
         yield told("memory-rollout sequence", weights=weights, longest=longest, most=most, parallel=parallel)
 
 
-@rule("router-replay-memory", "warning")
+@rule("router-replay-memory", "warning", about="the memory of router replay")
 def router_replay_memory(config: DictConfig, environment: Environment) -> Faults:
     """The experts that a step's tokens went through lie in the hosts' memory, in TransferQueue, until it ends."""
-    model, data = gpu.shape_of(environment.model), config.data
-    if model is None or model.experts == 1 or not OmegaConf.select(config, SENT):
+    data, model = config.data, environment.shape if OmegaConf.select(config, SENT) else None
+    if model is None or model.experts == 1:
         return
     tokens = data.train_batch_size * config.actor_rollout_ref.rollout.n
     tokens *= data.max_prompt_length + data.max_response_length

@@ -20,7 +20,6 @@ from verl_precision.base.verl_config import (
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
-from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told, told_where
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
@@ -135,27 +134,31 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Faults:
     yield from told_where("sampling-masks", wrong, actor=actor)
 
 
-@rule("cascade-attention", "warning")
+@rule("cascade-attention", "warning", about="cascade attention on A100")
 def cascade_attention(config: DictConfig, environment: Environment) -> Faults:
     """Cascade attention of older vLLM raises the mismatch on A100; vLLM has turned it off by default."""
+    if config.actor_rollout_ref.rollout.name != "vllm" or config.trainer.device != "cuda":
+        return
     vllm = environment.vllm
     gpu = next((name for name in environment.gpus if any(model in name for model in CASCADE_GPUS)), None)
-    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or gpu is None:
+    if vllm is None or gpu is None:
         return
     if not engine_kwargs(config).get("disable_cascade_attn", Version(vllm) >= CASCADE_OFF_SINCE):
         yield told("cascade-attention", value=False, vllm=vllm, gpu=gpu)
 
 
-@rule("experts-kernel-bf16", "warning")
+@rule("experts-kernel-bf16", "warning", about="the kernel of experts on Blackwell")
 def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Faults:
     """On Blackwell vLLM prefers FlashInfer's BF16 kernel for experts, and asks it for no dtype."""
-    model, kwargs = shape_of(environment.model), engine_kwargs(config)
-    gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
-    if gpu is None or model is None or model.experts == 1 or config.actor_rollout_ref.rollout.name != "vllm":
-        return
+    kwargs, dtype, on_gpu = engine_kwargs(config), rollout_dtype(config), config.trainer.device == "cuda"
     quantised = any(place.endswith(".quantization") for place in quantisations(config))  # they have other kernels
-    setting, dtype = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend", rollout_dtype(config)
-    if dtype in ("fp16", "fp32") and (kwargs.get("moe_backend") or "auto") == "auto" and not quantised:
+    if config.actor_rollout_ref.rollout.name != "vllm" or dtype not in ("fp16", "fp32") or quantised or not on_gpu:
+        return
+    gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
+    if (kwargs.get("moe_backend") or "auto") != "auto" or (environment.gpus and gpu is None):
+        return
+    if (model := environment.shape) is not None and model.experts > 1 and gpu is not None:
+        setting = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend"
         yield told("experts-kernel-bf16", setting=setting, value="auto", gpu=gpu, dtype=dtype)
 
 
@@ -167,13 +170,12 @@ def separate_async_transport(config: DictConfig, environment: Environment) -> Fa
         yield told("separate-async-transport", mode=mode)
 
 
-@rule("adapter-not-loadable")
+@rule("adapter-not-loadable", about="whether vLLM loads adapters")
 def adapter_not_loadable(config: DictConfig, environment: Environment) -> Faults:
     """verl calls a method of vLLM to load LoRA adapters that vLLM has since renamed."""
-    vllm = environment.vllm
-    if config.actor_rollout_ref.rollout.name != "vllm" or vllm is None or loads_adapters(vllm):
+    if config.actor_rollout_ref.rollout.name != "vllm" or not uses_adapter(config):
         return
-    if uses_adapter(config):
+    if (vllm := environment.vllm) is not None and not loads_adapters(vllm):
         yield told("adapter-not-loadable", value=False, vllm=vllm)
 
 

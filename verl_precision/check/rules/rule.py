@@ -8,7 +8,7 @@ Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
 from verl_precision.base.files import table_of
+from verl_precision.check.rules.gpu_memory import ModelShape, shape_of
 
 Severity = Literal["error", "warning", "unchecked"]
 """An error is refused before Ray starts when a preset is in use, a warning is only shown. Unchecked: a rule could not
@@ -83,6 +84,19 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Unknown:
+    """What could not be found out, and the words of the finding that says so once a rule has asked for it."""
+
+    name: str  # of the finding
+    fields: frozenset[str]  # those of Environment that are empty because of it, and `machine.X` of Machine
+    setting: str
+    why: str  # what is not known, and why
+    remedy: str  # how it could be
+    value: object = None  # of the setting; left out: the one in the config
+    subjects: tuple[str, ...] = ()  # what is not looked at whatever rules ask for
+
+
+@dataclass(frozen=True)
 class Environment:
     """What a rule may have to know beyond the config. By default nothing is known, and no rule complains of that."""
 
@@ -100,7 +114,27 @@ class Environment:
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
     ray_address: str | None = None  # value of `RAY_ADDRESS`
     seconds_left: float | None = None  # until Slurm ends the job that this process is in; None elsewhere
-    machine: Machine | None = None  # the machine at hand, or None where the run is meant for another one
+    machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
+    elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this one
+    unknown: tuple[Unknown, ...] = ()  # what was looked for and not found
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """The model's shape, where its `config.json` describes one."""
+        return shape_of(self.model)
+
+
+class Asked:
+    """What is known, as one rule sees it: `missed` are the unknown fields that the rule has asked for."""
+
+    def __init__(self, known: Environment | Machine, unknown: Collection[str]) -> None:
+        self.missed: set[str] = set()
+        self._known, self._unknown = known, unknown
+
+    def __getattr__(self, field: str) -> Any:
+        if field in self._unknown:
+            self.missed.add(field)
+        return getattr(self._known, field)
 
 
 @dataclass(frozen=True)
@@ -114,11 +148,20 @@ class Rule:
     # whether it is about the machine at hand. It is given a `Machine`, it is not asked where that is unknown, and its
     # faults are warnings where a config is only checked
     of_machine: bool = False
+    about: str = ""  # its subject in a few words, for a verdict that says what was not looked at; left out: its name
 
-    def faults(self, config: DictConfig, environment: Environment) -> Iterator[Fault]:
-        """Yield what is wrong with a composed config, complete with the name and the value."""
+    def answer(self, config: DictConfig, environment: Environment) -> tuple[list[Fault], set[str]]:
+        """Return what is wrong with a composed config, and which unknown fields the rule would have had to know."""
         known = environment.machine if self.of_machine else environment
-        for found in self.look(config, known) if known is not None else ():
+        if known is None:
+            return [], set()
+        unknown, of = {field for each in environment.unknown for field in each.fields}, "machine." * self.of_machine
+        asked = Asked(known, {field.removeprefix(of) for field in unknown if field.startswith("machine.") == bool(of)})
+        return list(self._faults(config, asked)), {of + field for field in asked.missed}
+
+    def _faults(self, config: DictConfig, known: Asked) -> Iterator[Fault]:
+        """Yield each fault, complete with the name and the value."""
+        for found in self.look(config, known):
             if isinstance(found, VerlPrecisionError):
                 found = as_fault(found)
             value = found.value
@@ -134,11 +177,11 @@ RULES: list[Rule] = []
 """Every rule, in the order of import; `registry` imports all."""
 
 
-def rule(name: str, severity: Severity = "error", of_machine: bool = False) -> Callable[..., Rule]:
+def rule(name: str, severity: Severity = "error", of_machine: bool = False, about: str = "") -> Callable[..., Rule]:
     """Turn a function into a rule (fields as in `Rule`), and add it to `RULES`."""
 
     def add(look: Callable[[DictConfig, Any], Faults]) -> Rule:
-        RULES.append(Rule(name, severity, look, of_machine))
+        RULES.append(Rule(name, severity, look, of_machine, about))
         return RULES[-1]
 
     return add

@@ -62,28 +62,30 @@ def model_path(config: DictConfig, machine: Machine) -> Faults:
         yield told("model-missing no folder")
 
 
-@rule("model-overridden")
+@rule("model-overridden", about="override_config against config.json")
 def model_overridden(config: DictConfig, environment: Environment) -> Faults:
     """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
     of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
     for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
-        own = of_vllm.get(key, environment.model.get(key))
-        if key in table("computed by") and own is not None and own != value:
+        if key not in table("computed by"):
+            continue
+        own = of_vllm[key] if key in of_vllm else environment.model.get(key)
+        if own is not None and own != value:
             yield told("model-overridden", key=key, own=own, given=value)
 
 
-@rule("tokenizer-refused")
+@rule("tokenizer-refused", about="the tokenizer")
 def tokenizer(config: DictConfig, environment: Environment) -> Faults:
     """verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in."""
     if environment.tokenizer_problem is not None:
         yield environment.tokenizer_problem
 
 
-@rule("chat-template-missing", "warning")
+@rule("chat-template-missing", "warning", about="the chat template")
 def chat_template(config: DictConfig, environment: Environment) -> Faults:
     """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
     setting = "actor_rollout_ref.model.custom_chat_template"
-    if environment.model.get("has_chat_template") is False and not OmegaConf.select(config, setting):
+    if not OmegaConf.select(config, setting) and environment.model.get("has_chat_template") is False:
         yield told("chat-template-missing", setting=setting)
 
 

@@ -104,7 +104,7 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Faults:
         yield told("not-repeatable", asked=asked)
 
 
-@rule("not-exact")
+@rule("not-exact", about="operations of exact arithmetic")
 def not_exact(config: DictConfig, environment: Environment) -> Faults:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
     if (arithmetic := OmegaConf.select(config, IN_CONFIG)) != EXACT:

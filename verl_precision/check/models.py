@@ -1,0 +1,144 @@
+"""What is known of a model without loading it: its `config.json`, a file that stands for it, or facts by its name.
+
+Nothing is downloaded. A model of the hub that is in the cache is read there; of others, those that public scripts name
+most, rules/known_models.yaml has what rules ask for.
+"""
+
+import functools
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
+from verl_precision.check import rules
+
+LARGEST = 16 << 20  # bytes of a config.json; real ones have some thousands
+COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+COUNTS += ("intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok")
+COUNTS += ("max_position_embeddings",)  # rules compute with these
+# Ends of a name that leave the shape as it is: what was trained after the base model, the date, the format of the copy.
+VARIANT = re.compile(
+    r"[-_](base|instruct|chat|it|hf|thinking|0324|2507|1m|bf16|fp16|fp8|awq|gptq|int[48]|[48]bit|bnb|unsloth)$"
+)
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of a model."""
+
+    content: Mapping[str, Any] = field(default_factory=dict)  # of its config.json; empty where nothing is known
+    taken_from: str = ""  # name of the known model that it is taken from; empty for a file's
+    is_named: bool = False  # whether that is the model's own name
+
+
+def described(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Described:
+    """Return what is known of a config's model; `given` is a `config.json`, or its folder, that stands for the model's.
+
+    Raises:
+        ConfigurationError: If a file is there and is no `config.json`.
+    """
+    if given is not None:
+        return Described(read_config(given, "--model-config"))
+    name = str(config[owner].model.path)
+    folder = os.path.expanduser(name)
+    if os.access(os.path.join(folder, "config.json"), os.R_OK):
+        return Described(read_config(Path(folder), f"{owner}.model.path"))
+    if cached := _cached(name):
+        return Described(read_config(cached, f"{owner}.model.path"))
+    return by_name(name)
+
+
+def model_config(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Mapping[str, Any]:
+    """Return what is known of the content of a model's `config.json`."""
+    return described(config, owner, given).content
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no hub name either; a rule names it
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def read_config(path: Path, setting: str) -> dict[str, Any]:
+    """Return the content of a `config.json`, or of the one in a folder; what describes the text lies at its top.
+
+    Raises:
+        ConfigurationError: If there is none, or if it is not what transformers could read.
+    """
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
+        if found.st_size > LARGEST:
+            raise ValueError(f"it has {found.st_size:,} bytes, and a config.json some thousands")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("its JSON is not an object")
+        content = {**(content.get("text_config") or {}), **content}
+        for key in COUNTS:
+            if (count := content.get(key)) is not None and not (type(count) is int and count > 0):
+                raise ValueError(f"{key} is {count!r}, and not a whole number above 0")
+        if not isinstance(content.get("model_type", ""), str):
+            raise ValueError(f"model_type is {content['model_type']!r}, and not a word")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or f"{error}".partition("\n")[0][:200]
+        raise ConfigurationError(
+            f"this is no model's config.json: {why}", setting=setting, value=str(path)[:200],
+            allowed="a config.json as the hub has it, or a folder with one", remedy="Correct the path or the file.",
+        ) from error  # fmt: skip
+    return content
+
+
+@functools.cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return what `config.json` says of the models of known_models.yaml, by the name on the hub."""
+    table = table_of(rules.__file__, "known_models.yaml")
+    found = {}
+    for name, row in table["models"].items():
+        *values, more = row if isinstance(row[-1], dict) else (*row, {})
+        facts = dict(zip(table["fields"], values, strict=True))
+        found[name] = {key: value for key, value in facts.items() if value is not None} | more
+    return found
+
+
+def by_name(name: str) -> Described:
+    """Return what is known of a model by its name: a name of the hub, or the last part of a path.
+
+    A known model's own name has all of its facts, in upper or lower case. Otherwise the last part decides, without what
+    leaves a shape as it is (`VARIANT`): `unsloth/Qwen2.5-7B-Instruct-bnb-4bit` and `/models/Qwen2.5-7B` have the shape
+    of Qwen/Qwen2.5-7B. Of such a model neither the length of its context nor its chat template is taken over.
+    """
+    own = {known.lower(): known for known in known_models()}
+    if hub := CACHED.search(name):
+        name = "/".join(hub.groups())
+    if known := own.get(name.lower()):
+        return Described(known_models()[known], known, is_named=True)
+    lasts = {known.rpartition("/")[2]: own[known] for known in own}
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    stems = {_stem(each): known for each, known in reversed(lasts.items())}
+    if (known := lasts.get(last) or stems.get(_stem(last))) is None:
+        return Described()
+    left_out = ("max_position_embeddings", "has_chat_template")
+    shape = {key: value for key, value in known_models()[known].items() if key not in left_out}
+    return Described(shape, known)
+
+
+def _stem(name: str) -> str:
+    while (shorter := VARIANT.sub("", name)) != name:
+        name = shorter
+    return name.removeprefix("meta-")  # of Meta-Llama-3.1
