@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.base.files import table_of
+from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
@@ -35,6 +36,7 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     return Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
+        served={each.named: described_model(str(each.path)) for each in served_models(config)},
         misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
         adapter=_json(Path(str(config.actor_rollout_ref.model.lora_adapter_path)).expanduser() / "adapter_config.json"),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
@@ -51,11 +53,15 @@ def gpus_here() -> tuple[str, ...]:
 
 
 def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> dict[str, Any]:
+    """Return the `config.json` of the policy's model, or the critic's."""
+    return described_model(str(config[owner].model.path))
+
+
+def described_model(name: str) -> dict[str, Any]:
     """Return a model's own `config.json`, or what is known of it where it is not on this machine.
 
     Nothing is downloaded: of the recipes' own models the package knows what rules ask for, of others nothing.
     """
-    name = str(config[owner].model.path)
     path = Path(name).expanduser() / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
@@ -98,6 +104,11 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
         critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
+        missing_models=frozenset(
+            path
+            for each in served_models(config)
+            if (path := each.path) is not None and not Path(path).expanduser().is_dir()
+        ),
         missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
         folder=str(Path.cwd()),
         parameters=shape.parameters if (shape := shape_of(model)) else None,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from omegaconf import DictConfig
 
 from verl_precision.check import rules
+from verl_precision.check.remedies import without_chosen
 from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault
 from verl_precision.check.rules.run import made_by_a_script
 
@@ -28,4 +29,5 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
         found = rule.faults(config, environment)
         warns = rule.of_machine and not this_machine and (rule.name != "model-missing" or made_by_a_script(config))
         faults += [replace(fault, severity="warning") if fault.severity == "error" else fault for fault in found] if warns else found
+    faults = [without_chosen(fault, config) for fault in faults]
     return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
