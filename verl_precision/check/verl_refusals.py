@@ -254,6 +254,7 @@ def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str
     cause = error.__cause__ or error
     frames, found = traceback.extract_tb(cause.__traceback__), []
     text = f"{cause} {frames[-1].line if frames else ''}"
+    given = {word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ()}
     inner = re.search(r"^full_key: ([\w.]+)", str(error), re.M)  # where Hydra was when a class refused
     block = inner[1] if inner and OmegaConf.is_dict(OmegaConf.select(config, inner[1])) else block
     for root in [block] if block else ["data", "actor_rollout_ref", "algorithm"]:
@@ -262,10 +263,10 @@ def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str
             named = [re.search(rf"(?<![A-Za-z_]){re.escape(word)}(?![A-Za-z_])", text) for word in words]
             for word, place in zip(words, named, strict=True):
                 if place is not None and len(word) > 1 and (word is words[0] or isinstance(value, str)):
-                    found.append((None in named, place.start(), -len(word), path.count("."), path, value))
+                    found.append((None in named, path not in given, place.start(), -len(word), path.count("."), path, value))
     if not found:
         return block or "actor_rollout_ref", "(the block)"
-    *_, path, value = min(found, key=lambda entry: entry[:5])
+    *_, path, value = min(found, key=lambda entry: entry[:6])
     return path, value
 
 

@@ -54,5 +54,5 @@ def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
         name = f"{path}{key}"
         if isinstance(value, Mapping):
             yield from _positive(value, f"{name}.")
-        elif "drop" in str(key) and not str(key).startswith(OF_HEADS) and isinstance(value, float | int) and value > 0:
+        elif "drop" in str(key) and not str(key).startswith(OF_HEADS) and type(value) in (int, float) and value > 0:
             yield name, float(value)
