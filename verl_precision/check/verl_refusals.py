@@ -263,7 +263,9 @@ def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str
             named = [re.search(rf"(?<![A-Za-z_]){re.escape(word)}(?![A-Za-z_])", text) for word in words]
             for word, place in zip(words, named, strict=True):
                 if place is not None and len(word) > 1 and (word is words[0] or isinstance(value, str)):
-                    found.append((None in named, path not in given, place.start(), -len(word), path.count("."), path, value))
+                    found.append(
+                        (None in named, path not in given, place.start(), -len(word), path.count("."), path, value)
+                    )
     if not found:
         return block or "actor_rollout_ref", "(the block)"
     *_, path, value = min(found, key=lambda entry: entry[:6])

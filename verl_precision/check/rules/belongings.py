@@ -135,6 +135,8 @@ def filter_by_shaped_reward(config: DictConfig, environment: Environment) -> Fau
         problem = f"{shaped}: groups that are right, or wrong, throughout are not dropped"
         yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
     elif reward is not None and reward not in ANSWER_REWARDS:
-        problem = "whether the reward function gives more than right and wrong is not known: with partial rewards, groups "
+        problem = (
+            "whether the reward function gives more than right and wrong is not known: with partial rewards, groups "
+        )
         problem += "that are right, or wrong, throughout are not dropped"
         yield Fault(severity="unchecked", setting=setting, problem=problem, allowed=allowed, remedy=remedy)

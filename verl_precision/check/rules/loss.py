@@ -52,7 +52,7 @@ def kl_twice(config: DictConfig, environment: Environment) -> Faults:
         loss, reward = penalties
         yield Fault(
             setting=setting,
-            problem=f"the KL to the reference is in the reward (x {reward}) and in the loss (x {loss}): it counts twice",
+            problem=f"the KL to the reference counts twice: in the reward (x {reward}) and the loss (x {loss})",
             allowed="one of the two",
             remedy=f"Set {setting}=False, or set actor_rollout_ref.actor.use_kl_loss=False.",
         )

@@ -28,6 +28,10 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     for rule in RULES:
         found = rule.faults(config, environment)
         warns = rule.of_machine and not this_machine and (rule.name != "model-missing" or made_by_a_script(config))
-        faults += [replace(fault, severity="warning") if fault.severity == "error" else fault for fault in found] if warns else found
+        faults += (
+            [replace(fault, severity="warning") if fault.severity == "error" else fault for fault in found]
+            if warns
+            else found
+        )
     faults = [without_chosen(fault, config) for fault in faults]
     return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
