@@ -16,6 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl_says import objection
 
 from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
+from verl_precision.base.versions import TESTED
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
@@ -61,6 +62,17 @@ def test_every_yaml_is_a_recipe_with_readme_pin_and_script():
         scripts = [file.name for file in path.parent.glob("*.sh")]
         end = "cpu" if path.stem in CPU_ONLY else "fsdp2"
         assert path.stem == "quickstart" or (len(scripts) == 1 and re.match(rf"run_[\w.]+_{end}\.sh$", scripts[0]))
+
+
+def test_the_pinned_verl_is_in_the_form_that_verl_recipes_installer_reads():
+    """Its `install_verl.sh --show` takes the first `KEY=value` of each key, and runs PIP_INSTALL."""
+    for path in RECIPES:
+        lines = (path.parent / "REQUIRED_VERL.txt").read_text().splitlines()
+        fields = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+        assert fields.pop("UPSTREAM").endswith("/verl-project/verl.git") and fields.pop("COMMIT")
+        version = fields["TAG"].removeprefix("v")
+        assert fields == {"MODE": "pinned_tag", "TAG": f"v{version}", "PIP_INSTALL": f"pip install verl=={version}"}
+        assert version in TESTED["verl"]
 
 
 def test_the_combinations_hold_every_pair():

@@ -48,13 +48,21 @@ def described(config: DictConfig, owner: str = "actor_rollout_ref", given: Path 
     """
     if given is not None:
         return Described(read_config(given, "--model-config"))
-    name = str(config[owner].model.path)
+    return _found(str(config[owner].model.path), f"{owner}.model.path")
+
+
+def _found(name: str, setting: str) -> Described:
     folder = os.path.expanduser(name)
     if os.access(os.path.join(folder, "config.json"), os.R_OK):
-        return Described(read_config(Path(folder), f"{owner}.model.path"))
+        return Described(read_config(Path(folder), setting))
     if cached := _cached(name):
-        return Described(read_config(cached, f"{owner}.model.path"))
+        return Described(read_config(cached, setting))
     return by_name(name)
+
+
+def content_of(name: str, setting: str) -> Mapping[str, Any]:
+    """Return what is known of the `config.json` of a model that a setting names by its path or name."""
+    return _found(name, setting).content
 
 
 def model_config(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Mapping[str, Any]:

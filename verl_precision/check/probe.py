@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
-from verl_precision.check.models import described, model_config, read_config
+from verl_precision.check.models import content_of, described, model_config, read_config
 from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import gpu_memory, shape_of
@@ -42,6 +43,7 @@ def probe_environment(
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
+        served={each.named: content_of(str(each.path), each.named) for each in served_models(config)},
         misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
         adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
@@ -76,6 +78,11 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
         math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
         critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
+        missing_models=frozenset(
+            path
+            for each in served_models(config)
+            if (path := each.path) is not None and not Path(path).expanduser().is_dir()
+        ),
         missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
         folder=str(Path.cwd()),
         parameters=shape.parameters if (shape := shape_of(model)) else None,

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
+from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
@@ -136,6 +137,7 @@ def table(config: DictConfig, model: Mapping[str, Any] | None = None) -> Iterato
         if engine.trains:
             yield Row(f"{engine.role} gradient reduction", engine.reduce, of_sums)
     yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
+    yield from (Row(served.role, served.dtype, served.source) for served in served_models(config))
     yield Row("weights to the rollout", *transport_dtype(config))
     yield from _states(config, model_config(config) if model is None else model)
     name = config.actor_rollout_ref.rollout.name

@@ -22,7 +22,8 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, engines, lora_rank
+from verl_precision.base.served_models import teaches
+from verl_precision.base.verl_config import FSDP, engines, has_reference, lora_rank
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.tables import null_number, table
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
@@ -93,7 +94,7 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     ]
     if misfits or (setting := null_number(config)) is None:
         return misfits
-    said = {"allowed": "a value, such as the recipe's", "remedy": "Correct it, or leave it as the recipe has it."}
+    said = {"allowed": "a value", "remedy": f"Set {setting}."}
     return [ConfigurationError("verl computes with this value, and null is none", setting=setting, **said)]
 
 
@@ -111,7 +112,7 @@ def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str,
     """Yield setting, content, and types by name of each block; no types where verl says nothing of the block."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     known = _values_of_verl()
-    parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer")
+    parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer", "distillation", "reward")
     waiting = [(part, plain.get(part), known.get(part)) for part in parts]
     for path, node, own in waiting:  # it grows meanwhile
         own = own if isinstance(own, dict) else {}
@@ -136,6 +137,8 @@ def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     hint = float if setting in table("numbers or null") else hint
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds: set[Any] = {get_origin(each) or each for each in hints} - {None, type(None)}
+    if value == "" and kinds == {bool}:  # a variable of a script that is not set: verl takes it for False
+        return None
     if not kinds or value is None or isinstance(value, str) and ("${" in value or value == "???"):
         return None
     if kinds <= {int, float, bool}:
@@ -169,14 +172,13 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     """Build verl's typed configs and an optimizer of one parameter, and have verl validate the whole."""
     import torch
     from verl.utils.config import omega_conf_to_dataclass, validate_config
+    from verl.utils.skip import SkipManagerConfig
     from verl.workers.config.optimizer import build_optimizer
 
     if lora_rank(config):  # of its rank verl asks vLLM, whose import takes long; a rule says the same
         config = deepcopy(config)
         with open_dict(config):
             config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}
-    critic = deepcopy(config.critic)
-    critic.model = None  # its files may not be here
 
     def optimizer(owner: str) -> None:
         optim = OmegaConf.select(config, f"{owner}.optim")
@@ -184,40 +186,90 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
             build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
 
     roles = [engine.role for engine in engines(config)]  # need_critic and need_reference_policy of verl import data sets
-    gpus, actor = config.trainer.nnodes * config.trainer.n_gpus_per_node, "actor_rollout_ref.actor"
-    rollout = "actor_rollout_ref.rollout"
+
+    def critic() -> None:
+        gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+        omega_conf_to_dataclass(_block(config, "critic")).validate(gpus, config.data.train_batch_size)
+
+    def built(block: str) -> tuple[str, Callable[[], object]]:
+        kind = SkipManagerConfig if block == "skip" else None
+        return block, lambda: omega_conf_to_dataclass(_block(config, block), kind)
+
+    actor = "actor_rollout_ref.actor"
     steps: list[tuple[str, Callable[[], object]]] = [
-        (actor, lambda: omega_conf_to_dataclass(OmegaConf.select(config, actor))),
+        *map(built, (actor, "actor_rollout_ref.rollout")),
         (f"{actor}.optim", lambda: optimizer(actor)),
-        (rollout, lambda: omega_conf_to_dataclass(OmegaConf.select(config, rollout))),
         ("", lambda: validate_config(config, "ref" in roles, use_critic=False)),
+        *map(built, _enabled(config)),
     ]
     if "critic" in roles:
-        batch = config.data.train_batch_size
-        steps.append(("critic", lambda: omega_conf_to_dataclass(critic).validate(gpus, batch)))
-        steps.append(("critic.optim", lambda: optimizer("critic")))
+        steps += [("critic", critic), ("critic.optim", lambda: optimizer("critic"))]
     for block, step in steps:
         try:
             step()
         except Exception as error:  # whatever a class of verl raises is its answer; Hydra wraps it
-            setting, value = _at_fault(config, block, error.__cause__ or error)
-            yield _refused(error.__cause__ or error, setting, value)
+            cause = error.__cause__ or error
+            if isinstance(cause, ConfigurationError):  # a class of this package, whose bounds a rule asks too
+                continue
+            setting, value = _at_fault(config, block, error)
+            refused = _refused(cause, setting, value)
+            if isinstance(cause, TypeError) and "unexpected keyword" in str(cause):
+                root, key = setting.partition(".")[0], setting.rpartition(".")[2]
+                every = (path for path, _ in _leaves(root, config[root]))
+                others = [path for path in every if path.endswith(f".{key}") and path != setting]
+                refused.remedy = f"Did you mean {' or '.join(others)}?" if others else "Leave it out."
+            yield refused
             return
+
+
+def _enabled(config: DictConfig) -> Iterator[str]:
+    """Yield the other blocks of which verl builds a typed config in this run, most of them in a worker."""
+    if has_reference(config):
+        yield "actor_rollout_ref.ref"
+    if teaches(config):
+        yield "distillation"
+    if OmegaConf.select(config, "reward.reward_model.enable"):
+        yield "reward.reward_model.rollout"
+    if str(config.trainer.v1.trainer_mode).removeprefix(PREFIX) == "separate_async":
+        yield "trainer.v1.separate_async.hybrid_rollout"
+    if OmegaConf.select(config, "skip"):
+        yield "skip"
+
+
+def _block(config: DictConfig, path: str) -> DictConfig:
+    """Return a block as verl builds it: without the critic's files, which may not be here; the reference's renamed."""
+    block, actor = deepcopy(OmegaConf.select(config, path)), config.actor_rollout_ref.actor
+    with open_dict(block):
+        if path == "critic":
+            block.model = None
+        if path.endswith(".ref"):  # ActorRolloutRefWorker.init_model
+            block.ppo_mini_batch_size = actor.ppo_mini_batch_size
+            for key in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+                block[f"ppo_{key}"] = block.pop(f"log_prob_{key}", None)
+            block.use_dynamic_bsz = block.pop("log_prob_use_dynamic_bsz", False)
+    return block
 
 
 def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str, object]:
     """Return the setting that verl's message, or its assertion, names; the block where it names none."""
-    frames, found = traceback.extract_tb(error.__traceback__), []
-    text = f"{error} {frames[-1].line if frames else ''}"
+    cause = error.__cause__ or error
+    frames, found = traceback.extract_tb(cause.__traceback__), []
+    text = f"{cause} {frames[-1].line if frames else ''}"
+    given = {word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ()}
+    inner = re.search(r"^full_key: ([\w.]+)", str(error), re.M)  # where Hydra was when a class refused
+    block = inner[1] if inner and OmegaConf.is_dict(OmegaConf.select(config, inner[1])) else block
     for root in [block] if block else ["data", "actor_rollout_ref", "algorithm"]:
         for path, value in _leaves(root, OmegaConf.select(config, root)):
-            for name in (path.rpartition(".")[2], value):  # a message may have the one or the other
-                named = re.search(rf"(?<![A-Za-z]){re.escape(str(name))}(?![A-Za-z])", text) if name else None
-                if named is not None and isinstance(name, str) and len(name) > 1:
-                    found.append((named.start(), -len(name), path.count("."), path, value))
+            words = [str(word) for word in (path.rpartition(".")[2], value)]  # a message may have one of them, or both
+            named = [re.search(rf"(?<![A-Za-z_]){re.escape(word)}(?![A-Za-z_])", text) for word in words]
+            for word, place in zip(words, named, strict=True):
+                if place is not None and len(word) > 1 and (word is words[0] or isinstance(value, str)):
+                    found.append(
+                        (None in named, path not in given, place.start(), -len(word), path.count("."), path, value)
+                    )
     if not found:
         return block or "actor_rollout_ref", "(the block)"
-    *_, path, value = min(found, key=lambda entry: entry[:4])
+    *_, path, value = min(found, key=lambda entry: entry[:6])
     return path, value
 
 
@@ -226,14 +278,13 @@ def _leaves(path: str, node: Any) -> Iterator[tuple[str, object]]:
         yield path, node
         return
     for key in node:
-        if not OmegaConf.is_missing(node, key):
-            yield from _leaves(f"{path}.{key}", node[key])
+        yield from _leaves(f"{path}.{key}", "???" if OmegaConf.is_missing(node, key) else node[key])
 
 
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
     if isinstance(said, BaseException):  # an assertion without a message is told by its source line
         frames = traceback.extract_tb(said.__traceback__)
-        said = str(said) or (frames[-1].line if frames else "") or type(said).__name__
+        said = str(said).partition("\n    full_key: ")[0] or (frames[-1].line if frames else "") or type(said).__name__
     allowed = ", ".join(known) or "what verl's message asks for"
-    remedy = f"Correct {setting}, or leave it as the recipe has it."
+    remedy = f"Correct {setting}, or leave it out."
     return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

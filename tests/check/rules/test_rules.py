@@ -40,6 +40,7 @@ COMPANIONS = {
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
+    "normalizer-missing": {"loss-settings"},  # the preset's copy of bypass mode
     "not-exact": {
         "rollout-unverified",
         "rollout-quantised",
@@ -98,6 +99,11 @@ NO_KERNEL = here(head_size=16, head_sizes=(32, 64))
 NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
 EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
+NO_TEACHER = "DISTILLED distillation.teacher_models.teacher_model.model_path=/no/such"
+TEACHER = {"distillation.teacher_models.teacher_model.model_path": {"model_type": "gemma2"}}
+TIED = Environment(model={"model_type": "qwen3", "tie_word_embeddings": True})
+HEAD = "model.target_modules=[q_proj,lm_head]"
 # Name, what is known beyond the config, overrides, whether there is a fault.
 ENVIRONMENTS = [
     *[
@@ -105,6 +111,25 @@ ENVIRONMENTS = [
         for kind in VLLM_REFUSES_FP16
         for precision in ("fp16", "bf16")
     ],
+    ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=fp16 DISTILLED", True),
+    ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=bf16 DISTILLED", False),
+    ("vllm-refuses-fp16", Environment(served=TEACHER), f"+precision=fp16 DISTILLED {OF_TEACHER}.dtype=bfloat16", False),
+    ("model-missing", here(missing_models=frozenset(["/no/such"])), NO_TEACHER, True),
+    ("model-missing", here(missing_models=frozenset(["owner/teacher"])), "DISTILLED", False),
+    ("dropout-in-update", Environment(model={"model_type": "gpt2", "resid_pdrop": 0.1}), "", True),
+    ("dropout-in-update", Environment(model={"text_config": {"attention_dropout": 0.1}}), "", True),
+    ("dropout-in-update", Environment(model={"attention_dropout": 0.0, "classifier_dropout": 0.1}), "", False),
+    ("dropout-in-update", Environment(model={"resid_pdrop": 0.1}), "+model.override_config.resid_pdrop=0.0", False),
+    ("dropout-in-update", Environment(adapter={"lora_dropout": 0.1}), "+model.lora_adapter_path=mine", True),
+    ("dropout-in-update", Environment(adapter={"lora_dropout": 0.1}), "", False),
+    ("adapter-on-tied-head", TIED, f"{LORA} {HEAD}", True),
+    ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=.*", True),
+    ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=[embed_tokens]", True),
+    ("adapter-on-tied-head", TIED, f"{LORA} {HEAD} model.exclude_modules=[lm_head]", False),
+    ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=all-linear", False),
+    ("adapter-on-tied-head", Environment(model={"model_type": "gemma"}), f"{LORA} {HEAD}", True),
+    ("adapter-on-tied-head", Environment(model={"model_type": "qwen3"}), f"{LORA} {HEAD}", False),
+    ("adapter-on-tied-head", Environment(model={"tie_word_embeddings": True}), f"{HEAD} model.lora_rank=0", False),
     ("router-replay", Environment(model={"model_type": "qwen3"}), "REPLAY", True),
     ("router-replay", Environment(model={"model_type": "qwen3_moe"}), "REPLAY", False),
     ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
@@ -208,6 +233,12 @@ SHORT = {
     "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer",
     "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
     "REPLAY": "+precision=bf16 +router_replay=rollout",
+    "DISTILLED": "distillation.enabled=True distillation.nnodes=1 "
+    "distillation.teacher_models.teacher_model.model_path=owner/teacher",
+    "REWARDED": "reward.reward_model.enable=True reward.reward_model.model_path=owner/judge "
+    "reward.reward_model.rollout.name=vllm",
+    "FILTERED": "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=reward",
+    "SHAPED": "+reward.reward_kwargs={overlong_buffer_cfg:{enable:True,len:128,penalty_factor:1.0},max_resp_len:512}",
     "ACTOR_FP16": "+fsdp.mixed_precision=FP16 rollout.dtype=float16",
 }
 
@@ -244,7 +275,7 @@ def test_planted_fault_is_found(row):
 def test_what_is_known_beyond_the_config_decides(name, environment, overrides, fault):
     assert found(overrides, environment) == [name] * fault
     (here,) = find_faults(composed(overrides), environment, this_machine=False) or [None]
-    of_config = ("cascade-attention", "experts-kernel-bf16")
+    of_config = ("cascade-attention", "experts-kernel-bf16", "dropout-in-update")
     of_machine = (environment.machine is not None and name != "model-missing") or name in of_config
     assert here is None or here.severity == ("warning" if of_machine else "error")
 
@@ -296,6 +327,20 @@ def test_every_text_is_of_a_rule():
     "trainer.total_training_steps=100 trainer.save_freq=20 actor.optim.lr_warmup_steps=10 trainer.total_epochs=1",
     "trainer.total_training_steps=99 trainer.save_freq=99 +checkpoint.every_minutes=60 trainer.v1.trainer_mode=vp_sync",
     "trainer.total_training_steps=10 trainer.default_local_dir=/tmp/trial trainer.save_freq=5",
+    "DISTILLED rollout.n=1 distillation.distillation_loss.use_task_rewards=False",  # its advantages are the teacher's
+    "rollout.n=1 algorithm.adv_estimator=reinforce_plus_plus",
+    "data.custom_cls.path=mine.py data.custom_cls.name=Mine data.train_files=folder/of/its/own data.val_files=null",
+    "trainer.val_before_train=False rollout.val_kwargs.n=32",  # it never validates
+    "rollout.val_kwargs.n=32 rollout.val_kwargs.temperature=0.6",
+    "+scale=1x1_gpu",  # its n is not the user's
+    "actor.use_kl_loss=False actor.kl_loss_coef=0.01 model.lora_rank=0 model.lora_alpha=32",  # switched off in words
+    "actor.kl_loss_coef=0 algorithm.kl_ctrl.kl_coef=0.0",
+    "actor.clip_ratio=0.3 actor.clip_ratio_low=0.3 actor.clip_ratio_high=0.3",
+    "actor.policy_loss.loss_mode=cispo actor.clip_ratio_low=10 actor.clip_ratio_high=0.2",
+    "FILTERED",
+    "+model.override_config.attention_dropout=0.0 model.lora_rank=8",
+    "actor.use_kl_loss=True algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0",
+    "model.lora_rank=8 actor.use_kl_loss=True ACTOR_FP16",  # the reference is the actor without its adapter
     "actor.optim.lr=1e-2 actor.optim.weight_decay=0 actor.optim.betas=[0.9,0.95] actor.optim.clip_grad=100",
     "actor.clip_ratio_low=1 actor.clip_ratio_high=5 actor.entropy_coeff=1e-3 +precision=fp32 rollout.temperature=1.2",
     "actor.clip_ratio_low=null actor.clip_ratio_high=null actor.clip_ratio=0.1 trainer.logger=console",

@@ -1,18 +1,21 @@
 """Rules of what belongs together: modules and model, overlong buffer and reward manager, filter and reward."""
 
 import re
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
-from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
 
 FILTER = "algorithm.filter_groups"
 MODEL = "actor_rollout_ref.model"
 SHAPING = "reward.reward_kwargs"
 # What a layer's linear modules are called in these architectures of transformers.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# Input embeddings and output head, which one matrix may be.
+HEADS = ("lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte")
 LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
@@ -41,6 +44,47 @@ def _matches_one(pattern: str, names: list[str]) -> bool:
         return False
 
 
+@rule("adapter-on-tied-head")
+def adapter_on_tied_head(config: DictConfig, environment: Environment) -> Faults:
+    """One matrix has two names; an adapter on one of them is no part of what is exported, or sent to the rollout.
+
+    PEFT's `all-linear` leaves the head out. What it was told beside a loaded adapter is not read.
+    """
+    model, adapter = config.actor_rollout_ref.model, environment.adapter
+    loaded = model.get("lora_adapter_path") is not None
+    if (not loaded and not lora_rank(config)) or engines(config)[0].strategy not in FSDP:
+        return
+    targets, excluded = (adapter if loaded else model).get("target_modules"), model.get("exclude_modules")
+    reached = [name for name in HEADS if _reaches(targets, name) and (loaded or not _reaches(excluded, name))]
+    if reached and _is_tied({**environment.model, **(model.get("override_config") or {})}):
+        setting = f"{MODEL}.lora_adapter_path" if loaded else f"{MODEL}.target_modules"
+        yield Fault(
+            setting=setting,
+            problem=f"{' and '.join(name.rpartition('.')[2] for name in reached)} is one matrix with another module "
+            "(tie_word_embeddings): the trainer computes with the adapter there, while an export, and the weights that "
+            "are sent to the rollout, lose it",
+            allowed="all-linear, which leaves the head out, or modules of the layers",
+            remedy="Train an adapter without it." if loaded else f"Set {setting}=all-linear.",
+        )
+
+
+def _reaches(targets: Any, name: str) -> bool:
+    """Return whether PEFT finds a module among targets: a pattern for the whole name, or ends of names."""
+    if isinstance(targets, str):
+        return targets.lower() != "all-linear" and _matches_one(targets, [name])
+    return any(name == str(target) or name.endswith(f".{target}") for target in targets or ())
+
+
+def _is_tied(model: dict[str, Any]) -> bool:
+    """Return whether head and embeddings are one, by `config.json`, or by what its type has where it is silent."""
+    if "tie_word_embeddings" in model or "model_type" not in model:
+        return bool(model.get("tie_word_embeddings"))
+    from transformers import CONFIG_MAPPING
+
+    kind = model["model_type"]
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False))
+
+
 @rule("overlong-buffer")
 def overlong_buffer(config: DictConfig, environment: Environment) -> Faults:
     """The buffer belongs to the reward manager `dapo`, which asserts its bounds in the reward workers."""
@@ -59,12 +103,40 @@ def overlong_buffer(config: DictConfig, environment: Environment) -> Faults:
 
 @rule("filter-metric")
 def filter_metric(config: DictConfig, environment: Environment) -> Faults:
-    """Dynamic sampling reads a value that the reward has returned, after the first rollout."""
+    """Dynamic sampling reads a value that the reward has returned, after the first rollout; verl's own sampler does."""
     metric, reward = OmegaConf.select(config, f"{FILTER}.metric"), OmegaConf.select(config, f"{REWARD}.path")
-    if not OmegaConf.select(config, f"{FILTER}.enable") or metric in ("acc", "reward"):
+    own = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    if not OmegaConf.select(config, f"{FILTER}.enable") or own or metric in ("acc", "reward"):
         return
-    known = reward is None or reward in ANSWER_REWARDS  # a user's own may return anything
+    registered = OmegaConf.select(config, "reward.reward_manager.source") == "register"
+    known = registered and (reward is None or reward in ANSWER_REWARDS)  # a user's own may return anything
     if metric == "score" and (reward is None or "boxed_answer" in reward):
         return
     severity: Severity = "error" if known or not metric else "warning"
     yield told("filter-metric", severity=severity)
+
+
+@rule("filter-metric", "warning")
+def filter_by_shaped_reward(config: DictConfig, environment: Environment) -> Faults:
+    """Dynamic sampling drops groups whose values are all equal; with a shaped reward none are.
+
+    verl's metric `reward` is the reward that is trained on, with every penalty; a user's function is not looked into.
+    """
+    setting, reward = f"{FILTER}.metric", OmegaConf.select(config, f"{REWARD}.path")
+    metric = OmegaConf.select(config, setting)
+    if not OmegaConf.select(config, f"{FILTER}.enable") or metric not in ("reward", "score"):
+        return
+    shaping = OmegaConf.select(config, f"{SHAPING}.overlong_buffer_cfg.enable") and metric == "reward"
+    shaped = "the overlong buffer shortens it by length" if shaping else ""
+    if OmegaConf.select(config, "reward.reward_model.enable"):
+        shaped = "a reward model gives every response its own"
+    allowed, remedy = "acc, or a key that says right or wrong", f"Set {setting}=acc, or name such a key."
+    if shaped:
+        problem = f"{shaped}: groups that are right, or wrong, throughout are not dropped"
+        yield Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+    elif reward is not None and reward not in ANSWER_REWARDS:
+        problem = (
+            "whether the reward function gives more than right and wrong is not known: with partial rewards, groups "
+        )
+        problem += "that are right, or wrong, throughout are not dropped"
+        yield Fault(severity="unchecked", setting=setting, problem=problem, allowed=allowed, remedy=remedy)

@@ -1,10 +1,12 @@
 """Rules of the dtypes: settings that are ignored, contradict each other, or lose precision without a word."""
 
+from dataclasses import replace
 from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import HALF, short
+from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import (
     BACKEND,
     FSDP,
@@ -88,13 +90,18 @@ def half_weights(config: DictConfig, environment: Environment) -> Faults:
 
 @rule("half-master-weights")
 def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
-    """`model_dtype` in 16 bits is the optimizer's dtype too, and rounds RoPE's frequencies."""
+    """`model_dtype` in 16 bits is the optimizer's dtype too, and rounds RoPE's frequencies.
+
+    Runs train like that, so it is a warning; an error where a precision preset is chosen, which promises FP32. (What
+    makes weights infinite is another rule: `adam-eps-underflow`.)
+    """
+    promised = bool(OmegaConf.select(config, "hydra.runtime.choices.precision"))
     for engine in engines(config):
         if not engine.half_master:
             continue
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
-        severity: Severity = "warning" if lora and engine.master == "bf16" else "error"
+        severity: Severity = "error" if promised and not (lora and engine.master == "bf16") else "warning"
         yield told("half-master-weights", severity=severity, engine=engine, effect=effect)
 
 
@@ -116,6 +123,11 @@ def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
         return
     if (kind := environment.model.get("model_type")) in VLLM_REFUSES_FP16:
         yield told("vllm-refuses-fp16", kind=kind)
+    for served in served_models(config):
+        kind = environment.served.get(served.named, {}).get("model_type")
+        if kind in VLLM_REFUSES_FP16 and (served.engine, served.dtype) == ("vllm", "fp16"):
+            remedy = f"Set {served.setting}.dtype=bfloat16, or name another model."
+            yield replace(told("vllm-refuses-fp16", setting=f"{served.setting}.dtype", kind=kind), remedy=remedy)
 
 
 @rule("merged-lora-rounds")

@@ -21,6 +21,11 @@ ENGINE_PACKAGES = {"sglang": "sglang", "trtllm": "tensorrt_llm"}  # of rollouts;
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 
 
+def is_verls_dataset(config: DictConfig) -> bool:
+    """Return whether verl's own class reads the data; one of the user's own may take any names, columns and rows."""
+    return OmegaConf.select(config, "data.custom_cls.path") is None
+
+
 def names_in(config: DictConfig, setting: str) -> list:
     """Return the names that a setting holds: one, or a list of them."""
     value = OmegaConf.select(config, setting)
@@ -29,7 +34,7 @@ def names_in(config: DictConfig, setting: str) -> list:
 
 def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield setting and name of each file of data and of code that a config looks for on the disk."""
-    for setting in (*DATA, *CODE):
+    for setting in (*(DATA if is_verls_dataset(config) else ()), *CODE):
         for name in names_in(config, setting):
             if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
                 yield setting, str(name)
@@ -62,7 +67,7 @@ def written_folders(config: DictConfig) -> list[tuple[str, str]]:
 @rule("data-format-unknown")
 def data_files(config: DictConfig, environment: object) -> Faults:
     """verl reads training and validation files before it starts a worker, by their endings."""
-    for setting in DATA:
+    for setting in DATA if is_verls_dataset(config) else ():
         if not all(str(name).endswith(DATA_ENDINGS) for name in names_in(config, setting) or [None]):
             yield told("data-format-unknown", setting=setting, endings=", ".join(DATA_ENDINGS))
 
@@ -101,7 +106,7 @@ def epochs_end_first(config: DictConfig, machine: Machine) -> Faults:
 def _train_rows(config: DictConfig, machine: Machine) -> float:
     """Return how many problems a run trains on; inf where this machine cannot tell."""
     limit = config.data.get("train_max_samples", -1)
-    rows = math.inf if machine.train_rows is None else machine.train_rows
+    rows = math.inf if machine.train_rows is None or not is_verls_dataset(config) else machine.train_rows
     return min(rows, limit if limit > 0 else math.inf)
 
 
@@ -148,7 +153,7 @@ def packages(config: DictConfig, machine: Machine) -> Faults:
 @rule("column-missing", of_machine=True, about="the column of prompts")
 def columns(config: DictConfig, machine: Machine) -> Faults:
     """The column that verl's data set reads prompts from; a data set class of the user's own may make it."""
-    if OmegaConf.select(config, "data.custom_cls.path") or machine.columns is None:
+    if machine.columns is None or not is_verls_dataset(config):
         return
     if (column := config.data.prompt_key) not in machine.columns:
         yield told("column-missing", column=column, columns=", ".join(machine.columns))

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_faults, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_fault, as_faults, rule, told
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
@@ -31,10 +31,31 @@ def weighs_responses(config: DictConfig) -> bool:
 
 @rule("normalizer-missing")
 def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
-    """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch."""
+    """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch.
+
+    A loss or an estimator of this package has the constant in its equation, and refuses to train without. verl's own
+    losses train, with gradients that depend on how a batch is cut: a warning.
+    """
     actor = config.actor_rollout_ref.actor
+    ours = _loss(config) in POLICY_LOSSES or OmegaConf.select(config, "hydra.runtime.choices.estimator")
     if actor.loss_agg_mode == limits.NORM_MODE:
-        yield from as_faults(limits.require_normalizer, actor.get("loss_scale_factor"))
+        for error in as_faults(limits.require_normalizer, actor.get("loss_scale_factor")):
+            yield as_fault(error, severity="error" if ours else "warning")
+
+
+@rule("kl-twice", "warning")
+def kl_twice(config: DictConfig, environment: Environment) -> Faults:
+    """verl has two places for the KL to the reference, and takes both."""
+    actor, setting = config.actor_rollout_ref.actor, "algorithm.use_kl_in_reward"
+    penalties = actor.get("kl_loss_coef"), OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef")
+    if actor.use_kl_loss and OmegaConf.select(config, setting) and all(penalties):
+        loss, reward = penalties
+        yield Fault(
+            setting=setting,
+            problem=f"the KL to the reference counts twice: in the reward (x {reward}) and the loss (x {loss})",
+            allowed="one of the two",
+            remedy=f"Set {setting}=False, or set actor_rollout_ref.actor.use_kl_loss=False.",
+        )
 
 
 @rule("bypass-loss-unconfigured")

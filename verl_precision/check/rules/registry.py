@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import sentence
 from verl_precision.check import rules
+from verl_precision.check.remedies import without_chosen
 from verl_precision.check.rules.presets import one_for_a_cause
 from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script
@@ -32,7 +33,7 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     run is for another machine (`environment.elsewhere`), they are not faults: that machine could not be looked at.
     """
     ask = partial(_ask, environment=environment, this_machine=this_machine)
-    faults = one_for_a_cause(config, ask(config), ask)
+    faults = [without_chosen(fault, config) for fault in one_for_a_cause(config, ask(config), ask)]
     return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
 
 

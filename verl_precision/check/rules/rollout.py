@@ -20,7 +20,8 @@ from verl_precision.base.verl_config import (
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
-from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told, told_where
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told, told_where
+from verl_precision.check.rules.tables import is_stated
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
 
@@ -30,6 +31,22 @@ CASCADE_OFF_SINCE = Version("0.18.0")  # vLLM pull request 36318, merged in Marc
 CASCADE_GPUS = ("A100", "A800")
 BLACKWELL = re.compile(r"\bG?B[123]00\b")
 MASKS = f"{ROLLOUT}.custom.sampling_masks"
+
+
+@rule("validation-repeats", "warning")
+def validation_repeats(config: DictConfig, environment: Environment) -> Faults:
+    """A greedy rollout gives one response, however often it is asked for one; verl's validation is greedy."""
+    kwargs, setting = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.n"
+    greedy = [f"{key}={value}" for key, value in (("temperature", 0), ("top_k", 1)) if kwargs.get(key) == value]
+    validates = config.trainer.test_freq > 0 or config.trainer.get("val_before_train")
+    if (kwargs.n or 1) > 1 and greedy and validates and is_stated(config, setting):
+        yield Fault(
+            setting=setting,
+            problem=f"with val_kwargs.{greedy[0]} the {kwargs.n} responses to a prompt are the same, but for rounding: "
+            f"mean@{kwargs.n} and best@{kwargs.n} say what one response says",
+            allowed="1, or a temperature above 0",
+            remedy=f"Set {setting}=1, or set {ROLLOUT}.val_kwargs.temperature=0.6, say.",
+        )
 
 
 @rule("raw-logprobs")

@@ -63,6 +63,7 @@ class Machine:
     # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
     critic_missing: bool = False  # whether `critic.model.path` is no folder there
+    missing_models: frozenset[str] = frozenset()  # served models that are no folder there
     missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
     folder: str = ""  # working directory
     parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
@@ -105,6 +106,7 @@ class Environment:
     # content of the model's `config.json`; empty where it is not at hand
     model: Mapping[str, Any] = field(default_factory=dict)
     critic: Mapping[str, Any] = field(default_factory=dict)  # the same of the critic's model, where there is a critic
+    served: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of each served model, by its setting
     adapter: Mapping[str, Any] = field(default_factory=dict)  # of `adapter_config.json`; empty where none is loaded
     tokenizer_problem: VerlPrecisionError | None = None  # why verl cannot build prompts with the tokenizer, or None
     refusals: tuple[VerlPrecisionError, ...] = ()  # what verl's own validators and registries refuse

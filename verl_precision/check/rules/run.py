@@ -4,6 +4,7 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.served_models import served_models, teaches
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
 from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
 from verl_precision.check.rules.tables import table
@@ -12,7 +13,11 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-GROUP_ESTIMATORS = ("grpo", "rloo")  # verl's estimators that compare the responses to one prompt with each other
+# verl's estimators that compare the responses to one prompt with each other: their functions take its `index`.
+GROUP_ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
+    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
 
 
 @rule("plugin-not-loaded")
@@ -54,6 +59,9 @@ def model_path(config: DictConfig, machine: Machine) -> Faults:
     path, hub = config.actor_rollout_ref.model.path, HUB_NAME.match(str(config.critic.model.path))
     if machine.critic_missing and not hub and any(engine.role == "critic" for engine in engines(config)):
         yield told("model-missing critic")
+    for served in served_models(config):
+        if served.path in machine.missing_models and not HUB_NAME.match(str(served.path)):
+            yield told("model-missing no folder", setting=served.named)
     if machine.model == "folder without config.json":
         yield told("model-missing unreadable")
     elif machine.model == "nothing" and made_by_a_script(config):
@@ -104,5 +112,6 @@ def context(config: DictConfig, environment: Environment) -> Faults:
 def group_of_one(config: DictConfig, environment: Environment) -> Faults:
     """Estimators that compare the responses to a prompt have nothing to compare."""
     estimator = config.algorithm.adv_estimator
-    if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS:
+    unused = teaches(config) and not config.distillation.distillation_loss.use_task_rewards  # the teacher's count alone
+    if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
         yield told("group-of-one", estimator=estimator)

@@ -52,8 +52,10 @@ def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
     if config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm":
         setting, source = "actor_rollout_ref.actor.loss_scale_factor", "arXiv 2503.20783: data.max_response_length"
         usual.append([setting, longest / MANY_TIMES, longest * MANY_TIMES, source])
-    for setting, low, high, source in usual:
+    for setting, low, high, source, *otherwise in usual:
         value = OmegaConf.select(config, setting)
+        if otherwise and _is_read(config, otherwise):
+            continue
         if isinstance(value, int | float) and value and not low <= value <= high:
             yield told("value-unusual", setting=setting, source=source, low=low, high=high)
 
@@ -75,12 +77,22 @@ def unknown_names(config: DictConfig, environment: Environment) -> Faults:
 
 @rule("setting-ignored", "warning")
 def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
-    """Settings that were changed from verl's default where nothing reads them."""
+    """Settings that were changed from verl's default where nothing reads them; not where that changes nothing."""
     for setting, default, other, word, meant, reason, *condition in table("ignored"):
-        value, decided = OmegaConf.select(config, setting), OmegaConf.select(config, other) == meant
-        changed = value is not None and value != default
-        if decided is (word == "where") and changed and _is_read(config, condition):
-            yield told("setting-ignored", setting=setting, reason=reason, default=default)
+        value, decides = OmegaConf.select(config, setting), OmegaConf.select(config, other)
+        same = default if isinstance(default, list) and not OmegaConf.is_list(value) else [default]
+        agrees = value is None or value in (*same, decides) or not is_stated(config, setting)
+        meets = (decides == meant) is word.startswith("where") and _is_read(config, condition)
+        if meets and not agrees and not ("unsaid" in word and is_stated(config, other)):
+            yield told("setting-ignored", setting=setting, reason=reason, default=same[0])
+
+
+def is_stated(config: DictConfig, setting: str) -> bool:
+    """Return whether a user's words say a setting, and no preset alone: the command's, or perhaps a recipe's own."""
+    if not str(OmegaConf.select(config, "hydra.job.config_name")).startswith("ppo_"):  # verl's own have no such words
+        return True
+    words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
+    return any(f"{setting}.".startswith(f"{word}.") for word in words)
 
 
 @rule("lengths-differ")

@@ -1,0 +1,72 @@
+"""verl's typed configs are asked for every block that a run builds, and the setting at fault is named."""
+
+import pytest
+from composer import compose_verl
+
+from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.rule import Environment
+from verl_precision.check.verl_refusals import mistyped, refusals
+
+MODEL = "actor_rollout_ref"
+BATCHES = (f"{MODEL}.actor.ppo_micro_batch_size_per_gpu=8", f"{MODEL}.ref.log_prob_micro_batch_size_per_gpu=8")
+PLAIN = (
+    "algorithm.adv_estimator=grpo",
+    f"{MODEL}.rollout.name=vllm",
+    f"{MODEL}.rollout.log_prob_micro_batch_size_per_gpu=8",
+    *BATCHES,
+)
+ONE = "distillation.teacher_models.teacher_model"
+TAUGHT = f"distillation.enabled=True distillation.nnodes=1 {ONE}.model_path=owner/teacher"
+JUDGE = "reward.reward_model.rollout"
+LOSS = "distillation.distillation_loss"
+REFERENCE = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.ref.fsdp_config"
+JUDGED = "reward.reward_model.enable=True reward.reward_model.model_path=owner/judge"
+
+
+def composed(words: str):
+    return compose_verl(*PLAIN, *words.split(), return_hydra_config=True)
+
+
+@pytest.mark.parametrize(("words", "setting"), [
+    ("distillation.enabled=True", f"{ONE}.model_path"),
+    (f"{TAUGHT} distillation.n_gpus_per_node=3", "distillation.n_gpus_per_node"),
+    (f"{TAUGHT} {ONE}.inference.max_model_len=512", f"{ONE}.inference.max_model_len"),
+    (f"{TAUGHT} distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
+    (f"{TAUGHT} {LOSS}.policy_loss_mode=gspo", f"{LOSS}.policy_loss_mode"),
+    (JUDGED, "reward.reward_model.rollout.name"),
+    (f"{JUDGED} {JUDGE}.name=vllm +{JUDGE}.mode=sync", f"{JUDGE}.mode"),
+    (f"{REFERENCE}.strategy=none", "ref.fsdp_config.strategy"),
+    ("skip.rollout.action=never", "skip.rollout.action"),
+    ("actor_rollout_ref.actor.profiler.tool_config.npu.level=high", "actor.profiler.tool_config.npu.level"),
+    # the key is right in another block, which is asked about and not blamed
+    ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor.policy_loss.tau_pos"),
+])  # fmt: skip
+def test_verl_refuses_a_block_that_is_enabled(words, setting):
+    (error,) = refusals(composed(words))
+    assert error.setting.endswith(setting)
+    if setting.endswith("tau_pos"):
+        assert error.remedy == "Did you mean actor_rollout_ref.actor.tau_pos?"
+
+
+@pytest.mark.parametrize("words", [
+    TAUGHT,
+    f"{JUDGED} reward.reward_model.rollout.name=vllm",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "distillation.distillation_loss.loss_mode=k1",  # not enabled, and not built
+    "actor_rollout_ref.ref.fsdp_config.strategy=none",  # there is no reference
+    "trainer.v1.trainer_mode=vp_separate_async",
+])  # fmt: skip
+def test_a_block_that_verl_accepts_or_does_not_build_is_left_alone(words):
+    assert refusals(composed(words)) == ()
+
+
+def test_what_a_rule_says_of_this_packages_config_is_said_once():
+    config = composed("+precision=fp16 actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
+    faults = find_faults(config, Environment(refusals=refusals(config)))
+    assert [fault.name for fault in faults if fault.severity == "error"] == ["engine-settings"]
+
+
+def test_a_variable_of_a_script_that_is_not_set_is_no_switch_on():
+    assert mistyped(composed("data.return_raw_chat=")) == []
+    assert [error.setting for error in mistyped(composed("data.train_batch_size="))] == ["data.train_batch_size"]
+    assert [error.setting for error in mistyped(composed("distillation.nnodes=one"))] == ["distillation.nnodes"]
