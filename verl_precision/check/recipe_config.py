@@ -1,8 +1,8 @@
 """Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does; ask every rule."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -10,11 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
+from verl_precision.check.command import Command, own_configs, unfound_folders
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
+from verl_precision.check.keys import added, keys_of, merged
 from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
@@ -60,6 +62,25 @@ class RecipeReport:
         return json.dumps(content, indent=2, default=str)
 
 
+def check_command(command: Command, gpus: tuple[str, ...] = ()) -> RecipeReport:
+    """Check what a command composes; with words that it has to change, these alone, all of them at once.
+
+    Rules would only tell what follows from such words.
+
+    Raises:
+        ConfigurationError: If it does not compose for another reason.
+    """
+    wrong = [as_fault(command.refusal, "main-gone", "error")] if command.refusal is not None else []
+    try:
+        report = check_recipe(command.path, command.overrides, gpus)
+    except ConfigurationError:
+        keys = [as_fault(error, "unknown-key", "error") for error in wrong_words(command.path, command.overrides)]
+        if not keys:
+            raise
+        return RecipeReport([], wrong + keys)
+    return replace(report, faults=wrong + report.faults)
+
+
 def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = ()) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
 
@@ -72,6 +93,7 @@ def check_recipe(path: Path, overrides: Sequence[str], gpus: tuple[str, ...] = (
         name_the_run(config)
         faults = find_faults(config, probe_environment(config, gpus), this_machine=False)
         faults += [as_fault(note, "not-carried-over", "warning") for note in unread]
+        faults = merged(faults, [*unfound_folders(path, overrides), *added(config, overrides)])
         return RecipeReport(list(table(config)), faults, config.trainer.default_local_dir if saves(config) else None)
     except OmegaConfBaseException as error:
         raise in_our_words(error, path) from error
@@ -130,24 +152,13 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
         EnvironmentMismatchError: If verl is not installed.
     """
     require_overrides(overrides)
-    own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
-    require_packages("a config of verl's", "verl")
-    import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
-    from hydra import compose, initialize_config_dir
+    composed = _composer(path)
     from hydra.errors import HydraException
-
-    folders = ["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"]
-    quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
-
-    def composed(chosen: Sequence[str]) -> DictConfig:
-        with initialize_config_dir(str(path.parent.resolve()), version_base=None):
-            searched = [f"hydra.searchpath=[{quoted}]", *chosen]
-            return compose(path.stem, overrides=searched, return_hydra_config=True)
 
     def keys() -> Iterator[str]:
         """Yield every setting there is before any is changed: with the presets that were chosen alone."""
-        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in preset_groups()]
-        return _keys(OmegaConf.to_container(composed(groups), resolve=False))
+        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in (*preset_groups(), "model_engine")]
+        return keys_of(OmegaConf.to_container(composed(groups), resolve=False))
 
     try:
         config = composed(overrides)
@@ -162,11 +173,64 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
-def _keys(node: object, path: str = "") -> Iterator[str]:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield f"{path}{key}"
-            yield from _keys(value, f"{path}{key}.")
+def _composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
+    """Return what composes a recipe with overrides as verl does, with Hydra's own node."""
+    own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
+    require_packages("a config of verl's", "verl")
+    import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
+    from hydra import compose, initialize_config_dir
+
+    folders = ["pkg://verl.trainer.config", *own_configs(), *own, "pkg://verl_precision.presets"]
+    quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
+
+    def composed(chosen: Sequence[str]) -> DictConfig:
+        with initialize_config_dir(str(path.parent.resolve()), version_base=None):
+            searched = [f"hydra.searchpath=[{quoted}]", *chosen]
+            return compose(path.stem, overrides=searched, return_hydra_config=True)
+
+    return composed
+
+
+def wrong_words(path: Path, overrides: Sequence[str]) -> list[ConfigurationError]:
+    """Return an error for each key that verl does not have, or has already where it is added, as Hydra finds them.
+
+    Nothing where Hydra cannot read a word, or what groups a config is made of: that is one error by itself.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import ConfigCompositionException, HydraException
+
+    composed = _composer(path)
+    wrong: list[ConfigurationError] = []
+    try:
+        words = OverridesParser.create().parse_overrides(list(overrides))
+        start = composed([])
+        groups, known = [], set(keys_of(OmegaConf.to_container(start, resolve=False)))
+        every = {*preset_groups(), *OmegaConf.to_container(start.hydra.runtime.choices)}
+        for each in words:
+            if each.key_or_group in every and not isinstance(each.value(), dict):
+                groups.append(str(each.input_line))
+        config = composed(groups)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+        return []
+    known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
+    for each in (word for word in words if str(word.input_line) not in groups):
+        key, value = each.key_or_group, each.value()
+        there = key in known and not (each.is_add() and _is_open(config, key, value))
+        if each.is_add() and there:
+            said = f"An item is already at '{key}'"
+        elif key in known or each.is_add() or each.is_force_add():
+            known |= {key, *(key[:end] for end, letter in enumerate(key) if letter == ".")}
+            known |= set(keys_of(value, f"{key}."))
+            continue
+        else:
+            said = f"Could not {'delete from config.' if each.is_delete() else 'override'} '{key}'"
+        wrong.append(in_our_words(ConfigCompositionException(said), path, overrides, lambda: iter(known)))
+    return wrong
+
+
+def _is_open(config: DictConfig, key: str, value: object) -> bool:
+    """Return whether Hydra lets + write to a key that is there: it is null, or a block or a list is merged."""
+    return isinstance(value, dict | list) or OmegaConf.is_missing(config, key) or OmegaConf.select(config, key) is None
 
 
 def recorded_config(folder: Path) -> DictConfig | None:

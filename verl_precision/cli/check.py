@@ -66,14 +66,14 @@ def check(
 def _check_recipe(words: list[str], gpu: str | None, as_json: bool) -> bool:
     try:
         require_packages("a check of a config", "verl", "hydra")
-        from verl_precision.check.composition import read_command
+        from verl_precision.check.command import read_command
         from verl_precision.check.probe import gpus_here
-        from verl_precision.check.recipe_config import check_recipe
+        from verl_precision.check.recipe_config import check_command
         from verl_precision.check.rules.gpu_memory import require_known_gpu
         from verl_precision.check.show import show_recipe
 
         gpus = gpus_here() if gpu is None else (require_known_gpu(gpu),)
-        report = check_recipe(*read_command(words), gpus)
+        report = check_command(read_command(words), gpus)
     except VerlPrecisionError as error:
         if not as_json:
             raise
@@ -128,12 +128,12 @@ def _check_installation(as_json: bool, verbose: bool) -> bool:
 
 def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
     from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
-    from verl_precision.check.composition import read_command
+    from verl_precision.check.command import read_command
     from verl_precision.check.recipe_config import compose_recipe
     from verl_precision.check.show import show_findings
 
     given = [str(path) for path in paths]
-    needs = needs_of(compose_recipe(*read_command(words)), given) if words else Needs(paths=tuple(given))
+    needs = needs_of(compose_recipe(*read_command(words).accepted()), given) if words else Needs(paths=tuple(given))
     found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
     show_findings(found, console)
     return all(finding.ok for finding in found)
