@@ -155,13 +155,14 @@ def _config_of(module: str) -> Path:
 
 def _own_config(path: Path) -> str | None:
     """Return the YAML that `hydra.main` names in a file, from its folder; None where it starts no run of RL."""
-    text, own = path.read_text(encoding="utf-8"), None
+    text = path.read_text(encoding="utf-8")
     if "hydra.main" not in text or "run_ppo" not in text:  # what each main of RL calls
         return None
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
-            own = {each.arg: each.value.value for each in node.keywords if isinstance(each.value, ast.Constant)}
-    return own and f"{own['config_path']}/{own['config_name']}.yaml"
+            own = {each.arg: ast.literal_eval(each.value) for each in node.keywords}
+            return f"{own['config_path']}/{own['config_name']}.yaml"
+    return None
 
 
 def _mains() -> list[str]:

@@ -7,7 +7,7 @@ command composes, with its engine.
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
-from verl_precision.check.rules.rule import SEVERITIES, Fault, as_fault
+from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
 from verl_precision.presets import preset_groups, preset_names
 
 # Blocks whose content verl hands to somebody else, vLLM, Ray, transformers or a user's class: any key may be read.
@@ -40,14 +40,20 @@ def unknown(key: str, value: str, every: Iterable[str], prefix: str = "") -> Con
     `prefix` is what the command writes before it; no key is to be added where nothing would read it.
     """
     known = set(every)
-    problem, allowed = "verl has no such setting", "verl's settings"
+    problem, allowed = "verl has no such setting", ""
     section, row, rest = _row(key)
     new = f"{row}{rest}"
+    if section == "moved" and not _is_there(new, known) and _row(new)[0] != "moved":
+        error = unknown(new, value, known, prefix)  # moved, and gone since, or of another engine
+        error.setting = key
+        return error
     if section in ("moved", "unread") and _is_there(new, known):
         problem, allowed = "verl has moved this setting", new
-        remedy = f"Write {_written(new, value, known)}." if prefix != "~" else f"Write ~{new}."
+        remedy = f"Write {'' if new in known else '+'}{new}={value}."
+        if value == "null":  # it was the default, which is not null everywhere today
+            remedy = "Drop it."
     elif section == "gone":
-        problem, remedy, allowed = f"verl has no such setting any more: {row}", "Drop it.", "none"
+        problem, remedy = f"verl has no such setting any more: {row}", "Drop it."
     elif section == "replaced":
         remedy = row if row.endswith(".") else f"{row}."
     elif (engine := _other_engine(key, known)) is not None:
@@ -66,10 +72,17 @@ def meant(word: str, known: Iterable[str]) -> str:
     parent, _, name = word.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in every if each.rpartition(".")[0] == parent}
     near = [beside[each] for each in get_close_matches(name, beside, n=1, cutoff=0.75)]
-    elsewhere = [each for each in every if each.endswith(f".{word}" if parent else f".{name}")]
-    same = [each for each in elsewhere if each.partition(".")[0] == word.partition(".")[0]] if parent else elsewhere
-    alike = near or (same[:3] if len(name) > 4 or not parent else []) or get_close_matches(word, every, n=1, cutoff=0.9)
+    longer = sorted((each for each in every if each.endswith(f".{word}")), key=len)
+    top = [each for each in every if each.endswith(f".{name}") and each.partition(".")[0] == word.partition(".")[0]]
+    alike = near or longer[:3] or (top[:3] if parent and len(name) > 4 else []) or _spelt_alike(word, every)
     return f"Did you mean {' or '.join(alike)}?" if alike else "Check the spelling, or drop it."
+
+
+def _spelt_alike(word: str, every: list[str]) -> list[str]:
+    name = word.rpartition(".")[2]
+    pool = [each for each in every if each.count(".") == word.count(".") and abs(len(each) - len(word)) < 4]
+    close = get_close_matches(word, pool, n=3, cutoff=0.9)
+    return [each for each in close if SequenceMatcher(None, name, each.rpartition(".")[2]).ratio() >= 0.75][:1]
 
 
 def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
@@ -77,19 +90,25 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
     every = set(keys_of(OmegaConf.to_container(config, resolve=False)))
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
-        if not word.startswith("+") or key in preset_groups() or _HANDED_ON.search(f"{key}.") or "@" in key:
+        if not word.startswith("+") or key in preset_groups() or "@" in key:
             continue
         if (fault := _group_meant(key, value)) is not None:
             yield fault
         elif section := _is_old(config, key):
-            kind = "warning" if section == "gone" else "error"
-            yield as_fault(unknown(key, value, every - {key}), "unknown-key", kind)  # type: ignore[arg-type]
+            kind: Severity = "warning" if section == "gone" else "error"
+            yield as_fault(unknown(key, value, every - {key}), "unknown-key", kind)
+        elif _HANDED_ON.search(f"{key}."):
+            continue
         elif (refused := _refused_name(config, key)) is not None:
             block, name, fields = refused
-            error = unknown(f"{block}.{name}", value, (every - {f"{block}.{name}"}) | {f"{block}.{field}" for field in fields})
-            yield Fault("unknown-key", "error", key, value, f"verl's class of {block} takes no {name}, and the run ends there", "", error.remedy)
-        elif not name_is_read(key.rpartition(".")[2]):
-            problem = f"nothing in verl reads a setting called {key.rpartition('.')[2]}"
+            known = every - {f"{block}.{name}"} | {f"{block}.{field}" for field in fields}
+            problem, remedy = (
+                f"verl's class of {block} takes no {name}",
+                unknown(f"{block}.{name}", value, known).remedy,
+            )
+            yield Fault("unknown-key", "error", key, value, f"{problem}, and the run ends there", "", remedy)
+        elif strange := [part for part in key.split(".") if not name_is_read(part)]:
+            problem = f"nothing in verl reads a setting called {strange[0]}"
             yield Fault("key-unread", "warning", key, value, problem, "", "Drop it, unless code of your own reads it.")
 
 
@@ -102,10 +121,31 @@ def _group_meant(key: str, value: str) -> Fault | None:
     return Fault("unknown-key", "error", key, value, problem, ", ".join(names), f"Did you mean +{group}={value}?")
 
 
+def unread_word(config: DictConfig, word: str) -> ConfigurationError | None:
+    """Return what to say of an override of a setting that only `fully_async_main` carries over, if it is one."""
+    key, _, value = word.partition("=")
+    section, row, rest = _row(key)
+    if section != "unread" or value in ("null", "") or "async_training" in config:
+        return None
+    problem = "verl has kept the setting, and this main reads another: the value has no effect"
+    return ConfigurationError(problem, setting=key, value=value, remedy=f"Write {row}{rest}={value}.")
+
+
+def legacy(config: DictConfig) -> Iterator[Fault]:
+    """Yield a fault for each setting that has a value where only `fully_async_main` carries it over."""
+    for block in {old.partition(".")[0]: None for old in table_of_keys()["unread"]}:
+        node: Any = OmegaConf.to_container(config.get(block) or OmegaConf.create(), resolve=False)
+        for key in keys_of(node, f"{block}."):
+            value = OmegaConf.select(config, key)
+            if value is not None and not isinstance(value, DictConfig):
+                if (error := unread_word(config, f"{key}={value}")) is not None:
+                    yield as_fault(error)
+
+
 def _is_old(config: DictConfig, key: str) -> str:
     """Return the section of the table that has the key of a block that this main does not read, or nothing."""
-    is_fully_async = OmegaConf.select(config, "async_training.staleness_threshold") is not None
-    read = {"async_training", *(old.partition(".")[0] for old in table_of_keys()["unread"])} if is_fully_async else ()
+    read = {"async_training", *(old.partition(".")[0] for old in table_of_keys()["unread"])}
+    read = read if OmegaConf.select(config, "async_training.partial_rollout") is not None else set()
     return "" if key.partition(".")[0] in read else _row(key)[0]
 
 
@@ -132,7 +172,8 @@ def name_is_read(name: str) -> bool:
 
 @functools.cache
 def _sources() -> tuple[str, ...]:
-    folders = [Path(next(iter(spec.submodule_search_locations or ()))) for spec in map(find_spec, ("verl", "verl_precision")) if spec]  # fmt: skip
+    packages = (find_spec(name) for name in ("verl", "verl_precision"))
+    folders = (Path(folder) for each in packages if each for folder in each.submodule_search_locations or ())
     files = (path for folder in folders for path in folder.rglob("*.py"))
     return tuple(path.read_text(encoding="utf-8", errors="replace") for path in files)
 
@@ -165,13 +206,15 @@ def _is_there(key: str, known: set[str]) -> bool:
     return key in known or bool(_HANDED_ON.search(f"{key}."))
 
 
-def _written(key: str, value: str, known: set[str]) -> str:
-    return f"{'' if key in known else '+'}{key}={value}"
-
-
 def merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
     """Return the faults of the rules and of a command's words, errors first, one for one cause."""
-    own = [each for each in of_words if not (each.name == "key-unread" and each.setting in {f.setting for f in faults})]
-    names = [each.setting.rpartition(".")[2] for each in own if each.severity == "error"]
-    rest = [f for f in faults if not any(f"unexpected keyword argument '{name}'" in f.problem for name in names)]
+    named = {each.setting for each in faults}
+    own = [each for each in of_words if each.name != "key-unread" or each.setting not in named]
+    wrong = [each.setting for each in own if each.severity == "error"]
+    names = {name for key in wrong for name in key.split(".")}
+    rest = [
+        fault for fault in faults
+        if not any(f"unexpected keyword argument '{name}'" in fault.problem for name in names)
+        and not (fault.name == "setting-ignored" and any(f"{key}.".startswith(f"{fault.setting}.") for key in wrong))
+    ]  # fmt: skip
     return sorted([*rest, *own], key=lambda fault: SEVERITIES.index(fault.severity or "error"))

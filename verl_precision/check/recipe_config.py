@@ -16,7 +16,7 @@ from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rol
 from verl_precision.base.versions import require_packages
 from verl_precision.check.command import Command, own_configs, unfound_folders
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
-from verl_precision.check.keys import added, keys_of, merged
+from verl_precision.check.keys import added, keys_of, merged, unread_word
 from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
@@ -74,8 +74,7 @@ def check_command(command: Command, gpus: tuple[str, ...] = ()) -> RecipeReport:
     try:
         report = check_recipe(command.path, command.overrides, gpus)
     except ConfigurationError:
-        keys = [as_fault(error, "unknown-key", "error") for error in wrong_words(command.path, command.overrides)]
-        if not keys:
+        if not (keys := wrong_words(command.path, command.overrides)):
             raise
         return RecipeReport([], wrong + keys)
     return replace(report, faults=wrong + report.faults)
@@ -157,7 +156,8 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
 
     def keys() -> Iterator[str]:
         """Yield every setting there is before any is changed: with the presets that were chosen alone."""
-        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in (*preset_groups(), "model_engine")]
+        every = (*preset_groups(), "model_engine")
+        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in every]
         return keys_of(OmegaConf.to_container(composed(groups), resolve=False))
 
     try:
@@ -191,8 +191,8 @@ def _composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
     return composed
 
 
-def wrong_words(path: Path, overrides: Sequence[str]) -> list[ConfigurationError]:
-    """Return an error for each key that verl does not have, or has already where it is added, as Hydra finds them.
+def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
+    """Return a fault for each key that verl does not have, or has already where it is added, as Hydra finds them.
 
     Nothing where Hydra cannot read a word, or what groups a config is made of: that is one error by itself.
     """
@@ -200,32 +200,32 @@ def wrong_words(path: Path, overrides: Sequence[str]) -> list[ConfigurationError
     from hydra.errors import ConfigCompositionException, HydraException
 
     composed = _composer(path)
-    wrong: list[ConfigurationError] = []
     try:
         words = OverridesParser.create().parse_overrides(list(overrides))
-        start = composed([])
-        groups, known = [], set(keys_of(OmegaConf.to_container(start, resolve=False)))
-        every = {*preset_groups(), *OmegaConf.to_container(start.hydra.runtime.choices)}
-        for each in words:
-            if each.key_or_group in every and not isinstance(each.value(), dict):
-                groups.append(str(each.input_line))
+        every = {*preset_groups(), *OmegaConf.to_container(composed([]).hydra.runtime.choices)}
+        groups = [
+            word.input_line for word in words if word.key_or_group in every and not isinstance(word.value(), dict)
+        ]
         config = composed(groups)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError):
         return []
     known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
-    for each in (word for word in words if str(word.input_line) not in groups):
-        key, value = each.key_or_group, each.value()
-        there = key in known and not (each.is_add() and _is_open(config, key, value))
-        if each.is_add() and there:
-            said = f"An item is already at '{key}'"
-        elif key in known or each.is_add() or each.is_force_add():
-            known |= {key, *(key[:end] for end, letter in enumerate(key) if letter == ".")}
-            known |= set(keys_of(value, f"{key}."))
-            continue
+    said = []
+    for word in (each for each in words if each.input_line not in groups):
+        key, value, adds = word.key_or_group, word.value(), word.is_add() or word.is_force_add()
+        if word.is_add() and key in known and not _is_open(config, key, value):
+            said.append(f"An item is already at '{key}'")
+        elif adds or key in known:
+            known |= {key, *(key[:end] for end, letter in enumerate(key) if letter == "."), *keys_of(value, f"{key}.")}
         else:
-            said = f"Could not {'delete from config.' if each.is_delete() else 'override'} '{key}'"
-        wrong.append(in_our_words(ConfigCompositionException(said), path, overrides, lambda: iter(known)))
-    return wrong
+            said.append(f"Could not {'delete from config.' if word.is_delete() else 'override'} '{key}'")
+    errors = [in_our_words(ConfigCompositionException(each), path, overrides, lambda: iter(known)) for each in said]
+    if not errors:
+        return []
+    errors += [unread for word in overrides if (unread := unread_word(config, word)) is not None]
+    faults = [as_fault(error, "unknown-key", "error") for error in errors]
+    named = {fault.setting for fault in faults}
+    return merged(faults, (fault for fault in added(config, overrides) if fault.setting not in named))
 
 
 def _is_open(config: DictConfig, key: str, value: object) -> bool:
