@@ -126,7 +126,7 @@ def _gone(module: str) -> tuple[str, ConfigurationError]:
         ConfigurationError: If there is none, or the module is somebody's own.
     """
     told = next((row for pattern, row in table_of(__file__).items() if re.fullmatch(pattern, module)), None)
-    said, allowed = {"setting": "main", "value": module}, ", ".join(_mains())
+    said, allowed = {"setting": "main", "value": module}, ", ".join(mains())
     if told is None:
         problem = "it is no main of verl's: the config that it composes is not known"
         remedy = f"Give the config: `check YAML KEY=VALUE ...`; or `check KEY=VALUE ...` if it takes that of {MAIN}."
@@ -149,7 +149,7 @@ def _config_of(module: str) -> Path:
     path = _file_of(module) or _verl() / "__init__.py"
     if (own := _own_config(path)) is None:
         problem, remedy = "it is no RL run: there is nothing to check", f"Give a command that runs {MAIN}."
-        raise ConfigurationError(problem, setting="main", value=module, allowed=", ".join(_mains()), remedy=remedy)
+        raise ConfigurationError(problem, setting="main", value=module, allowed=", ".join(mains()), remedy=remedy)
     return path.parent / own
 
 
@@ -165,7 +165,7 @@ def _own_config(path: Path) -> str | None:
     return None
 
 
-def _mains() -> list[str]:
+def mains() -> list[str]:
     """Return every main of the installed verl that runs RL, its own first."""
     files = [*_verl().glob("trainer/*.py"), *_verl().glob("experimental/*/*.py")]
     found = [".".join(path.with_suffix("").relative_to(_verl().parent).parts) for path in files if _own_config(path)]

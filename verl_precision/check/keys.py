@@ -20,7 +20,7 @@ from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_faul
 from verl_precision.presets import preset_groups, preset_names
 
 # Blocks whose content verl hands to somebody else, vLLM, Ray, transformers or a user's class: any key may be read.
-_HANDED_ON = re.compile(r"(^|\.)(\w*kwargs|override_\w+|custom|ray_init|runtime_env|env_vars|\w+_options|hydra)\.")
+HANDED_ON = re.compile(r"(^|\.)(\w*kwargs|override_\w+|custom|ray_init|runtime_env|env_vars|\w+_options|hydra)\.")
 _ENGINES = {"fsdp_config": "dp", "fsdp": "dp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
 # Blocks that verl turns into its typed classes, which take no other name.
 _TYPED = re.compile(r"(actor_rollout_ref\.(actor|ref|rollout|model)|critic)\.")
@@ -41,9 +41,9 @@ def unknown(key: str, value: str, every: Iterable[str], prefix: str = "") -> Con
     """
     known = set(every)
     problem, allowed = "verl has no such setting", ""
-    section, row, rest = _row(key)
+    section, row, rest = row_of(key)
     new = f"{row}{rest}"
-    if section == "moved" and not _is_there(new, known) and _row(new)[0] != "moved":
+    if section == "moved" and not _is_there(new, known) and row_of(new)[0] != "moved":
         error = unknown(new, value, known, prefix)  # moved, and gone since, or of another engine
         error.setting = key
         return error
@@ -59,7 +59,7 @@ def unknown(key: str, value: str, every: Iterable[str], prefix: str = "") -> Con
     elif (engine := _other_engine(key, known)) is not None:
         problem = f"it is a setting of model_engine={engine}, and another engine is chosen"
         remedy = f"Drop it, or choose model_engine={engine}."
-    elif _HANDED_ON.search(key) and prefix != "~":
+    elif HANDED_ON.search(key) and prefix != "~":
         remedy = f"Write +{key}={value}."
     else:
         remedy = meant(key, [*preset_groups(), *known])
@@ -97,7 +97,7 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
         elif section := _is_old(config, key):
             kind: Severity = "warning" if section == "gone" else "error"
             yield as_fault(unknown(key, value, every - {key}), "unknown-key", kind)
-        elif _HANDED_ON.search(f"{key}."):
+        elif HANDED_ON.search(f"{key}."):
             continue
         elif (refused := _refused_name(config, key)) is not None:
             block, name, fields = refused
@@ -124,11 +124,12 @@ def _group_meant(key: str, value: str) -> Fault | None:
 def unread_word(config: DictConfig, word: str) -> ConfigurationError | None:
     """Return what to say of an override of a setting that only `fully_async_main` carries over, if it is one."""
     key, _, value = word.partition("=")
-    section, row, rest = _row(key)
+    section, row, rest = row_of(key)
     if section != "unread" or value in ("null", "") or "async_training" in config:
         return None
     problem = "verl has kept the setting, and this main reads another: the value has no effect"
-    return ConfigurationError(problem, setting=key, value=value, remedy=f"Write {row}{rest}={value}.")
+    remedy = f"Write {row}{rest}={value}."
+    return ConfigurationError(problem, setting=key, value=value, allowed=f"{row}{rest}", remedy=remedy)
 
 
 def legacy(config: DictConfig) -> Iterator[Fault]:
@@ -146,7 +147,7 @@ def _is_old(config: DictConfig, key: str) -> str:
     """Return the section of the table that has the key of a block that this main does not read, or nothing."""
     read = {"async_training", *(old.partition(".")[0] for old in table_of_keys()["unread"])}
     read = read if OmegaConf.select(config, "async_training.partial_rollout") is not None else set()
-    return "" if key.partition(".")[0] in read else _row(key)[0]
+    return "" if key.partition(".")[0] in read else row_of(key)[0]
 
 
 def _refused_name(config: DictConfig, key: str) -> tuple[str, str, list[str]] | None:
@@ -178,7 +179,7 @@ def _sources() -> tuple[str, ...]:
     return tuple(path.read_text(encoding="utf-8", errors="replace") for path in files)
 
 
-def _row(key: str) -> tuple[str, str, str]:
+def row_of(key: str) -> tuple[str, str, str]:
     """Return section, content and the rest below it of the longest key of the table that a key is at or below."""
     best: tuple[int, str, str, str] = (0, "", "", "")
     for section, rows in table_of_keys().items():
@@ -203,7 +204,7 @@ def _other_engine(key: str, known: set[str]) -> str | None:
 
 
 def _is_there(key: str, known: set[str]) -> bool:
-    return key in known or bool(_HANDED_ON.search(f"{key}."))
+    return key in known or bool(HANDED_ON.search(f"{key}."))
 
 
 def merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:

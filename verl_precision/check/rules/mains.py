@@ -48,7 +48,8 @@ def asked_of_a_main(config: DictConfig, environment: Environment) -> Faults:
     for setting, is_asked in asked.items():
         if is_asked:
             problem = f"the trainer of {main} does not do it"
-            yield Fault(setting=setting, problem=problem, remedy=f"{_instead(main)}, or leave the setting out.")
+            remedy = f"{_instead(main)}, or leave the setting out."
+            yield Fault(setting=setting, problem=problem, allowed="verl's V1 trainer", remedy=remedy)
 
 
 def _instead(main: str) -> str:
