@@ -131,9 +131,18 @@ def rollout_dtype(config: DictConfig) -> str:
     return short(engine_kwargs(config).get("dtype", config.actor_rollout_ref.rollout.dtype))
 
 
+def other_trainer(config: DictConfig) -> str | None:
+    """Return the main, or the setting, with which verl does not start its V1 trainer; None where it does."""
+    if "async_training" in config:
+        return "verl.experimental.fully_async_policy.fully_async_main"
+    if OmegaConf.select(config, "rollout.nnodes") is not None:  # of GPUs beside the trainer's
+        return "verl.experimental.one_step_off_policy.main_ppo"
+    return None if config.trainer.get("use_v1", True) else "trainer.use_v1=False"
+
+
 def sync_backend(config: DictConfig) -> str:
     """Return the checkpoint engine that carries weights to the rollout; verl's V1 trainers on its GPUs take `naive`."""
-    beside = config.trainer.get("use_v1", True) and not str(config.trainer.v1.trainer_mode).endswith("separate_async")
+    beside = not other_trainer(config) and not str(config.trainer.v1.trainer_mode).endswith("separate_async")
     return "naive" if beside else str(OmegaConf.select(config, BACKEND) or "naive")
 
 

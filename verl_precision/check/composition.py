@@ -1,13 +1,10 @@
-"""From what a user types to a recipe and overrides, and our words for a config that does not compose.
+"""Our words for what a user typed, and for a config that does not compose.
 
 The parser of YAML, Hydra and OmegaConf say what they could not do; a user has to know which word to change.
 """
 
-import importlib.util
 import re
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -15,46 +12,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT
-from verl_precision.base.versions import require_packages
+from verl_precision.check.keys import meant, unknown
 from verl_precision.presets import preset_groups, preset_names
 
 _EXAMPLE = "e.g. recipes/quickstart/quickstart.yaml"
-
-
-def read_command(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return recipe and overrides of what was typed: both, overrides of verl's own config alone, or a whole command.
-
-    A command is one that runs `verl.trainer.main_ppo`, whatever stands before that word. A shell script is refused:
-    what it would do is not known without running it.
-    """
-    start = next((number for number, word in enumerate(words) if re.search(r"(^|[./])main_ppo(\.py)?$", word)), None)
-    if start is None:
-        if words[0].startswith(("~", "-")) or ("=" in words[0] and not Path(words[0]).exists()):
-            return _verls_own("ppo_trainer"), list(words)
-        if re.search(r"(^|/)(bash|sh|python[\d.]*|torchrun|ray|srun)$|\.(sh|py)$", words[0]):
-            problem = f"`{' '.join(words[:4])}` does not name verl.trainer.main_ppo, and no script is run to see that"
-            remedy = "In the script, write `verl-precision check --` before the command that starts verl, and run it."
-            raise ConfigurationError(problem, allowed="a recipe, overrides, or verl's command", remedy=remedy)
-        return Path(words[0]), list(words[1:])
-    flags = ArgumentParser(add_help=False, allow_abbrev=False)  # Hydra's
-    flags.add_argument("--config-name", "-cn", default="ppo_trainer")
-    flags.add_argument("--config-dir", "-cd")
-    flags.add_argument("--config-path", "-cp")
-    given, overrides = flags.parse_known_args(words[start + 1 :])
-    own = _verls_own(given.config_name.removesuffix(".yaml"))
-    folders = [given.config_dir, given.config_path and own.parents[1] / given.config_path]  # relative to main_ppo.py
-    every = [*(Path(folder) / own.name for folder in folders if folder), own]
-    return next((path for path in every if path.is_file()), every[0]), overrides
-
-
-def _verls_own(name: str) -> Path:
-    require_packages("a config of verl's", "verl")
-    spec = importlib.util.find_spec("verl")
-    folders = spec.submodule_search_locations if spec else None
-    return Path(next(iter(folders or ["."]))) / "trainer" / "config" / f"{name}.yaml"
 
 
 def require_overrides(words: Sequence[str]) -> None:
@@ -142,7 +105,7 @@ def in_our_words(
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         allowed = ", ".join(preset_names(group) if group in preset_groups() else error.options)
-        problem, remedy = "there is no such preset", _meant(name, error.options)
+        problem, remedy = "there is no such preset", meant(name, error.options)
         return ConfigurationError(problem, setting=group, value=name, allowed=allowed, remedy=remedy)
     if isinstance(error, OverrideParseException):
         problem, remedy = f"Hydra cannot read `{error.override}`", "Put quotes into the value: KEY=\"'VALUE'\"."
@@ -160,14 +123,11 @@ def in_our_words(
         return ConfigurationError(problem, setting=key, value=value, allowed="one value", remedy=remedy)
     if found := re.search(r"Could not (override|delete)[ \w.]* '(.+?)'", said):
         key = found.group(2).partition("@")[0]
-        value, problem, allowed = _value_of(key, overrides), "verl has no such setting", "verl's settings"
-        if key in preset_groups():
-            problem, allowed = f"{path} has no such group in its defaults", ", ".join(preset_names(key))
-            remedy = f"Write +{key}={value}."
-        else:
-            new = f" To add a new one: +{key}={value}." if found.group(1) == "override" else ""
-            remedy = _meant(key, [*preset_groups(), *keys()]) + new
-        return ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy)
+        value = _value_of(key, overrides)
+        if key not in preset_groups():
+            return unknown(key, value, keys(), "" if found.group(1) == "override" else "~")
+        problem, allowed = f"{path} has no such group in its defaults", ", ".join(preset_names(key))
+        return ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=f"Write +{key}={value}.")
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         problem, remedy = f"{path}: {str(error).splitlines()[0]}", f"Set {error.full_key}, or what it refers to."
         return ConfigurationError(problem, remedy=remedy)
@@ -178,11 +138,3 @@ def in_our_words(
 def _value_of(key: str, overrides: Sequence[str]) -> str:
     pairs = (each.lstrip("+~").partition("=") for each in overrides)
     return next((value for name, _, value in pairs if name.partition("@")[0] == key), "VALUE")
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    """Return the question for a word that was mistyped: the same word elsewhere, or one that is spelt alike."""
-    every = list(known)
-    elsewhere = [each for each in every if "." not in word and each.endswith(f".{word}")]
-    alike = elsewhere[:3] or get_close_matches(short(word), every, n=1, cutoff=0.7)
-    return f"Did you mean {' or '.join(alike)}?" if alike else "Check the spelling."

@@ -18,6 +18,7 @@ from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import in_our_words, require_complete, require_overrides
 from verl_precision.check.probe import probe_environment
+from verl_precision.check.rules.mains import WITHOUT_PARTS
 from verl_precision.check.rules.memory import GPU_RULES
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
@@ -127,8 +128,9 @@ def find_problems(config: DictConfig) -> list[str]:
     """
     if wrong := mistyped(config):  # a rule would compute with the text
         return [str(error) for error in wrong]
-    errors = [fault for fault in find_faults(config, probe_environment(config)) if fault.severity == "error"]
-    for fault in errors:
-        if fault.name in GPU_RULES:
+    faults = find_faults(config, probe_environment(config))
+    errors = [fault for fault in faults if fault.severity == "error"]
+    for fault in faults:
+        if (fault in errors and fault.name in GPU_RULES) or (fault not in errors and fault.name == WITHOUT_PARTS):
             print(f"verl_precision: warning: {fault}", file=sys.stderr)
     return [str(fault) for fault in errors if fault.name not in GPU_RULES]

@@ -1,8 +1,8 @@
 """Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does; ask every rule."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
+from verl_precision.check.command import Command, own_configs, unfound_folders
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
+from verl_precision.check.keys import added, keys_of, merged, unread_word
 from verl_precision.check.models import model_config
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
@@ -83,6 +85,24 @@ class Meant:
     model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
 
 
+def check_command(command: Command, meant: Meant = Meant(), typed: Sequence[str] = ()) -> RecipeReport:
+    """Check what a command composes; with words that it has to change, these alone, all of them at once.
+
+    Rules would only tell what follows from such words. `typed` is what the command was read of.
+
+    Raises:
+        ConfigurationError: If it does not compose for another reason.
+    """
+    wrong = [as_fault(command.refusal, "main-gone", "error")] if command.refusal is not None else []
+    try:
+        report = check_recipe(command.path, command.overrides, meant, typed)
+    except ConfigurationError:
+        if not (keys := wrong_words(command.path, command.overrides)):
+            raise
+        return RecipeReport([], wrong + keys)
+    return replace(report, faults=wrong + report.faults)
+
+
 def check_recipe(
     path: Path, overrides: Sequence[str], meant: Meant = Meant(), typed: Sequence[str] = ()
 ) -> RecipeReport:
@@ -100,6 +120,7 @@ def check_recipe(
         environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
         faults = find_faults(config, environment, this_machine=False)
         faults += [as_fault(note, "not-carried-over", "warning") for note in unread]
+        faults = merged(faults, [*unfound_folders(path, overrides), *added(config, overrides)])
         folder = config.trainer.default_local_dir if saves(config) else None
         replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
         words, way = winning_words(config), way_out(config, path, overrides, typed)
@@ -182,24 +203,14 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
         EnvironmentMismatchError: If verl is not installed.
     """
     require_overrides(overrides)
-    own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
-    require_packages("a config of verl's", "verl")
-    import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
-    from hydra import compose, initialize_config_dir
+    composed = _composer(path)
     from hydra.errors import HydraException
-
-    folders = ["pkg://verl.trainer.config", *own, "pkg://verl_precision.presets"]
-    quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
-
-    def composed(chosen: Sequence[str]) -> DictConfig:
-        with initialize_config_dir(str(path.parent.resolve()), version_base=None):
-            searched = [f"hydra.searchpath=[{quoted}]", *chosen]
-            return compose(path.stem, overrides=searched, return_hydra_config=True)
 
     def keys() -> Iterator[str]:
         """Yield every setting there is before any is changed: with the presets that were chosen alone."""
-        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in preset_groups()]
-        return _keys(OmegaConf.to_container(composed(groups), resolve=False))
+        every = (*preset_groups(), "model_engine")
+        groups = [each for each in overrides if each.lstrip("+").partition("=")[0] in every]
+        return keys_of(OmegaConf.to_container(composed(groups), resolve=False))
 
     try:
         config = composed(overrides)
@@ -216,11 +227,64 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
-def _keys(node: object, path: str = "") -> Iterator[str]:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield f"{path}{key}"
-            yield from _keys(value, f"{path}{key}.")
+def _composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
+    """Return what composes a recipe with overrides as verl does, with Hydra's own node."""
+    own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
+    require_packages("a config of verl's", "verl")
+    import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
+    from hydra import compose, initialize_config_dir
+
+    folders = ["pkg://verl.trainer.config", *own_configs(), *own, "pkg://verl_precision.presets"]
+    quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
+
+    def composed(chosen: Sequence[str]) -> DictConfig:
+        with initialize_config_dir(str(path.parent.resolve()), version_base=None):
+            searched = [f"hydra.searchpath=[{quoted}]", *chosen]
+            return compose(path.stem, overrides=searched, return_hydra_config=True)
+
+    return composed
+
+
+def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
+    """Return a fault for each key that verl does not have, or has already where it is added, as Hydra finds them.
+
+    Nothing where Hydra cannot read a word, or what groups a config is made of: that is one error by itself.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import ConfigCompositionException, HydraException
+
+    composed = _composer(path)
+    try:
+        words = OverridesParser.create().parse_overrides(list(overrides))
+        every = {*preset_groups(), *OmegaConf.to_container(composed([]).hydra.runtime.choices)}
+        groups = [
+            word.input_line for word in words if word.key_or_group in every and not isinstance(word.value(), dict)
+        ]
+        config = composed(groups)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+        return []
+    known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
+    said = []
+    for word in (each for each in words if each.input_line not in groups):
+        key, value, adds = word.key_or_group, word.value(), word.is_add() or word.is_force_add()
+        if word.is_add() and key in known and not _is_open(config, key, value):
+            said.append(f"An item is already at '{key}'")
+        elif adds or key in known:
+            known |= {key, *(key[:end] for end, letter in enumerate(key) if letter == "."), *keys_of(value, f"{key}.")}
+        else:
+            said.append(f"Could not {'delete from config.' if word.is_delete() else 'override'} '{key}'")
+    errors = [in_our_words(ConfigCompositionException(each), path, overrides, lambda: iter(known)) for each in said]
+    if not errors:
+        return []
+    errors += [unread for word in overrides if (unread := unread_word(config, word)) is not None]
+    faults = [as_fault(error, "unknown-key", "error") for error in errors]
+    named = {fault.setting for fault in faults}
+    return merged(faults, (fault for fault in added(config, overrides) if fault.setting not in named))
+
+
+def _is_open(config: DictConfig, key: str, value: object) -> bool:
+    """Return whether Hydra lets + write to a key that is there: it is null, or a block or a list is merged."""
+    return isinstance(value, dict | list) or OmegaConf.is_missing(config, key) or OmegaConf.select(config, key) is None
 
 
 def recorded_config(folder: Path) -> DictConfig | None:

@@ -117,7 +117,7 @@ def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str,
     for path, node, own in waiting:  # it grows meanwhile
         own = own if isinstance(own, dict) else {}
         if isinstance(node, dict):
-            yield path, node, {name: type(value) for name, value in own.items()} | _fields(node.get("_target_"))
+            yield path, node, {name: type(value) for name, value in own.items()} | fields_of(node.get("_target_"))
             waiting += [(f"{path}.{key}", value, own.get(key)) for key, value in node.items()]
 
 
@@ -149,7 +149,7 @@ def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     return "a block of settings" if is_block and not isinstance(value, dict) else None
 
 
-def _fields(target: object) -> dict[str, Any]:
+def fields_of(target: object) -> dict[str, Any]:
     """Return the types that a typed config states for its fields; nothing of a class that cannot be found."""
     try:
         cls = pkgutil.resolve_name(str(target)) if target else None

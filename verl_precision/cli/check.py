@@ -98,11 +98,11 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
 
     try:
         require_packages("a check of a config", "verl", "hydra")
-        from verl_precision.check.composition import read_command
-        from verl_precision.check.recipe_config import Meant, check_recipe
+        from verl_precision.check.command import read_command
+        from verl_precision.check.recipe_config import Meant, check_command
         from verl_precision.check.show import show_recipe
 
-        report = check_recipe(*read_command(words), Meant(*meant), typed=words)
+        report = check_command(read_command(words), Meant(*meant), typed=words)
     except VerlPrecisionError as error:
         if not as_json:
             raise
@@ -157,12 +157,12 @@ def _check_installation(as_json: bool, verbose: bool) -> bool:
 
 def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
     from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
-    from verl_precision.check.composition import read_command
+    from verl_precision.check.command import read_command
     from verl_precision.check.recipe_config import compose_recipe
     from verl_precision.check.show import show_findings
 
     given = [str(path) for path in paths]
-    needs = needs_of(compose_recipe(*read_command(words)), given) if words else Needs(paths=tuple(given))
+    needs = needs_of(compose_recipe(*read_command(words).accepted()), given) if words else Needs(paths=tuple(given))
     found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
     show_findings(found, console)
     return all(finding.ok for finding in found)

@@ -18,6 +18,7 @@
     v1_trainer      what the V1 trainer does not do, though a setting asks for it
     belongings      LoRA's modules, the model's shape, the overlong buffer, dynamic sampling's metric
     progress        nothing is trained, nothing is saved, or it is not read again
+    mains           verl's mains with a trainer of their own, and settings that another main reads
     cpu             a run on a CPU: its vLLM, memory, Ray's resources
 
 `verl-precision check` shows the faults, and the preflight refuses the errors among them. A rule is a pure function of

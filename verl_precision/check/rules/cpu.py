@@ -14,6 +14,10 @@ MIN_SHARED_MEMORY = 256 << 20
 # takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
+# The mains of verl.experimental: the runner of one_step_off_policy 10; the one of fully_async_policy 1, its trainer and
+# its rollouter 10 each, the queue between them 2; the agent loop 1. A rollout's worker is placed with 2.
+CPUS_OF_MAIN = {False: 11, True: 24}
+CPUS_PER_ROLLOUT = 2
 
 
 @rule("vllm-cpu-untested", of_machine=True)
@@ -66,6 +70,10 @@ def ray_resources(config: DictConfig, environment: Environment) -> Faults:
     workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     needed = CPUS_FIXED + units + CPUS_PER_WORKER * workers
+    if "rollout" in config:  # a main that separates trainer and rollout
+        beside = config.rollout.n_gpus_per_node * config.rollout.nnodes
+        needed = CPUS_OF_MAIN["async_training" in config] + CPUS_PER_WORKER * workers + CPUS_PER_ROLLOUT * beside
+        workers += beside
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:

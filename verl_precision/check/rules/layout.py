@@ -150,7 +150,7 @@ def batch_is_padded(config: DictConfig, environment: Environment) -> Faults:
     """verl fills a batch up with synthetic sequences, which train nothing and count in the mini-batch they are in."""
     n, size = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if not config.trainer.get("use_v1", True) or min(n, size, mini_batch) < 1:  # value-out-of-range
+    if not config.trainer.get("use_v1", True) or "rollout" in config or min(n, size, mini_batch) < 1:  # see `refused`
         return
     if (missing := _padded_batch(config) - size * n) == 0:
         return

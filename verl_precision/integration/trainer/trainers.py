@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import is_repeatable, missing_log_probs
+from verl_precision.base.verl_config import is_repeatable, missing_log_probs, other_trainer
 from verl_precision.integration.trainer import kept_files, rescue
 from verl_precision.integration.trainer.found_checkpoints import LAST_FILE, QUEUE
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
@@ -36,7 +36,7 @@ def measured_mode(config: DictConfig) -> str | None:
     log-probs.
     """
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not settings_of(config).enabled or mode not in MODES:
+    if not settings_of(config).enabled or mode not in MODES or other_trainer(config):
         return None
     _require_rollout_log_probs(config)
     canary_settings(config)

@@ -1,0 +1,126 @@
+"""What a user types, and the main, the config and the overrides that it means."""
+
+import ast
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import verl
+from typer.testing import CliRunner
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.check.command import MAIN, mains, read_command
+from verl_precision.cli import app
+
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+EXPERIMENTAL = "verl.experimental"
+ASYNC, ONE_STEP = f"{EXPERIMENTAL}.fully_async_policy.fully_async_main", f"{EXPERIMENTAL}.one_step_off_policy.main_ppo"
+LACKS, OWN, NO_RL = (
+    "verl 0.9.1 has no such module",
+    "it is no main of verl's",
+    "it is no RL run: there is nothing to check",
+)
+
+
+def findings(*words: str):
+    done = CliRunner().invoke(app, ["check", "--json", "--", *words])
+    assert isinstance(done.exception, SystemExit | None), done.exception
+    return done.exit_code, json.loads(done.stdout)["findings"]
+
+
+def test_every_main_of_the_installed_verl_is_read_from_its_decorator():
+    root = Path(verl.__file__).parent
+    decorated = {}
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(text)) if "hydra.main(" in (text := path.read_text()) else ():
+            if isinstance(node, ast.FunctionDef) and any("hydra.main" in ast.unparse(d) for d in node.decorator_list):
+                decorated[".".join(path.relative_to(root.parent).with_suffix("").parts)] = ast.unparse(node)
+    assert set(mains()) == {name for name, text in decorated.items() if "run_ppo" in text} and mains()[0] == MAIN
+    for module, text in decorated.items():
+        words = ["python", "-m", module, "a=1"]
+        if module in mains():
+            command = read_command(words)
+            assert command.path.is_file() and f"config_name='{command.path.stem}'" in text
+            assert command.overrides == ["a=1"] and command.refusal is None
+        else:
+            with pytest.raises(ConfigurationError, match=NO_RL):
+                read_command(words)
+
+
+@pytest.mark.parametrize(("typed", "name"), [
+    (f"ray job submit --working-dir verl --address http://x -- python3 -m {MAIN} a=1", "ppo_trainer"),
+    (f"env X=1 nohup python -u -m {MAIN} a=1", "ppo_trainer"),
+    (f"X=1 python3.11 -um {MAIN} a=1", "ppo_trainer"),
+    (f"srun -m block --ntasks 2 python -m {MAIN} a=1", "ppo_trainer"),
+    (f"torchrun --nproc_per_node 8 -m {ONE_STEP} a=1", "one_step_off_ppo_trainer"),
+    (f"python -m {ASYNC} --config-name=fully_async_ppo_megatron_trainer.yaml a=1", "fully_async_ppo_megatron_trainer"),
+    ("python /src/verl/verl/experimental/one_step_off_policy/main_ppo.py a=1", "one_step_off_ppo_trainer"),
+    ("python verl/trainer/main_ppo.py a=1", "ppo_trainer"),
+    ("python main_ppo.py a=1", "ppo_trainer"),
+    (f"python -m {MAIN} --config-path=pkg://verl.trainer.config -cn ppo_megatron_trainer a=1", "ppo_megatron_trainer"),
+    (f"bash -lc 'cd x && python3 -m {MAIN} \\\n a=1 | tee log'", "ppo_trainer"),
+    (f"-m {MAIN} a=1", "ppo_trainer"),
+    ("a=1", "ppo_trainer"),
+    ("reward.custom_reward_function.path=my_main.py", "ppo_trainer"),
+])  # fmt: skip
+def test_a_command_is_composed_by_its_own_main(typed, name):
+    words = shlex.split(typed)
+    command = read_command(words)
+    assert command.path.is_file() and command.path.stem == name and command.refusal is None
+    assert command.overrides == words[-1:] or command.overrides == ["a=1"]
+
+
+@pytest.mark.parametrize(("typed", "problem", "remedy"), [
+    ("-m my_pkg.main_ppo a=1", OWN, "check KEY=VALUE"),
+    ("src/train.py a=1", OWN, "check YAML"),
+    ("/x/verl/my_train.py", OWN, "check YAML"),
+    ("-m recipe.prime.main_prime a=1", LACKS, "Take verl-recipe with the verl that it names"),
+    ("-m verl.trainer.fsdp_sft_trainer a=1", "it was no RL run", ""),
+    ("-m verl.trainer.main_pp0", LACKS, "Check the spelling."),
+    ("-m verl.model_merger merge", NO_RL, f"runs {MAIN}"),
+    ("", "starts no main of verl's", f"e.g. python -m {MAIN}"),
+    (f"-m {MAIN} --config-name", "it is given without a value", "Write --config-name=VALUE."),
+    (f"-m {MAIN} -x", "there is no such option here", ""),
+    (f"-m {MAIN} {VLLM} trainer.experiment_name=it's", "Hydra cannot read `trainer.experiment_name=it's`", "quotes"),
+    (f"-m {MAIN} {VLLM} +precision=fp61", "there is no such preset", "Did you mean fp16?"),
+    (f"-m {MAIN} {VLLM} precision=fp16", "has no such group in its defaults", "Write +precision=fp16."),
+])  # fmt: skip
+def test_what_cannot_be_checked_is_told_in_words(typed, problem, remedy):
+    code, (finding,) = findings("python", *typed.split())
+    assert code == 1 and problem in finding["problem"] and remedy in finding["remedy"], finding
+
+
+@pytest.mark.parametrize("words", [[""], ["  "], ["srun", "-N", "4", "hostname"], ["bash", "run.sh"], ["./run.sh"]])
+def test_no_command_is_told_in_words(words):
+    code, (finding,) = findings(*words)
+    assert code == 1 and finding["problem"] and finding["remedy"]
+
+
+@pytest.mark.parametrize(("module", "instead", "config"), [
+    ("recipe.dapo.main_dapo", MAIN, "ppo_trainer"),
+    ("recipe/dapo/src/main_dapo.py", MAIN, "ppo_trainer"),
+    ("recipe.entropy.main_entropy", MAIN, "ppo_trainer"),
+    ("verl.trainer.main_ppo_sync", MAIN, "ppo_trainer"),
+    ("recipe.fully_async_policy.fully_async_main", ASYNC, "fully_async_ppo_trainer"),
+    ("recipe.one_step_off_policy.async_main_ppo", ONE_STEP, "one_step_off_ppo_trainer"),
+])  # fmt: skip
+def test_a_main_that_is_gone_is_named_with_the_one_to_take_and_its_words_are_looked_at(module, instead, config):
+    words = ["python", *([] if "/" in module else ["-m"]), module, "trainer.save_frq=5"]
+    command = read_command(words)
+    assert command.path.stem == config and f"Start {instead}" in command.refusal.remedy
+    with pytest.raises(ConfigurationError, match="no such module"):
+        command.accepted()
+    code, (gone, key) = findings(*words)
+    assert code == 1 and gone["name"] == "main-gone" and key["remedy"] == "Did you mean trainer.save_freq?"
+
+
+def test_a_config_whose_parts_are_looked_for_in_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["python", "-m", ONE_STEP, VLLM, "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    _, found = findings(*command)
+    (fault,) = [each for each in found if each["name"] == "parts-not-found"]
+    word = fault["remedy"].partition('"')[2].partition('"')[0]
+    assert "parts-not-found" not in [each["name"] for each in findings(*command, word)[1]]
+    (tmp_path / "verl" / "trainer" / "config").mkdir(parents=True)
+    assert "parts-not-found" not in [each["name"] for each in findings(*command)[1]]

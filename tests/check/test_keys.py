@@ -1,0 +1,164 @@
+"""Keys that verl does not have, or does not read: each with today's name, which is verl's own config's."""
+
+import functools
+import json
+import re
+
+import pytest
+from composer import compose_verl
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_precision.check.keys import HANDED_ON, keys_of, name_is_read, row_of, table_of_keys, unknown
+from verl_precision.check.preflight import PreflightCallback
+from verl_precision.cli import app
+
+ENGINES = ("dp", "megatron", "veomni", "torchtitan")
+TABLE = table_of_keys()
+READY = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "algorithm.adv_estimator=grpo",
+)
+READY += ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True")
+
+
+@functools.cache
+def known(engine: str = "dp") -> frozenset[str]:
+    config = compose_verl(f"model_engine={engine}")
+    return frozenset(keys_of(OmegaConf.to_container(config, resolve=False)))
+
+
+def findings(*words: str):
+    done = CliRunner().invoke(app, ["check", "--json", "--gpu", "H100", *READY, *words])
+    assert isinstance(done.exception, SystemExit | None), done.exception
+    return done.exit_code, json.loads(done.stdout)["findings"]
+
+
+@pytest.mark.parametrize(("old", "new"), [*TABLE["moved"].items(), *TABLE["unread"].items()])
+def test_todays_name_is_in_verls_config_of_an_engine_that_lacks_the_old_one(old, new):
+    is_there = [engine for engine in ENGINES if new in known(engine) or HANDED_ON.search(f"{new}.")]
+    assert is_there, f"{new} is nowhere"
+    if old in TABLE["unread"]:
+        assert old in known()
+    else:
+        assert any(old not in known(engine) for engine in is_there)
+
+
+@pytest.mark.parametrize("old", [*TABLE["replaced"], *TABLE["gone"]])
+def test_a_key_without_a_name_of_today_is_gone_and_the_words_name_what_there_is(old):
+    every = [key for engine in ENGINES for key in known(engine)]
+    if old.startswith("*."):
+        missing = [all(not key.endswith(old[1:]) for key in known(engine)) for engine in ENGINES]
+        assert any(missing), f"{old} is there"
+    elif old not in ("reward_model",):  # a block of which the rest is `unread`
+        assert old not in every
+    words = {**TABLE["replaced"], **TABLE["gone"]}[old]
+    named = re.findall(r"(?:actor_rollout_ref|algorithm|critic|data|reward|trainer|global_profiler)(?:\.\w+)+", words)
+    of_experimental = ("actor_rollout_ref.rollout.nnodes",)
+    for key in named:
+        assert key in every or key in of_experimental, key
+
+
+def test_the_longest_key_of_the_table_counts():
+    assert row_of("reward_model.overlong_buffer.len") == ("moved", "reward.reward_kwargs.overlong_buffer_cfg", ".len")
+    assert row_of("reward_model.strategy")[0] == "gone" and row_of("reward_model.model.path")[0] == "unread"
+    assert row_of("critic.fsdp.grad_offload")[0] == "gone" and row_of("trainer.save_freq")[0] == ""
+
+
+@pytest.mark.parametrize(("key", "engine", "said"), [
+    ("algorithm.rollout_is_threshold", "dp", "Write algorithm.rollout_correction.rollout_is_threshold=1."),
+    ("actor_rollout_ref.actor.tis_imp_ratio_cap", "dp", "Set algorithm.rollout_correction.rollout_is=token and"),
+    ("reward_model.overlong_buffer.enable", "dp", "Write +reward.reward_kwargs.overlong_buffer_cfg.enable=1."),
+    ("critic.model.fsdp_config.param_offload", "dp", "Write critic.fsdp.param_offload=1."),
+    ("critic.model.fsdp_config.grad_offload", "dp", "Drop it."),
+    ("actor_rollout_ref.actor.megatron.grad_offload", "megatron", "Drop it."),
+    ("actor_rollout_ref.actor.megatron.parm_offload", "megatron", "actor_rollout_ref.actor.megatron.param_offload?"),
+    ("actor_rollout_ref.actor.megatron.param_offload", "dp", "Drop it, or choose model_engine=megatron."),
+    ("actor_rollout_ref.actor.fsdp_config.param_offload", "megatron", "Drop it, or choose model_engine=dp."),
+    ("actor_rollout_ref.actor.router_replay.mode", "dp", "Drop it, or choose model_engine=megatron."),
+    ("actor_rollout_ref.actor.optim.warmup_style", "megatron", "Write actor_rollout_ref.actor.optim.lr_decay_style"),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.a", "dp", "Write +actor_rollout_ref.rollout.engine_kwargs.vllm"),
+    ("rollout.n", "dp", "Did you mean actor_rollout_ref.rollout.n or "),
+    ("rollout.nnodes", "dp", "trainer.v1.trainer_mode=separate_async"),
+    ("data.train_data_num", "dp", "Write data.train_max_samples=1."),
+    ("trainer.save_frq", "dp", "Did you mean trainer.save_freq?"),
+    ("data.something_else", "dp", "Check the spelling, or drop it."),
+])  # fmt: skip
+def test_a_key_is_answered_with_todays_word_of_the_commands_engine(key, engine, said):
+    error = unknown(key, "1", known(engine))
+    assert said in error.remedy and error.setting == key
+    assert "+" not in error.remedy or HANDED_ON.search(f"{key}.") or "reward_kwargs" in error.remedy
+
+
+def test_a_null_of_then_is_dropped():
+    assert unknown("data.train_data_num", "null", known()).remedy == "Drop it."  # verl compares today's with 0
+
+
+def test_every_unknown_key_is_named_at_once():
+    wrong = {"data.val_data_num": "-1", "max_turns": "4", "trainer.save_frq": "5", "algorithm.no_think_rl": "False"}
+    words = [f"{key}={value}" for key, value in wrong.items()]
+    added = [
+        "+trainer.val_only=False",
+        "+reward_model.reward_kwargs.max_resp_len=5",
+        "reward_model.reward_manager=dapo",
+    ]
+    code, found = findings(*words, "~trainer.nothing", *added, "+precision=fp16", "+trainer.save_freq2=1")
+    said = {each["setting"]: each["remedy"] for each in found}
+    assert code == 1 and len(found) == len(said)
+    assert set(said) >= {*wrong, "trainer.nothing", "trainer.val_only", "reward_model.reward_kwargs.max_resp_len"}
+    assert said["reward_model.reward_kwargs.max_resp_len"] == "Write +reward.reward_kwargs.max_resp_len=5."
+    assert said["reward_model.reward_manager"] == "Write reward.reward_manager.name=dapo."
+    assert {each["name"] for each in found} == {"unknown-key", "key-unread"}
+
+
+def test_5000_arguments_are_answered():
+    code, found = findings(*[f"trainer.save_freq={number}" for number in range(1, 2500)], *["trainer.k=1"] * 2500)
+    assert code == 1 and "trainer.k" in {each["setting"] for each in found}
+
+
+@pytest.mark.parametrize(("word", "name", "severity", "said"), [
+    ("+precison=fp16", "unknown-key", "error", "Did you mean +precision=fp16?"),
+    ("+Estimator=grpo", "unknown-key", "error", "Did you mean +estimator=grpo?"),
+    ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "unknown-key", "error", "actor_rollout_ref.actor.tau_pos"),
+    ("+actor_rollout_ref.actor.fsdp_config.mixed_precison.param_dtype=fp16", "unknown-key", "error", "precision?"),
+    ("+actor_rollout_ref.rollout.n_agent=5", "unknown-key", "error", "Write actor_rollout_ref.rollout.n=5."),
+    ("+reward_model.overlong_buffer.len=9", "unknown-key", "error", "overlong_buffer_cfg.len=9."),
+    ("++algorithm.rollout_is_level=token", "unknown-key", "error", "Set algorithm.rollout_correction.rollout_is"),
+    ("+trainer.foo=1", "key-unread", "warning", "unless code of your own reads it"),
+    ("+data.my_column=a", "key-unread", "warning", "unless code of your own reads it"),
+    ("+mine.own=1", "key-unread", "warning", "unless code of your own reads it"),
+])  # fmt: skip
+def test_what_a_plus_adds_for_nobody_is_named_once(word, name, severity, said):
+    code, found = findings(word)
+    (fault,) = [
+        each for each in found if each["name"] in ("unknown-key", "key-unread", "verl-refuses", "setting-ignored")
+    ]
+    assert (fault["name"], fault["severity"]) == (name, severity) and said in fault["remedy"]
+    assert code == 1 or severity == "warning"
+
+
+@pytest.mark.parametrize("word", [
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=auto",
+    "+actor_rollout_ref.model.override_config.rope_theta=1e6",
+    "+ray_kwargs.ray_init.num_gpus=8",
+    "+reward.reward_kwargs.my_key=1",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
+    "+data.apply_chat_template_kwargs.enable_thinking=False",
+    "+precision=bf16",
+    "++trainer.save_freq=5",
+])  # fmt: skip
+def test_what_a_plus_adds_for_somebody_is_none(word):
+    assert not [each for each in findings(word)[1] if each["name"] in ("unknown-key", "key-unread", "verl-refuses")]
+
+
+def test_who_reads_a_name():
+    assert name_is_read("train_batch_size") and name_is_read("rollout_is_threshold") and not name_is_read("foo")
+
+
+@pytest.mark.parametrize("words", ["trainer.use_v1=False", "+rollout.nnodes=1 +rollout.n_gpus_per_node=8"])
+def test_no_measuring_trainer_is_named_where_verl_starts_another(words):
+    """And so no signal is caught that only that trainer would answer."""
+    config = compose_verl(*READY, "+precision=fp16", *words.split(), return_hydra_config=True)
+    PreflightCallback().on_run_start(config)
+    assert config.trainer.v1.trainer_mode == "sync"
