@@ -2,11 +2,13 @@
 
     python benchmarks/public_commands.py CHECKOUT
     python benchmarks/public_commands.py CHECKOUT --name "verl v0.9.0" --output commands.jsonl
+    python benchmarks/public_commands.py CHECKOUT --set HDFS_ROOT=/data --set MODEL_PATH=/data/model
 
 Each *.sh that names a main of verl is run by bash in a throw-away copy of the checkout, with a time limit and an empty
 home. PATH holds stand-ins for python, ray and the like, which record their arguments, and a few text tools. Every
 other program (rm, pkill, git, pip, wget, nvidia-smi, ...) is recorded and does nothing (stand_ins.bash). This is no
 wall: a script can still write to a file that it names. Read what you do not trust, or run it in a container.
+A script that has started nothing is run again with the variables of --set, for those that ask for a path.
 
 A line is {"source": "NAME path/of/script.sh", "words": ["python3", "-m", "verl.trainer.main_ppo", ...]}.
 `benchmarks/check_commands.py` puts such files through `verl-precision check`.
@@ -22,7 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 MAIN = re.compile(r"(?:^|[./])(?:main_\w+|\w+_main)(?:\.py)?$")
@@ -46,10 +48,13 @@ def main() -> None:
     print(f"{len(scripts)} scripts name a main", file=sys.stderr)
     silent, lines = [], []
     with tempfile.TemporaryDirectory() as folder:
-        sandbox = Sandbox(Path(folder).resolve(), checkout, dict(each.split("=", 1) for each in arguments.set))
-        for script in scripts:
-            found = list(sandbox.commands(script.relative_to(checkout), arguments.seconds))
-            source = f"{arguments.name or checkout.name} {script.relative_to(checkout)}"
+        sandbox = Sandbox(Path(folder).resolve(), checkout)
+        variables = dict(each.split("=", 1) for each in arguments.set)
+        for script in (each.relative_to(checkout) for each in scripts):
+            found = sandbox.commands(script, arguments.seconds) or (
+                sandbox.commands(script, arguments.seconds, variables) if variables else []
+            )
+            source = f"{arguments.name or checkout.name} {script}"
             lines += [json.dumps({"source": source, "words": words}, ensure_ascii=False) for words in found]
             if not found:
                 silent.append(source)
@@ -78,7 +83,7 @@ def starts_a_main(script: Path) -> bool:
 class Sandbox:
     """A copy of the checkout, an empty home, and stand-ins for the programs."""
 
-    def __init__(self, root: Path, checkout: Path, variables: dict[str, str]):
+    def __init__(self, root: Path, checkout: Path):
         self.root, self.checkout = root, checkout
         self.copy, self.home, self.calls = root / "checkout", root / "home", root / "calls"
         shutil.copytree(checkout, self.copy, symlinks=True, ignore=shutil.ignore_patterns(".git"))
@@ -93,7 +98,6 @@ class Sandbox:
         (programs / "sh").write_text(f'#!{program("bash")}\nexec {program("bash")} "$@"\n', encoding="utf-8")
         (programs / "sh").chmod(0o755)
         self.environment = {
-            **variables,
             "BASH_ENV": str(Path(__file__).with_name("stand_ins.bash")),
             "HOME": str(self.home),
             "LANG": "C.UTF-8",
@@ -105,15 +109,14 @@ class Sandbox:
             "USER": "user",
         }
 
-    def commands(self, script: Path, seconds: float) -> Iterator[list[str]]:
+    def commands(self, script: Path, seconds: float, variables: Mapping[str, str] | None = None) -> list[list[str]]:
         """The commands that start a main, in their order, when `script` runs from the repository's root."""
         self.calls.mkdir()
-        run(["bash", str(script)], self.copy, self.environment, seconds)
-        for call in sorted(self.calls.iterdir()):
-            words = [self.outside(word) for word in call.read_text("utf-8", "surrogateescape").split("\0")[:-1]]
-            if any(MAIN.search(word) for word in words):
-                yield [Path(words[0]).name, *words[1:]]
+        run(["bash", str(script)], self.copy, {**(variables or {}), **self.environment}, seconds)
+        recorded = [call.read_text("utf-8", "surrogateescape") for call in sorted(self.calls.iterdir())]
         shutil.rmtree(self.calls)
+        calls = [[self.outside(word) for word in text.split("\0")[:-1]] for text in recorded]
+        return [[Path(words[0]).name, *words[1:]] for words in calls if any(map(MAIN.search, words))]
 
     def outside(self, word: str) -> str:
         """`word` with the checkout for its copy, and a home of everybody's for the throw-away one."""
