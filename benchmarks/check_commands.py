@@ -171,7 +171,8 @@ def show(way: str, results: list[dict[str, Any]]) -> None:
     if WAYS[way]:
         untouched = sum(not each["differences"] for each in composed)
         named = sum(bool(each["differences"]) and not each["silent"] for each in composed)
-        print(f"presets in force {untouched}, every difference named {named}, silent {sum(bool(e['silent']) for e in composed)}")
+        silent = len(composed) - untouched - named
+        print(f"presets in force {untouched}, every difference named {named}, silent {silent}")
         for key, count in Counter(key for each in composed for key in each["silent"]).most_common():
             print(f"  silent: {key} in {count}")
     times = sorted(each["seconds"] for each in results)
