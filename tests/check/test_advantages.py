@@ -15,10 +15,8 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from verl_precision.check.advantages import not_computable
 
-ROLLOUT, REWARD_KEYS = (
-    "actor_rollout_ref.rollout.name=vllm",
-    "+algorithm.gdpo_reward_keys=[accuracy_reward,format_reward]",
-)
+ROLLOUT = "actor_rollout_ref.rollout.name=vllm"
+REWARD_KEYS = "+algorithm.gdpo_reward_keys=[accuracy_reward,format_reward]"
 
 
 def handed() -> DataProto:
