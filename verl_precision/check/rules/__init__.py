@@ -14,6 +14,7 @@
     checkpoints     how many are kept, the disk that holds them, resuming
     files           data, the reward function, folders, packages
     tables          numbers and names of tables.yaml, settings that nothing reads, lengths
+    v1_trainer      what the V1 trainer does not do, though a setting asks for it
     belongings      LoRA's modules, the model's shape, the overlong buffer, dynamic sampling's metric
     progress        nothing is trained, nothing is saved, or it is not read again
     cpu             a run on a CPU: its vLLM, memory, Ray's resources
