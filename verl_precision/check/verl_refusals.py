@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
-from verl_precision.check.advantages import not_computable
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.tables import null_number, table
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
@@ -34,7 +33,7 @@ def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # what verl says to a user, it will say
         warnings.simplefilter("ignore")
         named = list(_names(config))
-        return (*named, *(_typed(config) if not named else ()), *not_computable(config))
+        return (*named, *(_typed(config) if not named else ()))
 
 
 def _names(config: DictConfig) -> Iterator[ConfigurationError]:
