@@ -42,7 +42,7 @@ class Engine:
     source: str  # the setting `compute` comes from
     sources: tuple[str, str]  # those that `master` and `reduce` come from
     ours: bool  # whether it is this package's engine, which has its own settings and guards
-    ulysses: tuple[str, int]  # setting that splits sequences over ranks, and over how many
+    ulysses: tuple[str, int]  # setting that splits sequences over ranks, by Ulysses or otherwise, and over how many
 
     @property
     def trains(self) -> bool:
@@ -114,9 +114,9 @@ def _engine(role: str, path: str, owner: DictConfig) -> Engine:
         sources = f"{setting}.mixed_precision", f"{path}.strategy={strategy}"
     ours = str(node.get("_target_", "")).startswith("verl_precision.")
     # verl takes the first, which it calls deprecated, where that is above 1
-    sizes = {place: int(at.get(ULYSSES) or 1) for place, at in ((path, owner), (setting, node))}
-    place = max(sizes, key=lambda place: sizes[place])
-    ulysses = f"{place}.{ULYSSES}", sizes[place]
+    own = {"veomni": "ulysses_parallel_size", "megatron": "context_parallel_size"}.get(strategy, ULYSSES)
+    sizes = {f"{path}.{ULYSSES}": int(owner.get(ULYSSES) or 1), f"{setting}.{own}": int(node.get(own) or 1)}
+    ulysses = max(sizes.items(), key=lambda each: each[1])
     return Engine(role, setting, node, optim, strategy, compute, reduce, master, source, sources, ours, ulysses)
 
 

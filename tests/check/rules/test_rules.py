@@ -353,6 +353,10 @@ def test_every_text_is_of_a_rule():
     "trainer.save_freq=5 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     "+model.override_config.attn_implementation=kernels-community/vllm-flash-attn3",
     "FINISHED LOOP +rollout.custom.mark_truncated=True",
+    "model_engine=veomni actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=512 "
+    "rollout.log_prob_max_token_len_per_gpu=512 actor.veomni.ulysses_parallel_size=2",  # two ranks a sequence
+    "model_engine=megatron data.train_batch_size=3 actor.ppo_mini_batch_size=3 trainer.nnodes=2 "
+    "actor.megatron.tensor_model_parallel_size=8",  # two groups of eight GPUs
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []

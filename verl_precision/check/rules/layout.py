@@ -95,7 +95,7 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Fault
         yield told("batch-does-not-divide dynamic", model=model)
     bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
     micro_batch = model.rollout.get("log_prob_micro_batch_size_per_gpu")
-    ranks = max(gpus // engines(config)[0].ulysses[1], 1)
+    ranks = _data_parallel(config)
     if model.rollout.log_prob_use_dynamic_bsz or bypass or not micro_batch:
         return
     sequences = _padded_batch(config) // ranks
@@ -137,9 +137,18 @@ def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
             yield path, OmegaConf.select(config, path), engine
 
 
+def _data_parallel(config: DictConfig) -> int:
+    """Return over how many groups of GPUs the actor's batches are divided."""
+    actor = engines(config)[0]
+    parts = [actor.ulysses[1]]
+    if actor.strategy == "megatron":
+        parts += [actor.node.tensor_model_parallel_size, actor.node.pipeline_model_parallel_size]
+    return max(_gpus(config) // math.prod(parts), 1)
+
+
 def _padded_batch(config: DictConfig) -> int:
     """Return the sequences of a batch, filled up as verl does (PPOTrainer._get_required_batch_multiple)."""
-    n, multiple = config.actor_rollout_ref.rollout.n, max(_gpus(config) // engines(config)[0].ulysses[1], 1)
+    n, multiple = config.actor_rollout_ref.rollout.n, _data_parallel(config)
     for _, owner, _ in _trained(config):
         multiple = math.lcm(multiple, max(owner.ppo_mini_batch_size * n, 1))
     return -(-config.data.train_batch_size * n // multiple) * multiple

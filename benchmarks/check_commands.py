@@ -1,0 +1,194 @@
+"""What `verl-precision check` answers to commands that others start verl with, with our words and without.
+
+    python benchmarks/public_commands.py CHECKOUT --name "verl v0.9.0" --output commands.jsonl
+    python benchmarks/check_commands.py commands.jsonl --output report.json
+
+Each command is put through the check in this process: as it is, with `+precision=fp16 +estimator=pg_seq_is`, and with
+`+presets=win` too. The judge does not trust the check: it reads what the presets set from their own YAML, compares it
+with the composed config, and looks for each difference in the findings. A difference that no finding names is silent.
+The exit code is 1 if a difference is silent, or if anything was raised that is not an answer in words.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import verl_precision.presets
+from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.check import recipe_config
+from verl_precision.check.composition import read_command
+
+WORDS = {"precision": "fp16", "estimator": "pg_seq_is"}
+WAYS = {
+    "as it is": [],
+    "with the two words": [f"+{group}={name}" for group, name in WORDS.items()],
+    "with presets=win": [*(f"+{group}={name}" for group, name in WORDS.items()), "+presets=win"],
+}
+# What no preset of WORDS sets and what still puts another loss, or other weights, in its place.
+BESIDE = {"algorithm.rollout_correction.rollout_is": None, "algorithm.rollout_correction.rollout_rs": None,
+          "distillation.enabled": False}  # fmt: skip
+ABSENT = object()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commands", type=Path, nargs="+", help="files of public_commands.py")
+    parser.add_argument("--output", type=Path, help="report as JSON")
+    parser.add_argument("--gpu", action="append", default=[], help="GPU of the run, as `check --gpu`")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th command only")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="default: all")
+    arguments = parser.parse_args()
+    lines = [line for file in arguments.commands for line in file.read_text("utf-8").splitlines()]
+    given = [json.loads(line) for line in lines[:: arguments.every]]
+    results = []
+    for number, command in enumerate(given, start=1):
+        for way in arguments.ways:
+            results.append({"source": command["source"], "way": way, **answer(command["words"], way, arguments.gpu)})
+        print(f"\r{number} of {len(given)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(results, indent=1, default=str), encoding="utf-8")
+    for way in arguments.ways:
+        show(way, [each for each in results if each["way"] == way])
+    raise SystemExit(any(each["traceback"] or each["silent"] for each in results))
+
+
+def answer(words: Sequence[str], way: str, gpus: Sequence[str]) -> dict[str, Any]:
+    """The check's answer to one command, and the judge's."""
+    composed: list[DictConfig] = []
+    result: dict[str, Any] = {"refused": "", "findings": [], "differences": [], "silent": [], "traceback": ""}
+    start = time.process_time()
+    try:
+        path, overrides = read_command([*words, *WAYS[way]])
+        with remembered(composed):
+            report = recipe_config.check_recipe(path, overrides, tuple(gpus))
+        result["findings"] = [vars(fault) for fault in report.faults]
+    except VerlPrecisionError as error:
+        result["refused"] = str(error)
+    except Exception:
+        result["traceback"] = traceback.format_exc()
+    result["seconds"] = time.process_time() - start
+    if composed and WAYS[way] and not result["refused"]:
+        for key, wanted, got in differences(composed[0]):
+            result["differences"].append({"setting": key, "preset": wanted, "config": got})
+            if not any(names(finding, key) for finding in result["findings"]):
+                result["silent"].append(key)
+    return result
+
+
+class remembered:
+    """Inside, each config that the check composes is appended to `composed`, as it was before any rule saw it."""
+
+    def __init__(self, composed: list[DictConfig]):
+        self.composed, self.own = composed, recipe_config.compose_recipe
+
+    def __enter__(self) -> None:
+        def compose(*arguments: Any, **options: Any) -> Any:
+            config = self.own(*arguments, **options)
+            self.composed.append(deepcopy(config))
+            return config
+
+        recipe_config.compose_recipe = compose
+
+    def __exit__(self, *_: object) -> None:
+        recipe_config.compose_recipe = self.own
+
+
+def differences(config: DictConfig) -> Iterator[tuple[str, object, object]]:
+    """Each setting that a preset of WORDS sets and that the config has otherwise, with both values."""
+    for key, text in sorted({**BESIDE, **preset_settings()}.items()):
+        got = OmegaConf.select(config, key, default=ABSENT)
+        wanted = meant(config, text)
+        got = OmegaConf.to_container(got) if OmegaConf.is_config(got) else got
+        if got is ABSENT and key in BESIDE:
+            continue
+        if got != wanted:
+            yield key, wanted, "absent" if got is ABSENT else got
+
+
+def meant(config: DictConfig, text: object) -> object:
+    """The value of a preset's text: one that refers to other settings takes them from the config."""
+    if not (isinstance(text, str) and "${" in text):
+        return text
+    beside = deepcopy(config)
+    OmegaConf.update(beside, "meant_by_the_preset", text, force_add=True)
+    return beside.meant_by_the_preset
+
+
+def preset_settings() -> dict[str, object]:
+    """Each setting of the presets of WORDS and of the parts that they are made of, read from their YAML."""
+    root, found = Path(verl_precision.presets.__file__).parent, {}
+
+    def read(file: Path) -> None:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for entry in content.pop("defaults", []):
+            if entry != "_self_":
+                group, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+                folder = root if name.startswith("/") else file.parent / group
+                read(folder / f"{name.strip('/')}.yaml")
+        found.update(leaves(content))
+
+    for group, name in WORDS.items():
+        read(root / group / f"{name}.yaml")
+    return {key: value for key, value in found.items() if not key.startswith("hydra.")}
+
+
+def leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def names(finding: dict[str, Any], key: str) -> bool:
+    """Whether a finding speaks of a setting: as its subject or inside a block, or by its last name in the words."""
+    setting = str(finding["setting"])
+    if setting and (setting == key or setting.startswith(f"{key}.") or key.startswith(f"{setting}.")):
+        return True
+    text = " ".join(str(finding[field]) for field in ("setting", "problem", "allowed", "remedy"))
+    return key.rpartition(".")[2] in text.replace("=", " ").replace(",", " ").replace("`", " ").split()
+
+
+def show(way: str, results: list[dict[str, Any]]) -> None:
+    composed = [each for each in results if not each["refused"] and not each["traceback"]]
+    refused = [each for each in results if each["refused"]]
+    print(f"\n## {way}: {len(results)} commands")
+    print(f"composed {len(composed)}, refused {len(refused)}, tracebacks {sum(bool(e['traceback']) for e in results)}")
+    if WAYS[way]:
+        untouched = sum(not each["differences"] for each in composed)
+        named = sum(bool(each["differences"]) and not each["silent"] for each in composed)
+        silent = len(composed) - untouched - named
+        print(f"presets in force {untouched}, every difference named {named}, silent {silent}")
+        for key, count in Counter(key for each in composed for key in each["silent"]).most_common():
+            print(f"  silent: {key} in {count}")
+    times = sorted(each["seconds"] for each in results)
+    print(f"CPU seconds a check: median {times[len(times) // 2]:.2f}, longest {times[-1]:.2f}")
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in composed:
+        for kind in sorted({(finding["severity"], finding["name"]) for finding in each["findings"]}):
+            kinds[kind].append(each["source"])
+    for (severity, name), sources in sorted(kinds.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):
+        print(f"  {severity:9} {name:32} {len(sources):4}  e.g. {sources[0]}")
+    for problem, count in Counter(each["refused"][:150] for each in refused).most_common(40):
+        print(f"  refused {count:3}  {problem}")
+    for each in results:
+        if each["traceback"]:
+            print(f"  TRACEBACK {each['source']}: {each['traceback'].splitlines()[-1]}")
+
+
+if __name__ == "__main__":
+    main()
