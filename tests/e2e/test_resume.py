@@ -149,16 +149,12 @@ def test_slurms_job_goes_on_after_its_time_limit_and_a_changed_one_touches_nothi
     assert {path: path.stat().st_mtime_ns for path in left} == left
 
 
-def killed_at(said: str, command: list[str], own_processes) -> None:
-    """Run a command, and kill it when it says so; the processes that it has started live on, but train no further."""
+def killed_at(said: str, command: list[str]) -> None:
+    """Run a command, and kill it when it says so; its driver lives on, without the workers, which it had forked."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout:
             if said in line:
                 process.kill()
-                ours, everyone = {*own_processes()}, psutil.process_iter(["cmdline"])
-                trainers = (each for each in everyone if "ray::TaskRunner" in "".join(each.info["cmdline"] or ()))
-                (trainer,) = (each for each in trainers if ours.intersection(each.parents()))
-                trainer.suspend()
 
 
 def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c):
@@ -188,7 +184,7 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
     Step 3, which the first run has done after it, is done again: the same weights, bit for bit.
     """
     command = [*COMPARE, *SETTINGS, "trainer.save_freq=2", *REPEATABLE, "--output", str(tmp_path)]
-    killed_at("step 3/", command, own_processes)
+    killed_at("step 3/", command)
     driver = next(process for process in own_processes() if "verl.trainer.main_ppo" in process.cmdline())
     again = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "goes on in" in again.stdout and not psutil.pid_exists(driver.pid)
