@@ -20,8 +20,8 @@ from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
-from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.training_table import TrainingRow, training_table
+from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.way_out import WayOut, way_out
 from verl_precision.check.winning_words import REPLACED, WinningWord, added_again, let_presets_win, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
@@ -63,7 +63,12 @@ class RecipeReport:
 
     def as_json(self) -> str:
         """Return it for machines."""
-        lists = {"dtypes": self.rows, "training": self.training, "findings": self.faults, "words_over_presets": self.words}
+        lists = {
+            "dtypes": self.rows,
+            "training": self.training,
+            "findings": self.faults,
+            "words_over_presets": self.words,
+        }
         content = {"ok": self.ok, "counts": self.counts, **{key: [*map(vars, rows)] for key, rows in lists.items()}}
         way_out = self.way_out and vars(self.way_out)
         content |= {"replaced": self.replaced, "way_out": way_out, "checkpoints": self.folder}

@@ -35,5 +35,5 @@ def _ask(config: DictConfig, environment: Environment, this_machine: bool) -> li
     for rule in RULES:
         found = rule.faults(config, environment)
         warns = rule.of_machine and not this_machine and (rule.name != "model-missing" or made_by_a_script(config))
-        faults += [replace(fault, severity="warning") if fault.severity == "error" else fault for fault in found] if warns else found
+        faults += [replace(each, severity="warning") if warns and each.severity == "error" else each for each in found]
     return faults
