@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.presets import preset_groups
 
-_VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|^hydra\.conf")  # places of files that no user wrote
+_VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
+_OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ def decisions(config: DictConfig) -> Decisions:
 @functools.lru_cache(maxsize=256)
 def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...]) -> Mapping[str, Origin]:
     """Return who says each setting, from a search path, the primary config's name, and words that choose groups."""
+    users = [place for _, place in sources if place not in _OURS and not _VERLS.search(place)]
+    if not users and all(word.startswith("hydra.") for word in words):
+        return {}  # nobody has chosen anything
     searched = ConfigSearchPathImpl()
     for provider, place in sources:
         searched.append(provider, place)

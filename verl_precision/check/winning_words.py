@@ -145,7 +145,8 @@ def added_again(overrides: Sequence[str], composed: Callable[[Sequence[str]], Di
     """
     groups = [word for word in overrides if word.lstrip("+").partition("=")[0] in preset_groups()]
     config = composed(groups)
-    origins = {setting: origin for setting, origin in decisions(config).origins.items() if origin.group}
+    means = lambda setting, origin: origin.group not in ("", "scale") and not _is_option(setting, origin)  # noqa: E731
+    origins = {setting: origin for setting, origin in decisions(config).origins.items() if means(setting, origin)}
     added = [word for word in overrides if re.match(r"\+[^+]", word)]
     pairs = {word: (word[1:].partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in added}
     again = {w: p for w, p in pairs.items() if p[0] in origins and OmegaConf.select(config, p[0]) is not None}
