@@ -170,7 +170,11 @@ def test_of_two_presets_the_later_ones_value_counts():
 
 
 def test_the_presets_that_win_are_as_if_the_words_were_left_out():
-    words = [f"{ACTOR}.policy_loss={{loss_mode:gpg}}", f"~{ACTOR}.loss_scale_factor", "algorithm.rollout_correction=null"]
+    words = [
+        f"{ACTOR}.policy_loss={{loss_mode:gpg}}",
+        f"~{ACTOR}.loss_scale_factor",
+        "algorithm.rollout_correction=null",
+    ]
     words += ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.dtype=bfloat16", f"{ACTOR}.clip_ratio_low=[1,2]"]
     presets = "+precision=fp16", "+estimator=grpo_token_tis", "+presets=win"
     config = composed(*presets, *words)
@@ -213,7 +217,9 @@ def test_check_ends_with_the_command_that_does_what_the_presets_say(root, monkey
     assert {row["what"]: row["value"] for row in content["training"]}["advantage"] == "grpo, divided by the group's std"
     assert {each["word"] for each in content["words_over_presets"]} == set(way["leave_out"])
     done = check("recipes/quickstart/quickstart.yaml", "estimator=pg_seq_is", f"{ACTOR}.entropy_coeff=0.1")
-    last = "python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name quickstart estimator=pg_seq_is"
+    last = (
+        "python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name quickstart estimator=pg_seq_is"
+    )
     assert f"The whole command: {last}\n" in done.output and "entropy" in done.output
 
 
@@ -226,7 +232,10 @@ def test_check_with_presets_that_win_says_each_replaced_word(root, monkeypatch):
 
 
 def test_a_word_that_adds_what_a_preset_has_is_answered_with_the_presets_value():
-    added = [f"+{ACTOR}.fsdp_config.mixed_precision.{kind}_dtype={dtype}" for kind, dtype in (("reduce", "fp32"), ("param", "bf16"))]
+    added = [
+        f"+{ACTOR}.fsdp_config.mixed_precision.{kind}_dtype={dtype}"
+        for kind, dtype in (("reduce", "fp32"), ("param", "bf16"))
+    ]
     done = check(f"{ROLLOUT}.name=vllm", *added, "+precision=fp16")
     said = " ".join(done.output.split())
     assert "mixed_precision.param_dtype='bf16': precision=fp16 has it already, as fp16" in said
@@ -238,7 +247,9 @@ def test_who_decides_without_a_preset():
     assert rows["loss"].value == "gpg" and rows["loss"].source == f"the command's {ACTOR}.policy_loss.loss_mode=gpg"
     assert rows["advantage"].source == "verl's default of algorithm.adv_estimator"
     assert rows["clip range"].value == "none: the loss has no clip"
-    rows = {row.what: row.value for row in training_table(compose_recipe("recipes/sanity/sanity.yaml", "estimator=dapo"))}
+    rows = {
+        row.what: row.value for row in training_table(compose_recipe("recipes/sanity/sanity.yaml", "estimator=dapo"))
+    }
     assert rows["clip range"] == "0.2 below and 0.28 above, dual clip at 10.0" and rows["aggregation"] == "token-mean"
 
 

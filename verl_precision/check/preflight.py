@@ -20,6 +20,7 @@ from verl_precision.check.composition import in_our_words, require_complete, req
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.mains import WITHOUT_PARTS
 from verl_precision.check.rules.memory import GPU_RULES
+from verl_precision.check.rules.presets import OF_PRESETS
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.winning_words import let_presets_win
@@ -125,12 +126,13 @@ def find_problems(config: DictConfig) -> list[str]:
 
     The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them. The memory of the GPU
     that a scale is named after is not always that of the GPU that is there, so what exceeds it is said and not refused.
+    Of warnings, those about a preset that is not wholly in force are said.
     """
     if wrong := mistyped(config):  # a rule would compute with the text
         return [str(error) for error in wrong]
-    faults = find_faults(config, probe_environment(config))
-    errors = [fault for fault in faults if fault.severity == "error"]
-    for fault in faults:
-        if (fault in errors and fault.name in GPU_RULES) or (fault not in errors and fault.name == WITHOUT_PARTS):
+    found = find_faults(config, probe_environment(config))
+    errors = [fault for fault in found if fault.severity == "error"]
+    for fault in found:
+        if fault.name in (GPU_RULES if fault.severity == "error" else (*OF_PRESETS, WITHOUT_PARTS)):
             print(f"verl_precision: warning: {fault}", file=sys.stderr)
     return [str(fault) for fault in errors if fault.name not in GPU_RULES]

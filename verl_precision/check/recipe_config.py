@@ -26,8 +26,8 @@ from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
 from verl_precision.check.rules.memory import chosen_scale
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
-from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.training_table import TrainingRow, training_table
+from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.way_out import WayOut, way_out
 from verl_precision.check.winning_words import REPLACED, WinningWord, added_again, let_presets_win, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
@@ -69,7 +69,12 @@ class RecipeReport:
 
     def as_json(self) -> str:
         """Return it for machines."""
-        lists = {"dtypes": self.rows, "training": self.training, "findings": self.faults, "words_over_presets": self.words}
+        lists = {
+            "dtypes": self.rows,
+            "training": self.training,
+            "findings": self.faults,
+            "words_over_presets": self.words,
+        }
         content = {"ok": self.ok, "counts": self.counts, **{key: [*map(vars, rows)] for key, rows in lists.items()}}
         way_out = self.way_out and vars(self.way_out)
         content |= {"replaced": self.replaced, "way_out": way_out, "checkpoints": self.folder}

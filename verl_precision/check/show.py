@@ -42,7 +42,9 @@ def show_recipe(report: RecipeReport, console: Console) -> None:
     said = f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked"
     console.print(said, highlight=False)
     if report.way_out is not None:
-        console.print(Text(f"For what the presets say, leave out: {shlex.join(report.way_out.leave_out)}"), soft_wrap=True)
+        console.print(
+            Text(f"For what the presets say, leave out: {shlex.join(report.way_out.leave_out)}"), soft_wrap=True
+        )
         console.print(Text(f"The whole command: {report.way_out.command}"), soft_wrap=True)
         console.print(Text("Or add +presets=win to the command as it is."), soft_wrap=True)
 

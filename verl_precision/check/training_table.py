@@ -66,12 +66,19 @@ def _rows(config: DictConfig, get: Any) -> Iterator[tuple[str, ...]]:
         yield "aggregation", str(mode), f"{ACTOR}.loss_agg_mode"
     yield _clip(loss, config, get)
     yield "KL in the loss", *_term(get, f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type")
-    yield "KL in the reward", *_term(get, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
+    yield (
+        "KL in the reward",
+        *_term(get, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
+    )
     entropy = get(f"{ACTOR}.entropy_coeff")
     yield "entropy", str(entropy) if entropy else "off", f"{ACTOR}.entropy_coeff"
     yield _weights(loss, get)
     bypass = get(f"{_CORRECTION}.bypass_mode")
-    yield "old log-probs", "the rollout's (bypass mode)" if bypass else "recomputed by the trainer", f"{_CORRECTION}.bypass_mode"
+    yield (
+        "old log-probs",
+        "the rollout's (bypass mode)" if bypass else "recomputed by the trainer",
+        f"{_CORRECTION}.bypass_mode",
+    )
 
 
 def _clip(loss: str, config: DictConfig, get: Any) -> tuple[str, ...]:
@@ -105,6 +112,8 @@ def _weights(loss: str, get: Any) -> tuple[str, ...]:
     said, settings = [], []
     for key in ("rollout_is", "rollout_rs"):
         if kind := get(f"{_CORRECTION}.{key}"):
-            said.append(f"{'rejected by ' if key == 'rollout_rs' else ''}{kind}, {get(f'{_CORRECTION}.{key}_threshold')}")
+            said.append(
+                f"{'rejected by ' if key == 'rollout_rs' else ''}{kind}, {get(f'{_CORRECTION}.{key}_threshold')}"
+            )
             settings += [f"{_CORRECTION}.{key}", f"{_CORRECTION}.{key}_threshold"]
     return "rollout weights", "; ".join(said) or "none", *(settings or [f"{_CORRECTION}.rollout_is"])

@@ -27,9 +27,10 @@ def way_out(config: DictConfig, path: Path, overrides: Sequence[str], typed: Seq
     words = list(dict.fromkeys(each.word for each in found if each.contradicts))
     if not words:
         return None
-    command = [each for each in (typed or overrides) if each not in words]
-    if list(typed) in ([], list(overrides), [str(path), *overrides]):
-        recipe = ["--config-dir", str(path.parent), "--config-name", path.stem]
-        front = [] if path.stem == "ppo_trainer" and list(typed) == list(overrides) else recipe
-        command = ["python", "-m", "verl.trainer.main_ppo", *front, *(each for each in overrides if each not in words)]
+    front = []
+    if list(typed) == list(overrides):
+        front = ["python", "-m", "verl.trainer.main_ppo"]
+    elif not typed or (list(typed[1:]) == list(overrides) and Path(typed[0]) == path):
+        front = ["python", "-m", "verl.trainer.main_ppo", "--config-dir", str(path.parent), "--config-name", path.stem]
+    command = [*front, *(each for each in (overrides if front else typed) if each not in words)]
     return WayOut(words, shlex.join(command))

@@ -1,10 +1,11 @@
-"""Who says each setting: verl, a recipe, a preset, or a word of the command? From the files that Hydra merges, in order.
+"""Who says each setting: verl, a recipe, a preset, or a word of the command?
 
 A composed config does not know where its values come from. It names its sources, its choices and the command's words in
-Hydra's own node, which is enough to ask Hydra for the same list of files again.
+Hydra's own node, which is enough to ask Hydra for the same list of files again, in the order in which it merges them.
 """
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.presets import preset_groups
 
-_VERLS = ("verl/trainer/config", "verl.trainer.config", "hydra.conf")  # places of files that no user wrote
+_VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
+_OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ def decisions(config: DictConfig) -> Decisions:
 
 @functools.lru_cache(maxsize=256)
 def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...]) -> Mapping[str, Origin]:
-    """Return who says each setting, from a search path, the name of the primary config, and words that choose groups."""
+    """Return who says each setting, from a search path, the primary config's name, and words that choose groups."""
+    users = [place for _, place in sources if place not in _OURS and not _VERLS.search(place)]
+    if not users and all(word.startswith("hydra.") for word in words):
+        return {}  # nobody has chosen anything
     searched = ConfigSearchPathImpl()
     for provider, place in sources:
         searched.append(provider, place)
@@ -71,7 +76,7 @@ def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, 
     for each in merged:
         path = str(each.config_path)
         source = next(source for source in loader.get_sources() if source.is_config(path))
-        if any(place in source.path for place in _VERLS):
+        if _VERLS.search(source.path):
             continue
         content: Any = OmegaConf.to_container(loader.repository.load_config(path).config, resolve=False)
         preset = _chosen(path, each.parent, parents)
@@ -83,7 +88,7 @@ def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, 
 
 def _chosen(path: str, parent: str | None, parents: Mapping[str | None, str | None]) -> tuple[str, str] | None:
     """Return group and name of the preset by which a file comes in, if it comes in by one."""
-    chosen, at = None, path
+    chosen, at = None, str(path) or None
     while at is not None:
         group, _, name = at.partition("/")
         if group in preset_groups():

@@ -1,7 +1,7 @@
 """Words of the command that win over a preset that was chosen, and `presets=win`, with which they do not.
 
-Hydra puts the words of a command over every file, presets too. A command that states its estimator's settings, as public
-scripts do, therefore leaves little of `estimator=pg_seq_is`, and Hydra says nothing of it.
+Hydra puts the words of a command over every file, presets too. A command that states its estimator's settings, as
+public scripts do, therefore leaves little of `estimator=pg_seq_is`, and Hydra says nothing of it.
 """
 
 import copy
@@ -138,26 +138,23 @@ def let_presets_win(config: DictConfig) -> list[WinningWord]:
     return replaced
 
 
-def added_again(
-    overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]
-) -> ConfigurationError | None:
+def added_again(overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]) -> ConfigurationError | None:
     """Return the answer to words that add (`+`) what a chosen preset has already, where there are some.
 
-    Hydra composes no such config, so that `presets=win` cannot help either. `composed` is called with the presets alone.
+    Hydra composes no such config: `presets=win` cannot help either. `composed` is called with the presets alone.
     """
     groups = [word for word in overrides if word.lstrip("+").partition("=")[0] in preset_groups()]
-    config, added = composed(groups), {}
-    origins = decisions(config).origins
-    for word in overrides:
-        key, _, value = word.lstrip("+").partition("=")
-        again = key in origins and origins[key].group and OmegaConf.select(config, key) is not None
-        if again and word.startswith("+") and not word.startswith("++"):
-            added[word] = key, value
-    if not added:
+    config = composed(groups)
+    means = lambda setting, origin: origin.group not in ("", "scale") and not _is_option(setting, origin)  # noqa: E731
+    origins = {setting: origin for setting, origin in decisions(config).origins.items() if means(setting, origin)}
+    added = [word for word in overrides if re.match(r"\+[^+]", word)]
+    pairs = {word: (word[1:].partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in added}
+    again = {w: p for w, p in pairs.items() if p[0] in origins and OmegaConf.select(config, p[0]) is not None}
+    if not again:
         return None
-    different = {word: pair for word, pair in added.items() if not _is_same(pair[0], yaml.safe_load(pair[1]), origins[pair[0]].value)}
-    (key, value), *_ = (different or added).values()
+    different = [pair for pair in again.values() if not _is_same(*pair, origins[pair[0]].value)]
+    key, value = (different or [*again.values()])[0]
     preset, wanted = origins[key].who, origins[key].value
     problem = f"{preset} has it already, as {wanted}, and + adds only what is not there"
-    remedy = f"Leave out {' '.join(added)}: presets say it. Or leave out {preset}, if that is not what you want."
+    remedy = f"Leave out {' '.join(again)}: presets say it. Or leave out {preset}, if that is not what you want."
     return ConfigurationError(problem, setting=key, value=value, allowed=f"{wanted}, the preset's", remedy=remedy)

@@ -79,7 +79,7 @@ def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> Fa
     if correction.get("bypass_mode") and loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
         for key in ("rollout_is", "rollout_rs"):
             if correction.get(key) and config.trainer.get("use_v1", True):
-                problem = f"nothing reads it in bypass mode: loss_mode={loss} makes its own weights of the rollout's log-probs"
+                problem = f"nothing reads it in bypass mode: loss_mode={loss} has its own use of the log-probs"
                 setting = f"{CORRECTION}.{key}"
                 yield Fault(setting=setting, problem=problem, allowed="null", remedy=f"Leave out {setting}.")
 

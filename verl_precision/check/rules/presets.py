@@ -1,4 +1,4 @@
-"""Rules of the presets: what of them is not in force, because a word of the command wins, or because nothing reads it."""
+"""Rules of the presets: what of them is not in force, because a word of the command or another loss wins."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +10,8 @@ from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Faul
 from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
 
 NAME = "preset-overruled"
+OF_PRESETS = (NAME, "preset-not-in-force")
+MEANT = " If it is meant, add +presets=yield."
 # What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
 _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's is not in force at all"),
@@ -39,14 +41,15 @@ def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(setting=WIN, severity="error", problem=problem, allowed="a single run", remedy=remedy)
         return
     for each in found:
-        severity, effect = next((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))
+        fits = ((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))
+        severity, effect = next(fits)
         word = "the command's word" if each.word.lstrip("+").startswith(f"{each.setting}=") else shown(each.word)
         problem = f"{word} wins over {each.preset}, which has {each.wanted}: {effect}"
-        remedy = f"Leave out {shown(each.word)}, or add +presets=win. If it is meant, add +presets=yield."
+        remedy = f"Leave out {shown(each.word)}, or add +presets=win.{MEANT}"
         yield Fault("", severity, each.setting, each.value, problem, f"{each.wanted}, the preset's", remedy)
 
 
-@rule("preset-not-in-force")
+@rule(OF_PRESETS[1])
 def distilled(config: DictConfig, environment: Environment) -> Faults:
     """Distillation puts a loss of its own in place of the estimator's, or beside it."""
     choice = OmegaConf.select(config, "hydra.runtime.choices.estimator")
@@ -62,7 +65,7 @@ def distilled(config: DictConfig, environment: Environment) -> Faults:
     else:
         kind = f"the divergence {loss.get('loss_mode')} to a teacher"
     problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
-    remedy = f"Leave out the distillation, or estimator={choice}. If both are meant, add +presets=yield."
+    remedy = f"Leave out the distillation, or estimator={choice}.{MEANT}"
     yield Fault("", "warning" if tasks and not gradient else "error", setting, None, problem, "False", remedy)
 
 
@@ -82,12 +85,12 @@ def one_for_a_cause(
     worst = min(rank(each.severity or "error") for each in words.values())
     left = {(each.name, each.setting) for each in ask(with_presets_winning(config))}
     for fault in faults:
+        others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
         if fault.name == NAME:
-            others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
             gravest = min(others, key=lambda each: rank(each.severity or "error"), default=None)
             yield fault if gravest is None else _joined(fault, gravest)
-        elif (fault.name, fault.setting) in left or (
-            fault.setting not in words and rank(fault.severity or "error") < worst
+        elif fault.setting not in words and (
+            (fault.name, fault.setting) in left or rank(fault.severity or "error") < worst
         ):
             yield fault
 
@@ -96,4 +99,5 @@ def _joined(word: Fault, other: Fault) -> Fault:
     """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
     graver = min(other, word, key=lambda each: SEVERITIES.index(each.severity or "error"))
     problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
-    return replace(graver, problem=problem, allowed=word.allowed, remedy=word.remedy)
+    remedy = word.remedy if graver is word else word.remedy.partition(MEANT)[0]  # the other rule refuses it anyway
+    return replace(graver, problem=problem, remedy=remedy)
