@@ -73,7 +73,10 @@ class Meant:
     model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
 
 
-def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = Meant()) -> RecipeReport:
+HERE = Meant()  # nothing is said
+
+
+def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for

@@ -183,7 +183,9 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
         if optim.get("optimizer_impl") == "torch.optim":
             build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
 
-    roles = [engine.role for engine in engines(config)]  # need_critic and need_reference_policy of verl import data sets
+    roles = [
+        engine.role for engine in engines(config)
+    ]  # need_critic and need_reference_policy of verl import data sets
     gpus, actor = config.trainer.nnodes * config.trainer.n_gpus_per_node, "actor_rollout_ref.actor"
     rollout = "actor_rollout_ref.rollout"
     steps: list[tuple[str, Callable[[], object]]] = [
