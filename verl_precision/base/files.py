@@ -22,7 +22,9 @@ def table_of(module: str, name: str = "") -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, ten times as fast, where PyYAML was built with it
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # libyaml's, ten times as fast, where PyYAML was built with it
     return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 

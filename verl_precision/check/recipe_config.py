@@ -90,7 +90,10 @@ class Meant:
     model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
 
 
-def check_command(command: Command, meant: Meant = Meant(), typed: Sequence[str] = ()) -> RecipeReport:
+HERE = Meant()  # nothing is said
+
+
+def check_command(command: Command, meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
     """Check what a command composes; with words that it has to change, these alone, all of them at once.
 
     Rules would only tell what follows from such words. `typed` is what the command was read of.
@@ -109,7 +112,7 @@ def check_command(command: Command, meant: Meant = Meant(), typed: Sequence[str]
 
 
 def check_recipe(
-    path: Path, overrides: Sequence[str], meant: Meant = Meant(), typed: Sequence[str] = ()
+    path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()
 ) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule; `typed` is the command of which path and overrides were read.
 

@@ -40,13 +40,13 @@ def _of_model(config: DictConfig, found: Environment, known: Described) -> Itera
         yield Unknown("model-unknown", fields, MODEL, f"its config.json is {_absent(path)}", f"{GIVE}{cache}.")
         return
     if known.taken_from and not known.is_named:
-        why = f"its config.json is {_absent(path)}, and its shape is taken to be that of {known.taken_from}, by its name"
+        why = f"its config.json is {_absent(path)}; its shape is taken to be that of {known.taken_from}, by its name"
         subjects = ("the length of its context", "the chat template")
         yield Unknown("model-by-name", files, MODEL, why, f"{GIVE}.", subjects=subjects)
     elif not is_here:
         why = "the files of its tokenizer are not on this machine"
-        subjects = () if "has_chat_template" in known.content else ("the chat template",)
-        yield Unknown("tokenizer-unknown", files, MODEL, why, "Check again where the model is.", subjects=subjects)
+        template = () if "has_chat_template" in known.content else ("the chat template",)
+        yield Unknown("tokenizer-unknown", files, MODEL, why, "Check again where the model is.", subjects=template)
     elif "vision_config" in known.content:
         why = "verl builds its prompts with the model's processor, and nobody has looked at that"
         yield Unknown("tokenizer-unknown", files, MODEL, why, "Try a first step with the data.")
@@ -91,11 +91,15 @@ def _of_files(config: DictConfig, machine: Machine) -> Iterator[Unknown]:
     train, data = "data.train_files", {"machine.columns": machine.columns, "machine.train_rows": machine.train_rows}
     if missing := frozenset(field for field, value in data.items() if value is None):
         absent = [name for setting, name in named_files(config) if setting == train and name in machine.missing_files]
-        why = f"{absent[0]} is not on this machine" if absent else "not all of them can be read here as Parquet or JSONL"
+        why = (
+            f"{absent[0]} is not on this machine" if absent else "not all of them can be read here as Parquet or JSONL"
+        )
         yield Unknown("data-unknown", missing, train, why, "Check again where the data is.")
     path, setting = OmegaConf.select(config, f"{REWARD}.path"), f"{REWARD}.path"
     if path and machine.reward_names is None:
         why = "only running it tells what it defines"
         if path in machine.missing_files or not (str(path).startswith("pkg://") or os.access(path, os.R_OK)):
             why = "it cannot be read here"
-        yield Unknown("reward-unknown", frozenset({"machine.reward_names"}), setting, why, "Check again where the file is.")
+        yield Unknown(
+            "reward-unknown", frozenset({"machine.reward_names"}), setting, why, "Check again where the file is."
+        )

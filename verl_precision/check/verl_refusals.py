@@ -185,7 +185,8 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
         if optim.get("optimizer_impl") == "torch.optim":
             build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
 
-    roles = [engine.role for engine in engines(config)]  # need_critic and need_reference_policy of verl import data sets
+    # need_critic and need_reference_policy of verl import data sets
+    roles = [engine.role for engine in engines(config)]
 
     def critic() -> None:
         gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node

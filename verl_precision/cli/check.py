@@ -63,6 +63,9 @@ def check(
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
+    of_run = {"--gpu": gpu, "--elsewhere or --here": elsewhere, "--model-config": model_config}
+    if config is None and (given := [name for name, value in of_run.items() if value is not None]):
+        raise BadParameter(f"{given[0]} is about a run. Give a recipe, overrides or a command too.")
     ok, words = True, [] if config is None else [config, *(overrides or [])]
     with silence_third_party(), _without_collections():
         if model is not None:

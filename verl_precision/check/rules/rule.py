@@ -117,7 +117,9 @@ class Environment:
     ray_address: str | None = None  # value of `RAY_ADDRESS`
     seconds_left: float | None = None  # until Slurm ends the job that this process is in; None elsewhere
     machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
-    elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this one
+    elsewhere: str = (
+        ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this one
+    )
     unknown: tuple[Unknown, ...] = ()  # what was looked for and not found
 
     @property
@@ -134,6 +136,7 @@ class Asked:
         self._known, self._unknown = known, unknown
 
     def __getattr__(self, field: str) -> Any:
+        """Return a field of what is known; note it where it is unknown."""
         if field in self._unknown:
             self.missed.add(field)
         return getattr(self._known, field)
