@@ -105,9 +105,9 @@ def _machine(config: DictConfig, model: dict[str, Any]) -> Machine:
         model=kind,  # type: ignore[arg-type]
         critic_missing=not Path(str(config.critic.model.path)).expanduser().is_dir(),
         missing_models=frozenset(
-            path
+            each.path
             for each in served_models(config)
-            if (path := each.path) is not None and not Path(path).expanduser().is_dir()
+            if each.path is not None and not Path(each.path).expanduser().is_dir()
         ),
         missing_files=frozenset(name for _, name in named_files(config) if not Path(name).expanduser().is_file()),
         folder=str(Path.cwd()),
