@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.base.files import table_of
-from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
@@ -24,6 +23,7 @@ from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.check.rules.rule import Environment, Machine
+from verl_precision.check.served_models import served_models
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.cpu import kernels
 from verl_precision.integration.trainer.found_checkpoints import removable_bytes

@@ -12,7 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
@@ -20,6 +19,7 @@ from verl_precision.check.probe import model_config, probe_environment
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
+from verl_precision.check.served_models import served_models
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
 from verl_precision.integration.trainer.saving import saves
