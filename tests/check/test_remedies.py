@@ -23,3 +23,10 @@ REPLACED = "is chosen: leave out the words that replace what it sets."
 def test_what_is_chosen_is_not_asked_for(remedy, left):
     assert without_chosen(Fault(remedy=remedy), CHOSEN).remedy == left
     assert without_chosen(Fault(remedy=remedy), OmegaConf.create()).remedy == remedy
+
+
+def test_a_word_of_the_command_that_is_at_fault_is_named():
+    config = OmegaConf.merge(CHOSEN, {"hydra": {"overrides": {"task": ["+precision=fp16", "a.dtype=bfloat16"]}}})
+    fault = Fault(setting="a.dtype", remedy="Choose precision=fp16, or choose a pair.")
+    left = "Leave out a.dtype, which replaces a part of precision=fp16, or choose a pair."
+    assert without_chosen(fault, config).remedy == left

@@ -70,20 +70,14 @@ def engines(config: DictConfig) -> list[Engine]:
     """Return the engines that verl will start, the actor first."""
     model = config.actor_rollout_ref
     found = [_engine("actor", "actor_rollout_ref.actor", model.actor)]
-    if has_reference(config):
+    asked = config.algorithm.get("use_kl_in_reward") or model.actor.use_kl_loss  # verl's need_reference_policy
+    if asked and not lora_rank(config) and not model.model.get("lora_adapter_path"):  # else the actor without adapter
         found.append(_engine("ref", "actor_rollout_ref.ref", model.ref))
     # need_critic, which also warns
     enabled = config.critic.get("enable")
     if enabled or (enabled is None and config.algorithm.adv_estimator == "gae"):
         found.append(_engine("critic", "critic", config.critic))
     return found
-
-
-def has_reference(config: DictConfig) -> bool:
-    """Return whether verl starts an engine for the reference; with LoRA it is the actor without its adapter."""
-    model = config.actor_rollout_ref
-    asked = config.algorithm.get("use_kl_in_reward") or model.actor.use_kl_loss  # verl's need_reference_policy
-    return bool(asked) and not lora_rank(config) and model.model.get("lora_adapter_path") is None
 
 
 def _engine(role: str, path: str, owner: DictConfig) -> Engine:

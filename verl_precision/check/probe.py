@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
-from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.models import content_of, described, model_config, read_config
@@ -24,6 +23,7 @@ from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import gpu_memory, shape_of
 from verl_precision.check.rules.rule import Environment, Machine
+from verl_precision.check.served_models import served_models
 from verl_precision.check.unknowns import unknown_things
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.cpu import kernels
@@ -80,9 +80,9 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
         model=kind,  # type: ignore[arg-type]
         critic_missing=not os.path.isdir(os.path.expanduser(str(config.critic.model.path))),
         missing_models=frozenset(
-            path
+            each.path
             for each in served_models(config)
-            if (path := each.path) is not None and not os.path.isdir(os.path.expanduser(path))
+            if each.path is not None and not os.path.isdir(os.path.expanduser(each.path))
         ),
         missing_files=frozenset(name for _, name in named_files(config) if not _is_file(name)),
         folder=str(Path.cwd()),

@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.command import Command, own_configs, unfound_folders
@@ -26,6 +25,7 @@ from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
 from verl_precision.check.rules.memory import chosen_scale
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
+from verl_precision.check.served_models import served_models
 from verl_precision.check.training_table import TrainingRow, training_table
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.way_out import WayOut, way_out

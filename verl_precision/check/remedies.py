@@ -23,10 +23,11 @@ def without_chosen(fault: Fault, config: DictConfig) -> Fault:
     asking = {way: asked for way in ways if (asked := _asked(way, chosen))}
     if not asking:
         return fault
-    left = [way for way in ways if way not in asking]
-    if not left:
-        left = [f"{next(iter(asking.values()))} is chosen: leave out the words that replace what it sets"]
-    remedy = ", or ".join(left)
+    left, preset = [way for way in ways if way not in asking], next(iter(asking.values()))
+    words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
+    if fault.setting in words:
+        left.insert(0, f"Leave out {fault.setting}, which replaces a part of {preset}")
+    remedy = ", or ".join(left or [f"{preset} is chosen: leave out the words that replace what it sets"])
     return replace(fault, remedy=f"{remedy if '=' in remedy.split()[0] else remedy[0].upper() + remedy[1:]}.")
 
 

@@ -22,10 +22,10 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.served_models import teaches
-from verl_precision.base.verl_config import FSDP, engines, has_reference, lora_rank
+from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.tables import null_number, table
+from verl_precision.check.served_models import teaches
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
@@ -225,7 +225,7 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
 
 def _enabled(config: DictConfig) -> Iterator[str]:
     """Yield the other blocks of which verl builds a typed config in this run, most of them in a worker."""
-    if has_reference(config):
+    if any(engine.role == "ref" for engine in engines(config)):
         yield "actor_rollout_ref.ref"
     if teaches(config):
         yield "distillation"

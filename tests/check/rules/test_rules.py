@@ -17,6 +17,7 @@ from composer import compose_verl
 from safetensors import safe_open
 from test_planted_edits import ROWS as EDITED
 from transformers import AutoConfig
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -26,10 +27,12 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import CASTING
 from verl_precision.check.rules import rule
 from verl_precision.check.rules.attention import ATTENTION
+from verl_precision.check.rules.dropout import ALWAYS_TRAINS
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 from verl_precision.check.rules.gpu_memory import GIB, shape_of
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment, Machine
+from verl_precision.check.rules.run import GROUP_ESTIMATORS
 
 # A row: name, severity (error or warning), end of the setting's path, overrides as `composed` takes them.
 FAULTS = Path(__file__).with_name("planted_faults.txt").read_text()
@@ -370,6 +373,24 @@ def test_the_list_of_transports_that_cast_is_verls():
         (name,) = re.findall(r'^@CheckpointEngineRegistry\.register\("(\w+)"\)', source, re.M)
         casting |= {name} if re.search(r"\.to\((self\.)?rollout_dtype\)", source) else set()
     assert casting == set(CASTING)
+
+
+def test_which_of_verls_engines_drop_in_every_forward():
+    """Read from verl's sources, since most engines import what is not here: what does `eval_mode` do to the module?"""
+    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "workers" / "engine"
+    modes = {}
+    for source in folder.glob("*/transformer_impl.py"):
+        text = source.read_text().partition("class EngineEvalModeCtx")[2].partition("\nclass ")[0]
+        modes |= dict.fromkeys([source.parent.name] if text else [], set(re.findall(r"module\.(train|eval)\(\)", text)))
+    assert {name for name, mode in modes.items() if "train" in mode} == set(ALWAYS_TRAINS)
+    assert modes["fsdp"] == modes["megatron"] == {"eval"}
+
+
+def test_the_list_of_estimators_that_compare_responses_is_verls():
+    """Their functions take the index of each response's prompt; that of one alone raises, or has no baseline."""
+    known = {each.value: core_algos.get_adv_estimator_fn(each) for each in core_algos.AdvantageEstimator}
+    compares = {name for name, function in known.items() if "index" in inspect.signature(function).parameters}
+    assert compares == set(GROUP_ESTIMATORS)
 
 
 def test_verl_asks_its_engine_for_an_adapter_on_the_way_called_naive_alone():

@@ -6,7 +6,6 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import HALF, short
-from verl_precision.base.served_models import served_models
 from verl_precision.base.verl_config import (
     BACKEND,
     FSDP,
@@ -18,6 +17,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
+from verl_precision.check.served_models import served_models
 from verl_precision.integration.trainer.saving import saves
 
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);

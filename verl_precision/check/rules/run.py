@@ -4,10 +4,10 @@ import re
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.served_models import served_models, teaches
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
 from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
 from verl_precision.check.rules.tables import table
+from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.weight_sync.settings import canary_settings, sync_settings

@@ -81,7 +81,8 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
     for setting, default, other, word, meant, reason, *condition in table("ignored"):
         value, decides = OmegaConf.select(config, setting), OmegaConf.select(config, other)
         same = default if isinstance(default, list) and not OmegaConf.is_list(value) else [default]
-        agrees = value is None or value in (*same, decides) or not is_stated(config, setting)
+        alike = value == decides and not isinstance(decides, bool)  # a clip range and its two bounds; 1 is no True
+        agrees = value is None or value in same or alike or not is_stated(config, setting)
         meets = (decides == meant) is word.startswith("where") and _is_read(config, condition)
         if meets and not agrees and not ("unsaid" in word and is_stated(config, other)):
             yield told("setting-ignored", setting=setting, reason=reason, default=same[0])

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.served_models import served_models
+from verl_precision.check.served_models import served_models
 
 ROLLOUT = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=float16")
 TAUGHT = ("distillation.enabled=True", "distillation.n_gpus_per_node=2", "distillation.nnodes=1")
