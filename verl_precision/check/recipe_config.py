@@ -207,7 +207,7 @@ def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
             word.input_line for word in words if word.key_or_group in every and not isinstance(word.value(), dict)
         ]
         config = composed(groups)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
         return []
     known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
     said = []

@@ -27,7 +27,8 @@ MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked
 def show_recipe(report: RecipeReport, console: Console) -> None:
     """Print the table of dtypes, every fault with its remedy, the folder of checkpoints, and the verdict."""
     rows = [(row.what, row.dtype, row.source) for row in report.rows]
-    console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
+    if rows:
+        console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
     show_faults(report.faults, console)
     if report.folder is not None:
         console.print(Text(f"checkpoints in {report.folder}"), soft_wrap=True)
