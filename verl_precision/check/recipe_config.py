@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, sentence
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
@@ -76,7 +76,7 @@ def check_command(command: Command, gpus: tuple[str, ...] = ()) -> RecipeReport:
     except ConfigurationError:
         if not (keys := wrong_words(command.path, command.overrides)):
             raise
-        return RecipeReport([], wrong + keys)
+        return RecipeReport([], [replace(each, problem=sentence(each.problem)) for each in wrong + keys])
     return replace(report, faults=wrong + report.faults)
 
 
