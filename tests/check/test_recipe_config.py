@@ -143,7 +143,7 @@ def test_terminal_shows_table_finding_and_remedy():
     (f"{RECIPE} --gpu B2000", "--gpu B2000: no GPU of this name is known"),
     (f"{RECIPE} actor_rollout_ref.model.path=/no/model", "ERROR model-missing: actor_rollout_ref.model.path='/no"),
     (f"{RECIPE} precision=float16", "Did you mean fp16?"),
-    (f"{RECIPE} estimater=grpo", "Did you mean estimator? To add a new one: +estimater=grpo."),
+    (f"{RECIPE} estimater=grpo", "Did you mean estimator?"),
     (f"{RECIPE} router_replay=on", "Allowed: measure, old, rollout. Write +router_replay=on."),
     (f"{RECIPE} ~trainer.save_frq", "Did you mean trainer.save_freq?"),
     (f"{RECIPE} actor_rollout_ref.actor.clip_ratio=0,2", "A decimal has a point: 0.2. A list has brackets"),

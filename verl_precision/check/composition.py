@@ -12,6 +12,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT
 from verl_precision.check.keys import meant, unknown
@@ -105,7 +106,7 @@ def in_our_words(
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         allowed = ", ".join(preset_names(group) if group in preset_groups() else error.options)
-        problem, remedy = "there is no such preset", meant(name, error.options)
+        problem, remedy = "there is no such preset", meant(short(name), error.options)
         return ConfigurationError(problem, setting=group, value=name, allowed=allowed, remedy=remedy)
     if isinstance(error, OverrideParseException):
         problem, remedy = f"Hydra cannot read `{error.override}`", "Put quotes into the value: KEY=\"'VALUE'\"."

@@ -7,6 +7,7 @@ command composes, with its engine.
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher, get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import table_of
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
 from verl_precision.presets import preset_groups, preset_names
@@ -72,9 +73,9 @@ def meant(word: str, known: Iterable[str]) -> str:
     parent, _, name = word.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in every if each.rpartition(".")[0] == parent}
     near = [beside[each] for each in get_close_matches(name, beside, n=1, cutoff=0.75)]
-    longer = sorted((each for each in every if each.endswith(f".{word}")), key=len)
+    longer = sorted((each for each in every if each.endswith(f".{word}")), key=lambda each: (each[:5] != "actor", each))
     top = [each for each in every if each.endswith(f".{name}") and each.partition(".")[0] == word.partition(".")[0]]
-    alike = near or longer[:3] or (top[:3] if parent and len(name) > 4 else []) or _spelt_alike(word, every)
+    alike = near or longer[:2] or _spelt_alike(word, every) or (top[:2] if parent and len(name) > 4 else [])
     return f"Did you mean {' or '.join(alike)}?" if alike else "Check the spelling, or drop it."
 
 
@@ -210,7 +211,8 @@ def _is_there(key: str, known: set[str]) -> bool:
 def merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
     """Return the faults of the rules and of a command's words, errors first, one for one cause."""
     named = {each.setting for each in faults}
-    own = [each for each in of_words if each.name != "key-unread" or each.setting not in named]
+    own = [replace(each, problem=sentence(each.problem)) for each in of_words]
+    own = [each for each in own if each.name != "key-unread" or each.setting not in named]
     wrong = [each.setting for each in own if each.severity == "error"]
     names = {name for key in wrong for name in key.split(".")}
     rest = [

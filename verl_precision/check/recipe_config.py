@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, sentence
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
@@ -107,7 +107,7 @@ def check_command(command: Command, meant: Meant = HERE, typed: Sequence[str] = 
     except ConfigurationError:
         if not (keys := wrong_words(command.path, command.overrides)):
             raise
-        return RecipeReport([], wrong + keys)
+        return RecipeReport([], [replace(each, problem=sentence(each.problem)) for each in wrong + keys])
     return replace(report, faults=wrong + report.faults)
 
 
@@ -269,7 +269,7 @@ def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
             word.input_line for word in words if word.key_or_group in every and not isinstance(word.value(), dict)
         ]
         config = composed(groups)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError):
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
         return []
     known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
     said = []

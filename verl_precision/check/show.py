@@ -28,7 +28,8 @@ MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked
 def show_recipe(report: RecipeReport, console: Console) -> None:
     """Print what runs in which dtype, what is trained, faults with remedies, the folder of checkpoints, the verdict."""
     rows = [(row.what, row.dtype, row.source) for row in report.rows]
-    console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
+    if rows:
+        console.print(terminal_table(("what", "dtype", "decided by"), rows, words=3))
     if report.training:
         trained = [(row.what, row.value, row.source) for row in report.training]
         console.print(terminal_table(("trained", "value", "decided by"), trained, words=3))

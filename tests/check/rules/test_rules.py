@@ -42,6 +42,7 @@ COMPANIONS = {
     "agent-loop": {"truncated-sampling", "rollout-unverified"},
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual"},
+    "main-lacks-part": {"main-without-parts"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
     "normalizer-missing": {"loss-settings"},  # the preset's copy of bypass mode
     "not-exact": {

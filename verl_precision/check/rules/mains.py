@@ -9,7 +9,6 @@ from verl_precision.base.verl_config import is_repeatable, other_trainer
 from verl_precision.check.keys import legacy
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 from verl_precision.integration.trainer.saving import every_minutes
-from verl_precision.mismatch.settings import settings_of
 
 WITHOUT_PARTS = "main-without-parts"
 _INSTEAD = "Start verl.trainer.main_ppo, with trainer.v1.trainer_mode=separate_async where the rollout has its own GPUs"
@@ -19,7 +18,7 @@ _INSTEAD = "Start verl.trainer.main_ppo, with trainer.v1.trainer_mode=separate_a
 def parts_of_a_main(config: DictConfig, environment: Environment) -> Faults:
     """The seams for trainers are those of verl's V1 trainer: without it nothing measures, or asks the canary."""
     main = other_trainer(config)
-    if main is None or "mismatch" not in config or not settings_of(config).enabled:  # no preset is chosen
+    if main is None or not OmegaConf.select(config, "mismatch.enabled"):  # no preset is chosen
         return
     yield Fault(
         setting="mismatch.enabled", allowed="verl's V1 trainer",
@@ -30,13 +29,13 @@ def parts_of_a_main(config: DictConfig, environment: Environment) -> Faults:
     )  # fmt: skip
 
 
-@rule(WITHOUT_PARTS)
+@rule("main-lacks-part")
 def asked_of_a_main(config: DictConfig, environment: Environment) -> Faults:
     """What a config asks of a trainer that is not started would not come, without a word."""
     if (main := other_trainer(config)) is None:
         return
     asked = {
-        "mismatch.alarm.on_alarm": "mismatch" in config and settings_of(config).alarm.on_alarm != "log",
+        "mismatch.alarm.on_alarm": OmegaConf.select(config, "mismatch.alarm.on_alarm", default="log") != "log",
         "checkpoint.every_minutes": every_minutes(config) > 0 and (config.trainer.save_freq or 0) <= 0,
         "actor_rollout_ref.rollout.custom.seeded": is_repeatable(config),
         "actor_rollout_ref.rollout.custom.sampling_masks": bool(
