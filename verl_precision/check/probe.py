@@ -19,6 +19,7 @@ from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check import rules
+from verl_precision.check.loss_trial import tried_loss
 from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import shape_of
@@ -33,8 +34,10 @@ def probe_environment(config: DictConfig, gpus: tuple[str, ...] = ()) -> Environ
     model = model_config(config)
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
+    refused = refusals(config)
     return Environment(
-        vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
+        vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refused,
+        loss=None if refused else tried_loss(config),
         misspelt=tuple(misspelt(config)), tokenizer_problem=_tokenizer_problem(config, model),
         adapter=_json(Path(str(config.actor_rollout_ref.model.lora_adapter_path)).expanduser() / "adapter_config.json"),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
