@@ -4,9 +4,9 @@ verl's losses and this package's are called here. Anyone else's is called in a p
 or end as it likes: nothing of it is left in this one.
 """
 
-import contextlib
-import io
+import inspect
 import multiprocessing
+import os
 import signal
 import sys
 import warnings
@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from verl_precision.check.rules.rule import TriedLoss
-from verl_precision.integration.engine.policy_losses import AdaptedLoss
 from verl_precision.losses.invariance import (
     LENGTHS,
     Batch,
@@ -40,6 +39,7 @@ from verl_precision.losses.settings import NORM_MODE
 ACTOR = "actor_rollout_ref.actor"
 AGGREGATION, WEIGHTS = f"{ACTOR}.loss_agg_mode", "algorithm.rollout_correction.rollout_is"
 SECONDS = 10.0  # for a loss that is not verl's nor ours: a trial takes a tenth of a second, an import more
+KEYWORDS = "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights".split()
 OTHER_MODE = {"token-sum": "token-mean"}  # what an aggregation is compared with; any other: token-sum
 
 
@@ -82,22 +82,27 @@ def in_child(function: Callable[[], TriedLoss], seconds: float) -> TriedLoss:
 def _answer(function: Callable[[], TriedLoss], connection: Connection) -> None:
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)  # not what this process does at them
+    sys.stdout = sys.stderr = nothing = open(os.devnull, "r+")  # what the loss prints, a shell of its own included
+    for stream in range(3):
+        os.dup2(nothing.fileno(), stream)
     torch.set_num_threads(1)  # threads do not survive a fork
     sys.path.insert(0, str(Path.cwd()))  # `python -m` finds modules there, a console script does not
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        connection.send(function())
+    connection.send(function())
 
 
 def _try(config: DictConfig, name: str, imported: Any = None) -> TriedLoss:
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
     from verl.utils.import_utils import import_external_libs
+
+    from verl_precision.integration.engine.policy_losses import AdaptedLoss
 
     tried = TriedLoss()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_external_libs(OmegaConf.to_object(imported) if OmegaConf.is_config(imported) else imported)
-            loss = get_policy_loss_fn(name)
+            if (loss := POLICY_LOSS_REGISTRY.get(name)) is None:
+                return TriedLoss(unusable="no loss of this name is registered, model.external_lib included")
             tried = TriedLoss(owner=_owner(loss), replaced=name in POLICY_LOSSES and not isinstance(loss, AdaptedLoss))
             return _outcome(config, loss, tried)
     except UnusableLossError as error:
@@ -110,6 +115,10 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
     correction = config.algorithm.get("rollout_correction") or {}
     weighted = bool(correction.get("rollout_is")) and not correction.get("bypass_mode")
     mode = config.actor_rollout_ref.actor.loss_agg_mode
+    try:
+        inspect.signature(loss).bind(**dict.fromkeys(KEYWORDS))
+    except TypeError as error:
+        raise UnusableLossError(f"it cannot be called with {', '.join(KEYWORDS)}: {error}") from error
     call = _as_verl_calls(loss, config, mode)
     try:
         batch = trial_batch(torch.float64, weighted)
@@ -147,10 +156,8 @@ def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
             dp_size=counts.dp_size, batch_num_tokens=counts.num_tokens, global_batch_size=counts.num_responses,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
-        returned = loss(
-            old_log_prob=part.old_log_probs, log_prob=part.log_probs, advantages=part.advantages,
-            response_mask=part.mask, loss_agg_mode=mode, config=actor, rollout_is_weights=part.weights,
-        )  # fmt: skip
+        given = part.old_log_probs, part.log_probs, part.advantages, part.mask, mode, actor, part.weights
+        returned = loss(**dict(zip(KEYWORDS, given, strict=True)))
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__
@@ -162,6 +169,8 @@ def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
 
 def _owner(loss: Any) -> str:
     """Return the function that a loss is: the module that it was written in, and its name."""
+    from verl_precision.integration.engine.policy_losses import AdaptedLoss  # it waits until verl is imported
+
     while isinstance(loss, AdaptedLoss | partial):
         loss = loss.entry.function if isinstance(loss, AdaptedLoss) else loss.func
     named = loss if hasattr(loss, "__qualname__") else type(loss)

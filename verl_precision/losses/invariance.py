@@ -8,19 +8,20 @@ Shapes: B responses, T response tokens (padded with zeros, as a host pads).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 CUTS = (2, 4, 8)
 DEPENDS = 1e-3  # a relative difference of two gradients above this is no rounding
-DRAWS = 12  # of a loss that draws at random: means of its gradient are compared
-CERTAIN = 3.0  # standard errors of such a mean
+DRAWS = 16  # of a loss that draws at random: means of its gradient are compared
+CERTAIN = 3.0  # standard errors of such a mean, beyond which a difference is none of chance
 LENGTHS = (16, 4, 9, 12, 6, 14, 1, 10)  # tokens of the responses
 WIDER = 5  # columns of padding that are added
-OTHERS = {"old_log_probs": -0.4, "log_probs": -1.3, "advantages": 0.7, "weights": 1.7}  # what masked tokens hold as well
+OTHERS = {"old_log_probs": -0.4, "log_probs": -1.3, "advantages": 0.7, "weights": 1.7}  # of masked tokens
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,6 @@ class Trial:
     random: bool  # equal calls differ: it draws at random, or keeps a state
     changed: tuple[str, ...]  # inputs that it wrote to
 
-    @property
-    def largest(self) -> float:
-        """The largest difference that cutting makes: micro-batches, ranks, padding."""
-        return max(*self.cuts.values(), self.ranks, self.padding)
-
 
 class UnusableLossError(Exception):
     """What a loss returned is nothing that can be trained with."""
@@ -89,12 +85,13 @@ def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> B
     old[1, 2], log_probs[1, 2] = -2.2, -0.2  # a ratio beyond a dual clip, where the advantage is negative
     old[0, 0] = log_probs[0, 0] = 0  # a certain token
     advantages = torch.tensor([1.4, -1.6, 0.7, -0.4, 1.1, -0.9, 1.9, 0.0], dtype=torch.float64)[:, None].expand(shape)
-    mask = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
-    mask[3, 4:6] = mask[5, 9] = False  # a tool's answer
     weights = 0.5 + torch.rand(shape, generator=draw, dtype=torch.float64) if weighted else None
-    batch = Batch(old, log_probs, advantages, mask, weights)
     inside = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
-    return batch.of_all(lambda tensor: tensor if tensor is mask else torch.where(inside, tensor, 0).to(dtype))
+    batch = Batch(old, log_probs, advantages, inside, weights)
+    batch = batch.of_all(lambda tensor: torch.where(inside, tensor, 0).to(dtype))
+    mask = inside.clone()
+    mask[3, 4:6] = mask[5, 9] = False  # a tool's answer
+    return replace(batch, mask=mask)
 
 
 def try_loss(loss: Loss, batch: Batch) -> Trial:
@@ -110,74 +107,77 @@ def try_loss(loss: Loss, batch: Batch) -> Trial:
     Raises:
         UnusableLossError: If it returns no scalar with a finite or infinite gradient.
     """
-    rows = torch.arange(len(batch.mask))
     other = replace(batch, **{
         name: torch.where(batch.mask, tensor, OTHERS[name]) for name, tensor in batch.tensors() if name in OTHERS
     })  # fmt: skip
-    ways: dict[str, Callable[[], Tensor]] = {"the whole batch": lambda: _gradient(loss, batch, [rows], changed=changed)}
-    for cut in CUTS:
-        ways[f"{cut} micro-batches"] = lambda cut=cut: _gradient(loss, batch, rows.chunk(cut))  # type: ignore[misc]
-    ways["two ranks"] = lambda: _gradient(loss, batch, rows.chunk(2), dp_size=2)
-    ways["more padding"] = lambda: _gradient(loss, batch, [rows], wider=WIDER)
-    ways["other numbers in masked tokens"] = lambda: _gradient(loss, other, [rows])
-    changed: set[str] = set()
+    ways = {"the whole batch": _Way(batch)}
+    ways |= {f"{cut} micro-batches": _Way(batch, cut) for cut in CUTS}
+    ways |= {"two ranks": _Way(batch, 2, ranks=2), "more padding": _Way(batch, wider=WIDER)}
+    ways["other numbers in masked tokens"] = _Way(other)
+    whole = ways["the whole batch"]
     with torch.random.fork_rng(devices=[]):
-        first = [_drawn(ways["the whole batch"], seed) for seed in range(4)]
+        first = [whole.gradient(loss, seed) for seed in range(4)]
         random = any(not torch.equal(each, first[0]) for each in first if bool(each.isfinite().all()))
         found = {
-            name: torch.stack([_drawn(way, seed) for seed in range(DRAWS if random else 1)])
+            name: torch.stack([way.gradient(loss, seed) for seed in range(DRAWS if random else 1)])
             for name, way in ways.items()
         }
     nonfinite = next((name for name, gradients in found.items() if not bool(gradients.isfinite().all())), "")
-    whole, *others = found.values()
-    if not nonfinite and not bool(whole.any()):
+    expected, *others = found.values()
+    if not nonfinite and not bool(expected.any()):
         raise UnusableLossError("its gradient is 0 everywhere")
-    *cuts, ranks, padding, masked = (_difference(gradients, whole) for gradients in others)
-    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random, tuple(sorted(changed)))
+    *cuts, ranks, padding, masked = (_difference(gradients, expected) for gradients in others)
+    changed = tuple(sorted(whole.changed))
+    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random, changed)
 
 
 def gradients_differ(one: Loss, other: Loss, batch: Batch) -> bool:
     """Return whether two losses differ on a batch, with the same random numbers."""
-    rows = torch.arange(len(batch.mask))
     with torch.random.fork_rng(devices=[]):
-        first, second = (_drawn(lambda loss=loss: _gradient(loss, batch, [rows]), 0) for loss in (one, other))  # type: ignore[misc]
+        first, second = (_Way(batch).gradient(loss, seed=0) for loss in (one, other))
     return _difference(second[None], first[None]) > DEPENDS
 
 
-def _drawn(way: Callable[[], Tensor], seed: int) -> Tensor:
-    torch.manual_seed(seed)
-    return way()
+class _Way:
+    """One way of calling a loss: in parts, each padded to its own longest response, on so many ranks."""
+
+    def __init__(self, batch: Batch, cut: int = 1, ranks: int = 1, wider: int = 0) -> None:
+        self.batch, self.ranks = batch, ranks
+        self.counts = Counts(len(batch.mask), int(batch.mask.sum()), ranks)
+        self.parts = [partial(_part, rows, wider, batch.mask) for rows in torch.arange(len(batch.mask)).chunk(cut)]
+        self.changed: set[str] = set()
+
+    def gradient(self, loss: Loss, seed: int) -> Tensor:
+        """Return the gradient of each token's log-prob, summed over parts and averaged over ranks."""
+        torch.manual_seed(seed)
+        leaf = self.batch.log_probs.clone().requires_grad_()
+        for part in self.parts:
+            given, kept = (replace(self.batch, log_probs=of).of_all(part) for of in (leaf, self.batch.log_probs))
+            value = loss(given, self.counts)
+            if value.numel() != 1:
+                raise UnusableLossError(f"it returns a tensor of shape {tuple(value.shape)}")
+            if not value.requires_grad:
+                raise UnusableLossError("it returns a tensor without a gradient")
+            for (name, tensor), (_, before) in zip(given.tensors(), kept.tensors(), strict=True):
+                self.changed |= set() if torch.equal(tensor.detach(), before) else {name}
+            # a value that is not finite may have a gradient of 0
+            (value.sum() if bool(value.isfinite()) else value.sum() * math.nan).backward()
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / self.ranks
 
 
-def _gradient(
-    loss: Loss, batch: Batch, parts: Sequence[Tensor], dp_size: int = 1, wider: int = 0,
-    changed: set[str] | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of each token's log-prob, summed over parts and averaged over ranks."""
-    leaf = batch.log_probs.clone().requires_grad_()
-    counts = Counts(len(batch.mask), int(batch.mask.sum()), dp_size)
-    for rows in parts:
-        # Each part is padded to its own longest response.
-        width = max(LENGTHS[row] for row in rows.tolist())
-        part = replace(batch, log_probs=leaf).of_all(
-            lambda tensor: torch.nn.functional.pad(tensor[rows, :width], (0, wider))  # noqa: B023 - called at once
-        )
-        before = {name: tensor.detach().clone() for name, tensor in part.tensors()}
-        value = loss(part, counts)
-        if value.numel() != 1 or not value.requires_grad:
-            shape = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else "a tensor without a gradient"
-            raise UnusableLossError(f"it returns {shape}")
-        if changed is not None:
-            changed |= {name for name, tensor in part.tensors() if not torch.equal(tensor.detach(), before[name])}
-        if not bool(value.detach().isfinite()):
-            value = value * math.nan  # a value that is not finite with a gradient of 0 is no finite loss
-        value.sum().backward()
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / dp_size
+def _part(rows: Tensor, wider: int, mask: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy of some rows, as wide as their longest response and `wider` columns more."""
+    width = int(mask[rows].any(dim=0).nonzero().max()) + 1
+    return torch.nn.functional.pad(tensor[rows, :width], (0, wider))
 
 
 def _difference(found: Tensor, whole: Tensor) -> float:
-    """Return the relative difference of two means over draws; 0 where it may be chance."""
-    apart = found - whole
-    size = float(apart.mean(dim=0).norm())
-    chance = float((apart.var(dim=0) / len(apart)).sum().sqrt()) if len(apart) > 1 else 0.0
-    return 0.0 if size <= CERTAIN * chance else size / (float(whole.mean(dim=0).norm()) or math.nan)
+    """Return the relative difference of two means over draws; 0 where it may be chance, in norm and in direction."""
+    apart, mean = (found - whole).flatten(1), whole.mean(dim=0).flatten()
+    size, draws = float(apart.mean(dim=0).norm()), len(apart)
+    if draws > 1:
+        along = apart @ mean  # a factor on the whole gradient, in which the chance of single tokens averages out
+        chance, chance_along = (float(each.var(dim=0).sum().sqrt()) / math.sqrt(draws) for each in (apart, along))
+        if size <= CERTAIN * chance and float(along.mean().abs()) <= CERTAIN * chance_along:
+            return 0.0
+    return size / (float(mean.norm()) or math.nan)

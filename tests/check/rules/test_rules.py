@@ -16,6 +16,7 @@ import torch
 from composer import compose_verl
 from safetensors import safe_open
 from test_planted_edits import ROWS as EDITED
+from test_tried_loss import PLANTED as TRIED
 from transformers import AutoConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
@@ -250,7 +251,7 @@ def test_what_is_known_beyond_the_config_decides(name, environment, overrides, f
 
 def test_every_rule_has_a_row_here_and_in_the_docs(root):
     names = {rule.name for rule in RULES}
-    assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED)}
+    assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED, *TRIED)}
     table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
     cells = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
     assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
@@ -307,6 +308,12 @@ def test_every_text_is_of_a_rule():
     "trainer.save_freq=5 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     "+model.override_config.attn_implementation=kernels-community/vllm-flash-attn3",
     "FINISHED LOOP +rollout.custom.mark_truncated=True",
+    "actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=seq-mean-token-mean actor.clip_ratio_low=3e-4 "
+    "actor.clip_ratio_high=4e-4",
+    "actor.policy_loss.loss_mode=geo_mean actor.clip_ratio_low=0.4 actor.clip_ratio_high=0.4",
+    "actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio_low=0.05 actor.clip_ratio_high=0.05 actor.clip_ratio_c=20",
+    "actor.policy_loss.loss_mode=sapo",
+    "actor.policy_loss.loss_mode=gpg",
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []

@@ -14,6 +14,7 @@ from verl_precision.losses.invariance import DEPENDS, Trial
 ACTOR = "actor_rollout_ref.actor"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 LARGE = 0.3  # from this share of the gradient on, another cut is another run
+LARGE_OF_DRAWS = 1.0  # a loss that draws a share of the tokens draws at least one of a small batch
 OWN_AGGREGATION = ("token-mean", "seq-mean-token-mean")  # verl's default, and that of the losses that take no other
 NAMES = {"old_log_probs": "old_log_prob", "log_probs": "log_prob", "mask": "response_mask"}  # verl's of ours
 THREADS = {"geo_mean": "verl#7913", "kl_cov": "verl#7829"}
@@ -27,8 +28,8 @@ def loss_not_tried(config: DictConfig, environment: Environment) -> Faults:
     if tried is not None and tried.problem and not _of_host(tried):
         yield Fault(
             setting=LOSS,
-            problem=f"the loss was called with a small batch, and {tried.problem}. Whether it is finite, and whether its "
-            "gradient depends on the micro-batches, is not known",
+            problem=f"the loss was called with a small batch, and {tried.problem}. Whether it is finite, and whether "
+            "its gradient depends on the micro-batches, is not known",
             allowed="a loss that can be called as verl calls it, in a process of its own on a CPU",
             remedy="Try it where it works: verl_precision.losses.invariance.try_loss.",
         )
@@ -44,7 +45,7 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Faults:
     if said:
         yield Fault(
             setting=LOSS,
-            problem=f"called as verl calls it, {said}. The first update ends so",
+            problem=f"{said}. The first update ends so",
             allowed="a loss that returns a scalar with a gradient, and a dictionary of metrics",
             remedy="Correct the loss, or the setting that its message names.",
         )
@@ -71,7 +72,7 @@ def loss_not_finite(config: DictConfig, environment: Environment) -> Faults:
         yield Fault(
             setting=LOSS,
             problem=f"its value or gradient is NaN or inf on an ordinary batch ({trial.nonfinite})",
-            allowed="a loss that is finite with ratios of 0.3 to 8, one response of a single token, one without advantage",
+            allowed="a loss that is finite for ratios of 0.3 to 8, a response of one token, one without advantage",
             remedy="Correct the loss, or choose another loss_mode.",
         )
 
@@ -105,15 +106,15 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Faults:
     shown = {name: size for name, size in shown.items() if size > DEPENDS}
     if not shown:
         return
-    large = parts != 1 and not trial.random and max(shown.values()) > LARGE
+    large = parts != 1 and max(shown.values()) > (LARGE_OF_DRAWS if trial.random else LARGE)
     severity: Severity = "error" if large else "warning"
     means = " (means over draws: it draws at random)" if trial.random else ""
     thread = f" {THREADS[name]}." if (name := OmegaConf.select(config, LOSS)) in THREADS else ""
     host = f"Have one micro-batch in an update, or choose another loss_mode.{thread}"
     yield Fault(
         setting=LOSS, severity=severity,
-        problem="its gradient depends on how a batch is cut. Against the whole batch it changes, as a share of its size, "
-        f"by {', '.join(f'{size:.2g} ({name})' for name, size in shown.items())}{means}",
+        problem="its gradient depends on how a batch is cut. As a share of that of the whole batch, it changes by "
+        f"{', '.join(f'{size:.2g} ({name})' for name, size in shown.items())}{means}",
         allowed="a loss that is divided by the counts of the whole mini-batch",
         remedy=host if _of_host(tried) else f"{AGGREGATE}.",
     )  # fmt: skip
@@ -199,7 +200,7 @@ def _is_refused(config: DictConfig, environment: Environment) -> bool:
 
 
 def _cut(config: DictConfig) -> tuple[int, int | None]:
-    """Return the data-parallel ranks, and the micro-batches of an update on one of them; None: it depends on lengths."""
+    """Return the data-parallel ranks, and the micro-batches of an update on one; None: it depends on lengths."""
     actor, engine = config.actor_rollout_ref.actor, engines(config)[0]
     split = engine.ulysses[1]
     for of_megatron in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
