@@ -1,12 +1,14 @@
 """Which versions of the hosts are installed, which were tested, and the error for the others."""
 
 import importlib.util
+import os
 import platform
+import sys
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 
 # verl 0.9.0 lacks a function that the weight-sync guard imports, inside vLLM's worker: a run would die minutes in.
 # On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_reload.py), which changes between releases: only what
@@ -79,3 +81,18 @@ def require_packages(verb: str, *modules: str) -> None:
         if not {*absent} <= small.keys():
             remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA)'
         raise EnvironmentMismatchError(f"{verb} needs {' and '.join(absent)}, not installed here", remedy=remedy)
+
+
+def require_importable_verl() -> None:
+    """Import verl, and with it the modules that the user has it import; refuse what one of them raises."""
+    named = os.environ.get("VERL_USE_EXTERNAL_MODULES")
+    if named:
+        sys.path.append(os.getcwd())  # `python -m` finds modules there, a console script does not
+    try:
+        importlib.import_module("verl")
+    except Exception as error:  # whatever such a module raises
+        if not named:
+            raise
+        problem, remedy = f"verl imports it, which raises {type(error).__name__}: {error}", "Correct it, or unset it."
+        said = {"allowed": "modules found from the working directory or PYTHONPATH", "remedy": remedy}
+        raise ConfigurationError(problem, setting="VERL_USE_EXTERNAL_MODULES", value=named, **said) from error

@@ -18,6 +18,7 @@ from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
+from verl_precision.check.loss_trial import tried_loss
 from verl_precision.check.models import content_of, described, model_config, read_config
 from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
@@ -42,8 +43,10 @@ def probe_environment(
     model = {**known.content, **template}
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
+    refused = refusals(config)
     found = Environment(
-        vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refusals(config),
+        vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refused,
+        loss=None if refused else tried_loss(config),
         served={each.named: content_of(str(each.path), each.named) for each in served_models(config)},
         misspelt=tuple(misspelt(config)), tokenizer_problem=tokenizer_problem,
         adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),

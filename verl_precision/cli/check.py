@@ -101,6 +101,9 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
 
     try:
         require_packages("a check of a config", "verl", "hydra")
+        from verl_precision.base.versions import require_importable_verl
+
+        require_importable_verl()
         from verl_precision.check.command import read_command
         from verl_precision.check.recipe_config import Meant, check_command
         from verl_precision.check.show import show_recipe

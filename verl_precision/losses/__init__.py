@@ -12,6 +12,7 @@
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks
     settings          bounds of C, the clip range and the constant; the rules of a config ask here (check/rules/loss.py)
+    invariance        try_loss: does any loss depend on how a batch is cut?
     registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one
 
 A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.

@@ -16,6 +16,7 @@ import torch
 from composer import compose_verl
 from safetensors import safe_open
 from test_planted_edits import ROWS as EDITED
+from test_tried_loss import PLANTED as TRIED
 from transformers import AutoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
@@ -286,7 +287,7 @@ def test_what_is_known_beyond_the_config_decides(name, environment, overrides, f
 
 def test_every_rule_has_a_row_here_and_in_the_docs(root):
     names = {rule.name for rule in RULES}
-    assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED)}
+    assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED, *TRIED)}
     table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
     cells = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
     assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
@@ -361,6 +362,12 @@ def test_every_text_is_of_a_rule():
     "rollout.log_prob_max_token_len_per_gpu=512 actor.veomni.ulysses_parallel_size=2",  # two ranks a sequence
     "model_engine=megatron data.train_batch_size=3 actor.ppo_mini_batch_size=3 trainer.nnodes=2 "
     "actor.megatron.tensor_model_parallel_size=8",  # two groups of eight GPUs
+    "actor.policy_loss.loss_mode=gspo actor.loss_agg_mode=seq-mean-token-mean actor.clip_ratio_low=3e-4 "
+    "actor.clip_ratio_high=4e-4",
+    "actor.policy_loss.loss_mode=geo_mean actor.clip_ratio_low=0.4 actor.clip_ratio_high=0.4",
+    "actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio_low=0.05 actor.clip_ratio_high=0.05 actor.clip_ratio_c=20",
+    "actor.policy_loss.loss_mode=sapo",
+    "actor.policy_loss.loss_mode=gpg",
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
     assert found(overrides) == []

@@ -7,6 +7,7 @@
     presets         what of a preset is not in force; one finding for one cause
     dtypes          settings that are ignored, contradict each other, or lose precision
     loss            aggregation, bypass mode, thresholds, weights
+    tried_loss      what trying the loss has shown; losses that are not their paper's (papers.yaml)
     engine          the trainer's FSDP engine: its settings, the shadow, offloading, router replay
     attention       flash attention in FP32 or not installed, Ulysses without it
     rollout         log-probs, truncated sampling and its masks, the agent loop, what the installed vLLM does

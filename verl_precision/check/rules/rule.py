@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
 from verl_precision.base.files import table_of
 from verl_precision.check.rules.gpu_memory import ModelShape, shape_of
+from verl_precision.losses.invariance import Trial
 
 Severity = Literal["error", "warning", "unchecked"]
 """An error is refused before Ray starts when a preset is in use, a warning is only shown. Unchecked: a rule could not
@@ -98,6 +99,18 @@ class Unknown:
 
 
 @dataclass(frozen=True)
+class TriedLoss:
+    """What came of calling the policy loss in force."""
+
+    trial: Trial | None = None  # None where it could not be called, or nothing can be trained with what it returns
+    problem: str = ""  # why it could not be called
+    unusable: str = ""  # what is wrong with what it returns
+    owner: str = ""  # module and name of its function; empty where that was not found
+    replaced: bool = False  # whether it stands under the name of a loss of this package
+    ignored: tuple[str, ...] = ()  # settings that are meant for it and change nothing
+
+
+@dataclass(frozen=True)
 class Environment:
     """What a rule may have to know beyond the config. By default nothing is known, and no rule complains of that."""
 
@@ -116,10 +129,9 @@ class Environment:
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
     ray_address: str | None = None  # value of `RAY_ADDRESS`
     seconds_left: float | None = None  # until Slurm ends the job that this process is in; None elsewhere
+    loss: TriedLoss | None = None  # what came of trying the policy loss; None where it was not tried
     machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
-    elsewhere: str = (
-        ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this one
-    )
+    elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this
     unknown: tuple[Unknown, ...] = ()  # what was looked for and not found
 
     @property

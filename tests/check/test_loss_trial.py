@@ -1,0 +1,354 @@
+"""The loss in force is called as verl calls it: verl's losses, ours, and somebody's own, which may do what it likes."""
+
+import os
+import random
+import re
+import sys
+import time
+from dataclasses import replace
+from functools import partial, wraps
+
+import numpy
+import pytest
+import torch
+from composer import compose_estimator, compose_verl
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss
+
+from verl_precision.check import loss_trial
+from verl_precision.check.loss_trial import AGGREGATION, WEIGHTS, in_child, tried_loss
+from verl_precision.check.rules.rule import TriedLoss
+from verl_precision.losses.invariance import Counts, trial_batch
+from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.presets import preset_names
+
+VERLS = [name for name, loss in POLICY_LOSS_REGISTRY.items() if getattr(loss, "__module__", "").startswith("verl.")]
+VARIANTS = {
+    "bypass_mode, rollout_is_batch_normalize": "loss_mode=bypass_mode +policy_loss.rollout_correction="
+    "{loss_type:reinforce,rollout_is:token,rollout_is_threshold:2.0,rollout_is_batch_normalize:True}",
+}
+NEEDED = {"dro": "policy_loss.dro_beta=0.1"}
+
+
+def config_of(name: str, *actor: str, **settings: str):
+    words = [f"policy_loss.{word}" if word.startswith("loss_mode") else word for word in VARIANTS.get(name, "").split()]
+    words = [*(words or [f"policy_loss.loss_mode={name}"]), *NEEDED.get(name, "").split(), *actor]
+    words = [re.sub(r"^(\+?)", r"\1actor_rollout_ref.actor.", word) for word in words]
+    words.append("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4")
+    config = compose_verl(*words, "actor_rollout_ref.rollout.name=vllm")
+    for setting, value in settings.items():
+        OmegaConf.update(config, setting.replace("__", "."), value)
+    return config
+
+
+def shown(name: str, tried: TriedLoss) -> str:
+    """Return a loss's row of the table in docs/math.md."""
+    trial = tried.trial
+    sizes = [*trial.cuts.values(), trial.ranks, trial.padding]
+    cells = [f"{size:.2g}" if size > 1e-3 else "0" for size in sizes]
+    return f"| `{name}` | {' | '.join(cells)} | {'yes' if trial.random else 'no'} |"
+
+
+def test_the_table_of_the_page_has_what_is_computed(root):
+    page = (root / "docs" / "math.md").read_text()
+    rows = [shown(name, tried_loss(config_of(name))) for name in (*VERLS, *VARIANTS)]
+    assert [row for row in rows if row not in page] == []
+    stated = re.findall(r"^\| `([^`]+)` \| [\d.]+ \| [\d.]+ \|.*\| (?:yes|no) \|$", page, re.M)
+    assert stated == [*VERLS, *VARIANTS]
+
+
+def test_the_page_says_how_far_gspo_is_from_its_paper(root):
+    page = (root / "docs" / "math.md").read_text()
+    papers = "loss_agg_mode=seq-mean-token-mean", "clip_ratio_low=3e-4", "clip_ratio_high=4e-4"
+    gradients = []
+    for settings in ((), papers[:1], papers):
+        config = config_of("gspo", *settings)
+        call = loss_trial._as_verl_calls(
+            POLICY_LOSS_REGISTRY["gspo"], config, config.actor_rollout_ref.actor.loss_agg_mode
+        )
+        batch = trial_batch()
+        leaf = batch.log_probs.clone().requires_grad_()
+        call(replace(batch, log_probs=leaf), Counts(len(batch.mask), int(batch.mask.sum()))).backward()
+        gradients.append(leaf.grad)
+    default, aggregated, paper = gradients
+    apart = [f"{float((default - other).norm() / other.norm()):.2f}" for other in (aggregated, paper)]
+    assert "by {} of its norm, and with the\nclip range of 0.2 by {}".format(*apart) in page
+
+
+@pytest.mark.parametrize(
+    "estimator", [*(name for name in preset_names("estimator") if f"vp_{name}" in POLICY_LOSSES), "icepop"]
+)
+def test_none_of_ours_depends_on_the_cut(estimator):
+    tried = tried_loss(compose_estimator(estimator))
+    assert max(*tried.trial.cuts.values(), tried.trial.ranks, tried.trial.padding, tried.trial.masked) < 1e-12
+    assert tried.problem == tried.unusable == tried.trial.nonfinite == "" and tried.ignored == tried.trial.changed == ()
+
+
+def test_each_loss_of_ours_has_a_preset_of_its_name():
+    assert {f"vp_{name}" for name in preset_names("estimator")} >= set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("name", ["gspo", "kl_cov", "geo_mean"])
+@pytest.mark.parametrize("mode", ["token-sum", "seq-mean-token-sum-norm"])
+def test_no_aggregation_makes_a_difference(name, mode):
+    """Nor does the `norm` mode without its constant, which `normalizer-missing` is about."""
+    tried = tried_loss(config_of(name, f"loss_agg_mode={mode}"))
+    assert (tried.trial.cuts[8] > 1e-3) == (name != "gspo") and tried.trial.padding == 0
+    assert tried.ignored == ((AGGREGATION,) if name == "geo_mean" else ())
+
+
+def test_two_trials_are_one():
+    config = config_of("clip_cov")
+    assert tried_loss(config) == tried_loss(config)
+
+
+def test_nothing_of_a_trial_is_left():
+    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+    config = config_of("clip_cov")
+    before = (
+        torch.random.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state()[1].tolist(),
+        OmegaConf.to_yaml(config),
+    )
+    owners, grad, threads = dict(POLICY_LOSS_REGISTRY), torch.is_grad_enabled(), torch.get_num_threads()
+    tried_loss(config)
+    after = (
+        torch.random.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state()[1].tolist(),
+        OmegaConf.to_yaml(config),
+    )
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:] and owners == POLICY_LOSS_REGISTRY
+    assert (torch.is_grad_enabled(), torch.get_num_threads()) == (grad, threads)
+
+
+def test_a_trial_is_cheap():
+    config = config_of("gspo")
+    tried_loss(config)
+    start = time.process_time()
+    tried_loss(config)
+    assert time.process_time() - start < 0.5
+
+
+def test_a_loss_of_verls_that_raises_says_why():
+    tried = tried_loss(config_of("dro", "policy_loss.dro_beta=null"))
+    assert "dro_beta must be a positive value" in tried.problem and tried.owner.startswith("verl.")
+
+
+def test_no_policy_loss_is_in_force_beside_distillation_alone():
+    config = config_of("geo_mean")
+    OmegaConf.update(config, "distillation.enabled", True)
+    OmegaConf.update(config, "distillation.distillation_loss.use_task_rewards", False)
+    assert tried_loss(config) is None
+
+
+# Somebody's own losses: (log-probs, old ones, advantages, mask, mode, config, weights) -> what verl would be given.
+
+
+def ratio(new, old, advantages):
+    return -advantages * (new - old).exp()
+
+
+def sound(new, old, advantages, mask, mode, config, weights):
+    objective = ratio(new, old, advantages)
+    objective = objective if weights is None else objective * weights
+    return agg_loss(objective, mask, mode, **config.global_batch_info), {}
+
+
+def local_mean(new, old, advantages, mask, mode, config, weights):
+    return (ratio(new, old, advantages) * mask).sum() / mask.sum(), {}
+
+
+def without_weights(new, old, advantages, mask, mode, config, weights):
+    return sound(new, old, advantages, mask, mode, config, None)
+
+
+def without_ranks(new, old, advantages, mask, mode, config, weights):
+    return (ratio(new, old, advantages) * mask).sum() / config.global_batch_info["batch_num_tokens"], {}
+
+
+def without_mask(new, old, advantages, mask, mode, config, weights):
+    info = config.global_batch_info
+    return ratio(new, old, advantages).sum() / info["batch_num_tokens"] * info["dp_size"], {}
+
+
+def normalised(new, old, advantages, mask, mode, config, weights):
+    advantages = (advantages - advantages[mask].mean()) / advantages[mask].std()  # NaN of a single token
+    return sound(new, old, advantages, mask, mode, config, weights)
+
+
+def nan(new, old, advantages, mask, mode, config, weights):
+    return new.sum() * float("nan"), {}
+
+
+def nan_value(new, old, advantages, mask, mode, config, weights):
+    return new.sum() + float("inf"), {}
+
+
+def writing(new, old, advantages, mask, mode, config, weights):
+    new.mul_(0.5), advantages.mul_(2)
+    return sound(new, old, advantages, mask, mode, config, weights)
+
+
+def drawing(new, old, advantages, mask, mode, config, weights):
+    return sound(new, old, advantages * (torch.rand_like(new) < 0.8), mask, mode, config, weights)
+
+
+def drawing_elsewhere(new, old, advantages, mask, mode, config, weights):
+    return sound(new, old, advantages * random.random(), mask, mode, config, weights)
+
+
+def in_float32(new, old, advantages, mask, mode, config, weights):
+    assert new.dtype == torch.float32
+    return sound(new, old, advantages, mask, mode, config, weights)
+
+
+def printing(new, old, advantages, mask, mode, config, weights):
+    print("printed"), os.write(1, b"written"), os.write(2, b"written"), os.system("echo said")
+    return sound(new, old, advantages, mask, mode, config, weights)
+
+
+def with_threads(new, old, advantages, mask, mode, config, weights):
+    torch.set_num_threads(2)
+    return sound(
+        new, old, advantages * (torch.ones(600, 600) @ torch.ones(600, 600))[0, 0], mask, mode, config, weights
+    )
+
+
+def raising(*given):
+    raise RuntimeError("no\nGPU")
+
+
+def without_end(*given):
+    time.sleep(600)
+
+
+def ending(*given):
+    os._exit(7)
+
+
+def exiting(*given):
+    sys.exit(5)
+
+
+def killed(*given):
+    os.kill(os.getpid(), 9)
+
+
+OWN = {
+    sound: {}, in_float32: {}, printing: {}, with_threads: {},
+    local_mean: {"cut": True},
+    without_ranks: {"ranks": 0.5},
+    without_mask: {"masked": True},
+    normalised: {"nonfinite": "8 micro-batches"},
+    nan: {"nonfinite": "the whole batch"},
+    nan_value: {"nonfinite": "the whole batch"},
+    writing: {"changed": ("advantages", "log_probs")},
+    drawing: {"random": True}, drawing_elsewhere: {"random": True},
+    raising: {"problem": "it raises RuntimeError: no GPU"},
+    without_end: {"problem": "it has not returned within 5 seconds"},
+    ending: {"problem": "its process ended with exit code 7"},
+    exiting: {"problem": "its process ended with exit code 5"},
+    killed: {"problem": "its process ended with exit code -9"},
+    (lambda *given: 1.0): {"unusable": "it returns float, and verl unpacks a tensor and a dictionary"},
+    (lambda *given: None): {"unusable": "it returns NoneType"},
+    (lambda *given: sound(*given)[0]): {"unusable": "it returns Tensor"},
+    (lambda *given: (1.0, {})): {"unusable": "it returns (float, dict)"},
+    (lambda *given: (given[0].sum(), None)): {"unusable": "it returns (Tensor, NoneType)"},
+    (lambda *given: (given[0], {})): {"unusable": "it returns a tensor of shape (8, 16)"},
+    (lambda *given: (given[1].sum(), {})): {"unusable": "it returns a tensor without a gradient"},
+    (lambda *given: (given[0].sum() * 0, {})): {"unusable": "its gradient is 0 everywhere"},
+}  # fmt: skip
+
+
+def as_verls(function):
+    def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        given = log_prob, old_log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
+        return function(*given)
+
+    return loss
+
+
+@pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
+def test_somebodys_own_loss(own, monkeypatch, capfd):
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", as_verls(own))
+    monkeypatch.setattr(loss_trial, "SECONDS", 5.0)
+    tried = tried_loss(config_of("own"))
+    expected = dict(OWN[own])
+    assert tried.problem.startswith(expected.pop("problem", "")) and bool(tried.problem) == ("problem" in OWN[own])
+    assert tried.unusable.startswith(expected.pop("unusable", "")) and bool(tried.unusable) == ("unusable" in OWN[own])
+    assert (tried.trial is None) == bool(tried.problem or tried.unusable)
+    if tried.trial is not None and not expected.get("nonfinite"):
+        assert (min(tried.trial.cuts.values()) > 0.9) == expected.pop("cut", False) or tried.trial.changed
+        assert (tried.trial.masked > 0.1) == expected.pop("masked", False)
+    for field, value in expected.items():
+        assert getattr(tried.trial, field) == pytest.approx(value), field
+    assert tried.problem or tried.owner.startswith(f"{__name__}.as_verls")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_who_wrote_a_loss_is_not_who_it_names(monkeypatch):
+    """`functools.wraps` around one of verl's, a partial and an object are somebody's own."""
+
+    @wraps(core_algos.compute_policy_loss_vanilla)
+    def wrapped(**given):
+        return core_algos.compute_policy_loss_vanilla(**given)
+
+    class Loss:
+        def __call__(self, **given):
+            return wrapped(**given)
+
+    for own in (wrapped, partial(wrapped), Loss()):
+        monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", own)
+        tried = tried_loss(config_of("own"))
+        assert tried.owner.startswith(f"{__name__}.") and tried.trial.cuts == dict.fromkeys((2, 4, 8), 0)
+
+
+def test_a_loss_without_verls_keywords_is_unusable(monkeypatch):
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda old_log_prob, log_prob, **others: (log_prob.sum(), {}))
+    assert tried_loss(config_of("own")).trial is not None
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda old_log_prob, log_prob: (log_prob.sum(), {}))
+    assert tried_loss(config_of("own")).unusable.startswith(
+        "it cannot be called with old_log_prob, log_prob, advantages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "ignored"), [(sound, ()), (without_weights, (WEIGHTS,)), (local_mean, (AGGREGATION, WEIGHTS))]
+)
+def test_importance_weights_are_applied_or_not(own, ignored, monkeypatch):
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", as_verls(own))
+    assert tried_loss(config_of("own", algorithm__rollout_correction__rollout_is="token")).ignored == ignored
+    assert WEIGHTS not in tried_loss(config_of("own")).ignored
+
+
+def test_a_loss_under_a_name_of_ours_is_replaced(monkeypatch):
+    assert not tried_loss(config_of("vp_gspo")).replaced
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "vp_gspo", as_verls(sound))
+    assert tried_loss(config_of("vp_gspo")).replaced
+
+
+def test_external_lib_is_imported_there_and_not_here(tmp_path, monkeypatch):
+    (tmp_path / "lib_with_a_loss.py").write_text(
+        "from verl.trainer.ppo.core_algos import register_policy_loss\n"
+        "@register_policy_loss('from_lib')\n"
+        "def mean(log_prob, advantages, **others):\n    return (log_prob * advantages).mean(), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    lib = {"actor_rollout_ref__model__external_lib": "lib_with_a_loss"}
+    tried = tried_loss(config_of("from_lib", **lib))
+    assert tried.owner == "lib_with_a_loss.mean" and tried.trial.cuts[8] > 1
+    assert "from_lib" not in POLICY_LOSS_REGISTRY and "lib_with_a_loss" not in sys.modules
+    assert "no loss of this name" in tried_loss(config_of("other", **lib)).unusable
+    lib = {"actor_rollout_ref__model__external_lib": "not_there"}
+    assert "No module named 'not_there'" in tried_loss(config_of("vanilla", **lib)).problem
+
+
+def test_a_child_leaves_no_process():
+    start = time.monotonic()
+    assert "within 0.2 seconds" in in_child(lambda: time.sleep(60), 0.2).problem
+    assert time.monotonic() - start < 20
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

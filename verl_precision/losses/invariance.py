@@ -1,0 +1,183 @@
+"""Does a policy loss depend on how a batch is cut? It is tried: a whole batch against its parts.
+
+A loss does not depend on the cut if the summed gradient of its micro-batches is that of the whole batch, for every cut,
+padding width and number of ranks. One small batch shows it: responses of several lengths, one of a single token, some
+tokens masked within a response, advantages of both signs and zero, ratios on both sides of every usual clip range.
+
+Shapes: B responses, T response tokens (padded with zeros, as a host pads).
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+CUTS = (2, 4, 8)
+DEPENDS = 1e-3  # a relative difference of two gradients above this is no rounding
+DRAWS = 16  # of a loss that draws at random: means of its gradient are compared
+CERTAIN = 3.0  # standard errors of such a mean, beyond which a difference is none of chance
+LENGTHS = (16, 4, 9, 12, 6, 14, 1, 10)  # tokens of the responses
+WIDER = 5  # columns of padding that are added
+OTHERS = {"old_log_probs": -0.4, "log_probs": -1.3, "advantages": 0.7, "weights": 1.7}  # of masked tokens
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss is called with: [B, T] tensors in the precision of a trial, and a mask of bools."""
+
+    old_log_probs: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    weights: Tensor | None = None  # of rollout correction
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each that is there."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ((name, tensor) for name, tensor in named if tensor is not None)
+
+    def of_all(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with a function of each tensor."""
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors()})
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a host tells each part of a mini-batch about the whole."""
+
+    num_responses: int
+    num_tokens: int
+    dp_size: int = 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a trial; differences are |found - whole| / |whole| of the gradient by token."""
+
+    cuts: dict[int, float]  # by the number of micro-batches
+    ranks: float  # two ranks, whose gradients are averaged
+    padding: float  # more columns of padding
+    masked: float  # masked tokens hold other numbers
+    nonfinite: str  # the first way of calling that gave a value or gradient of NaN or inf; else empty
+    random: bool  # equal calls differ: it draws at random, or keeps a state
+    changed: tuple[str, ...]  # inputs that it wrote to
+
+
+class UnusableLossError(Exception):
+    """What a loss returned is nothing that can be trained with."""
+
+
+Loss = Callable[[Batch, Counts], Tensor]
+"""A loss as its host calls it: a scalar of a part of a mini-batch, to be summed over parts and averaged over ranks."""
+
+
+def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> Batch:
+    """Return the batch of a trial, always the same one."""
+    draw = torch.Generator().manual_seed(0)
+    shape = len(LENGTHS), max(LENGTHS)
+    log_probs = -2.5 * torch.rand(shape, generator=draw, dtype=torch.float64).square() - 0.05
+    mean = torch.tensor([0.1, -0.45, 0.3, -0.25, 0.5, 0.02, 1.2, -0.15], dtype=torch.float64)
+    noise = 0.5 * torch.randn(shape, generator=draw, dtype=torch.float64)
+    old = (log_probs - mean[:, None] - noise).clamp(max=0)
+    old[1, 2], log_probs[1, 2] = -2.2, -0.2  # a ratio beyond a dual clip, where the advantage is negative
+    old[0, 0] = log_probs[0, 0] = 0  # a certain token
+    advantages = torch.tensor([1.4, -1.6, 0.7, -0.4, 1.1, -0.9, 1.9, 0.0], dtype=torch.float64)[:, None].expand(shape)
+    weights = 0.5 + torch.rand(shape, generator=draw, dtype=torch.float64) if weighted else None
+    inside = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
+    batch = Batch(old, log_probs, advantages, inside, weights)
+    batch = batch.of_all(lambda tensor: torch.where(inside, tensor, 0).to(dtype))
+    mask = inside.clone()
+    mask[3, 4:6] = mask[5, 9] = False  # a tool's answer
+    return replace(batch, mask=mask)
+
+
+def try_loss(loss: Loss, batch: Batch) -> Trial:
+    """Call a loss on a batch, whole and in parts, and compare the gradients.
+
+    Args:
+        loss: The loss; what it raises is raised. torch's random numbers are as before afterwards, those of others not.
+        batch: Such as `trial_batch()`.
+
+    Returns:
+        The differences.
+
+    Raises:
+        UnusableLossError: If it returns no scalar with a finite or infinite gradient.
+    """
+    other = replace(batch, **{
+        name: torch.where(batch.mask, tensor, OTHERS[name]) for name, tensor in batch.tensors() if name in OTHERS
+    })  # fmt: skip
+    ways = {"the whole batch": _Way(batch)}
+    ways |= {f"{cut} micro-batches": _Way(batch, cut) for cut in CUTS}
+    ways |= {"two ranks": _Way(batch, 2, ranks=2), "more padding": _Way(batch, wider=WIDER)}
+    ways["other numbers in masked tokens"] = _Way(other)
+    whole = ways["the whole batch"]
+    with torch.random.fork_rng(devices=[]):
+        first = [whole.gradient(loss, seed) for seed in range(4)]
+        random = any(not torch.equal(each, first[0]) for each in first if bool(each.isfinite().all()))
+        found = {
+            name: torch.stack([way.gradient(loss, seed) for seed in range(DRAWS if random else 1)])
+            for name, way in ways.items()
+        }
+    nonfinite = next((name for name, gradients in found.items() if not bool(gradients.isfinite().all())), "")
+    expected, *others = found.values()
+    if not nonfinite and not bool(expected.any()):
+        raise UnusableLossError("its gradient is 0 everywhere")
+    *cuts, ranks, padding, masked = (_difference(gradients, expected) for gradients in others)
+    changed = tuple(sorted(whole.changed))
+    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random, changed)
+
+
+def gradients_differ(one: Loss, other: Loss, batch: Batch) -> bool:
+    """Return whether two losses differ on a batch, with the same random numbers."""
+    with torch.random.fork_rng(devices=[]):
+        first, second = (_Way(batch).gradient(loss, seed=0) for loss in (one, other))
+    return _difference(second[None], first[None]) > DEPENDS
+
+
+class _Way:
+    """One way of calling a loss: in parts, each padded to its own longest response, on so many ranks."""
+
+    def __init__(self, batch: Batch, cut: int = 1, ranks: int = 1, wider: int = 0) -> None:
+        self.batch, self.ranks = batch, ranks
+        self.counts = Counts(len(batch.mask), int(batch.mask.sum()), ranks)
+        self.parts = [partial(_part, rows, wider, batch.mask) for rows in torch.arange(len(batch.mask)).chunk(cut)]
+        self.changed: set[str] = set()
+
+    def gradient(self, loss: Loss, seed: int) -> Tensor:
+        """Return the gradient of each token's log-prob, summed over parts and averaged over ranks."""
+        torch.manual_seed(seed)
+        leaf = self.batch.log_probs.clone().requires_grad_()
+        for part in self.parts:
+            given, kept = (replace(self.batch, log_probs=of).of_all(part) for of in (leaf, self.batch.log_probs))
+            value = loss(given, self.counts)
+            if value.numel() != 1:
+                raise UnusableLossError(f"it returns a tensor of shape {tuple(value.shape)}")
+            if not value.requires_grad:
+                raise UnusableLossError("it returns a tensor without a gradient")
+            for (name, tensor), (_, before) in zip(given.tensors(), kept.tensors(), strict=True):
+                self.changed |= set() if torch.equal(tensor.detach(), before) else {name}
+            # a value that is not finite may have a gradient of 0
+            (value.sum() if bool(value.isfinite()) else value.sum() * math.nan).backward()
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / self.ranks
+
+
+def _part(rows: Tensor, wider: int, mask: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy of some rows, as wide as their longest response and `wider` columns more."""
+    width = int(mask[rows].any(dim=0).nonzero().max()) + 1
+    return torch.nn.functional.pad(tensor[rows, :width], (0, wider))
+
+
+def _difference(found: Tensor, whole: Tensor) -> float:
+    """Return the relative difference of two means over draws; 0 where it may be chance, in norm and in direction."""
+    apart, mean = (found - whole).flatten(1), whole.mean(dim=0).flatten()
+    size, draws = float(apart.mean(dim=0).norm()), len(apart)
+    if draws > 1:
+        along = apart @ mean  # a factor on the whole gradient, in which the chance of single tokens averages out
+        chance, chance_along = (float(each.var(dim=0).sum().sqrt()) / math.sqrt(draws) for each in (apart, along))
+        if size <= CERTAIN * chance and float(along.mean().abs()) <= CERTAIN * chance_along:
+            return 0.0
+    return size / (float(mean.norm()) or math.nan)
