@@ -80,7 +80,7 @@ def answer(words: Sequence[str], way: str, gpus: Sequence[str]) -> dict[str, Any
         result["refused"] = str(error)
     except Exception:
         result["traceback"] = traceback.format_exc()
-    result["seconds"] = time.process_time() - start
+    result["seconds"], result["composed"] = time.process_time() - start, bool(composed)
     if composed and WAYS[way] and not result["refused"]:
         for key, wanted, got in differences(composed[0]):
             result["differences"].append({"setting": key, "preset": wanted, "config": got})
@@ -164,10 +164,11 @@ def names(finding: dict[str, Any], key: str) -> bool:
 
 
 def show(way: str, results: list[dict[str, Any]]) -> None:
-    composed = [each for each in results if not each["refused"] and not each["traceback"]]
+    tracebacks = sum(bool(each["traceback"]) for each in results)
+    composed = [each for each in results if each["composed"] and not each["refused"] and not each["traceback"]]
     refused = [each for each in results if each["refused"]]
     print(f"\n## {way}: {len(results)} commands")
-    print(f"composed {len(composed)}, refused {len(refused)}, tracebacks {sum(bool(e['traceback']) for e in results)}")
+    print(f"composed {len(composed)}, refused {len(results) - len(composed) - tracebacks}, tracebacks {tracebacks}")
     if WAYS[way]:
         untouched = sum(not each["differences"] for each in composed)
         named = sum(bool(each["differences"]) and not each["silent"] for each in composed)
@@ -178,7 +179,7 @@ def show(way: str, results: list[dict[str, Any]]) -> None:
     times = sorted(each["seconds"] for each in results)
     print(f"CPU seconds a check: median {times[len(times) // 2]:.2f}, longest {times[-1]:.2f}")
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for each in composed:
+    for each in results:
         for kind in sorted({(finding["severity"], finding["name"]) for finding in each["findings"]}):
             kinds[kind].append(each["source"])
     for (severity, name), sources in sorted(kinds.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):
