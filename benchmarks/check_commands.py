@@ -23,13 +23,13 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from typer.testing import CliRunner
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import verl_precision.presets
-from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.check import recipe_config
-from verl_precision.check.composition import read_command
+from verl_precision.cli import app
 
 WORDS = {"precision": "fp16", "estimator": "pg_seq_is"}
 WAYS = {
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commands", type=Path, nargs="+", help="files of public_commands.py")
     parser.add_argument("--output", type=Path, help="report as JSON")
-    parser.add_argument("--gpu", action="append", default=[], help="GPU of the run, as `check --gpu`")
+    parser.add_argument("--gpu", help="GPU of the run, as `check --gpu`")
     parser.add_argument("--every", type=int, default=1, help="take each n-th command only")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="default: all")
     arguments = parser.parse_args()
@@ -66,22 +66,21 @@ def main() -> None:
     raise SystemExit(any(each["traceback"] or each["silent"] for each in results))
 
 
-def answer(words: Sequence[str], way: str, gpus: Sequence[str]) -> dict[str, Any]:
+def answer(words: Sequence[str], way: str, gpu: str | None) -> dict[str, Any]:
     """The check's answer to one command, and the judge's."""
     composed: list[DictConfig] = []
-    result: dict[str, Any] = {"refused": "", "findings": [], "differences": [], "silent": [], "traceback": ""}
+    result: dict[str, Any] = {"findings": [], "differences": [], "silent": [], "traceback": ""}
+    options = ["--json", *(["--gpu", gpu] if gpu else [])]
     start = time.process_time()
-    try:
-        path, overrides = read_command([*words, *WAYS[way]])
-        with remembered(composed):
-            report = recipe_config.check_recipe(path, overrides, tuple(gpus))
-        result["findings"] = [vars(fault) for fault in report.faults]
-    except VerlPrecisionError as error:
-        result["refused"] = str(error)
-    except Exception:
-        result["traceback"] = traceback.format_exc()
+    with remembered(composed):
+        answered = CliRunner().invoke(app, ["check", *options, "--", *words, *WAYS[way]])
     result["seconds"] = time.process_time() - start
-    if composed and WAYS[way] and not result["refused"]:
+    if answered.exception is not None and not isinstance(answered.exception, SystemExit):
+        result["traceback"] = "".join(traceback.format_exception(answered.exception))
+    else:
+        result["findings"] = json.loads(answered.stdout)["findings"]
+    result["composed"] = bool(composed) and not result["traceback"]
+    if result["composed"] and WAYS[way]:
         for key, wanted, got in differences(composed[0]):
             result["differences"].append({"setting": key, "preset": wanted, "config": got})
             if not any(names(finding, key) for finding in result["findings"]):
@@ -164,10 +163,12 @@ def names(finding: dict[str, Any], key: str) -> bool:
 
 
 def show(way: str, results: list[dict[str, Any]]) -> None:
-    composed = [each for each in results if not each["refused"] and not each["traceback"]]
-    refused = [each for each in results if each["refused"]]
+    """Print what came of one way: counts, times, each kind of finding with its first source."""
+    tracebacks = [each for each in results if each["traceback"]]
+    composed = [each for each in results if each["composed"]]
     print(f"\n## {way}: {len(results)} commands")
-    print(f"composed {len(composed)}, refused {len(refused)}, tracebacks {sum(bool(e['traceback']) for e in results)}")
+    refused = len(results) - len(composed) - len(tracebacks)
+    print(f"composed {len(composed)}, refused {refused}, tracebacks {len(tracebacks)}")
     if WAYS[way]:
         untouched = sum(not each["differences"] for each in composed)
         named = sum(bool(each["differences"]) and not each["silent"] for each in composed)
@@ -178,16 +179,13 @@ def show(way: str, results: list[dict[str, Any]]) -> None:
     times = sorted(each["seconds"] for each in results)
     print(f"CPU seconds a check: median {times[len(times) // 2]:.2f}, longest {times[-1]:.2f}")
     kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for each in composed:
+    for each in results:
         for kind in sorted({(finding["severity"], finding["name"]) for finding in each["findings"]}):
             kinds[kind].append(each["source"])
     for (severity, name), sources in sorted(kinds.items(), key=lambda pair: (pair[0][0], -len(pair[1]))):
         print(f"  {severity:9} {name:32} {len(sources):4}  e.g. {sources[0]}")
-    for problem, count in Counter(each["refused"][:150] for each in refused).most_common(40):
-        print(f"  refused {count:3}  {problem}")
-    for each in results:
-        if each["traceback"]:
-            print(f"  TRACEBACK {each['source']}: {each['traceback'].splitlines()[-1]}")
+    for each in tracebacks:
+        print(f"  TRACEBACK {each['source']}: {each['traceback'].splitlines()[-1]}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ RATIO_SOURCE = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
 MAX_USUAL_THRESHOLD = 10  # Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
 SYMMETRY = 0.01  # log(lower x upper) of a band that is the same both ways round
 VERLS_CLIP_RATIO_C = 3.0
+ONE_CLIP = ("clip_cov", "cispo", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo")  # verl's that do not read it
 TYPICAL_WEIGHT = 0.02  # in size, of a language model
 
 
@@ -190,9 +191,9 @@ def _band(text: str) -> tuple[float, float] | None:
 
 @rule("clip-ratio-c-ignored", "warning")
 def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults:
-    """The losses of this package have no dual clip; a value set for it does nothing."""
+    """Most losses have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
-    if _loss(config) in POLICY_LOSSES and value != VERLS_CLIP_RATIO_C:
+    if _loss(config) in (*POLICY_LOSSES, *ONE_CLIP) and value != VERLS_CLIP_RATIO_C:
         yield told("clip-ratio-c-ignored", loss=_loss(config), verls_clip_ratio_c=VERLS_CLIP_RATIO_C)
 
 

@@ -1,0 +1,108 @@
+"""The collector of other repositories' commands: scripts run, what they call does not; and the judge of `check`."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SCRIPTS = {
+    "quotes.sh": """
+        set -xeuo pipefail
+        WORDS=(data.train_files="['$HOME/a b.parquet', 'c.parquet']" 'trainer.experiment_name=two
+lines')
+        nvidia-smi && python3 -m verl.trainer.main_ppo "${WORDS[@]}" "$@" 2>&1 | tee run.log
+    """,
+    "ray_job.sh": """
+        while ! ray status; do sleep 60; done
+        ray job submit --working-dir . -- python3 -m verl.trainer.main_ppo trainer.nnodes=2
+    """,
+    "removes.sh": """
+        export PATH=/usr/bin:/bin:$PATH
+        rm -rf OUTSIDE; /bin/rm -rf OUTSIDE; mkdir OUTSIDE/made; cd OUTSIDE && echo gone > file
+        exec /opt/python/bin/python -u -m verl.trainer.main_ppo trainer.nnodes=1
+    """,
+    "hangs.sh": """
+        python3 -m verl.trainer.main_ppo trainer.nnodes=3 &
+        while true; do :; done
+    """,
+    "asks.sh": """
+        python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=${MODEL_PATH:?set it}
+    """,
+    "fails.sh": "exit 3 # main_ppo",
+    "other.sh": "python3 serve.py",
+}
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    """Commands by script, what was said, and a folder that a script tried to empty."""
+    checkout, outside = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("outside")
+    (outside / "file").write_text("kept")
+    (checkout / "examples").mkdir()
+    for name, text in SCRIPTS.items():
+        (checkout / "examples" / name).write_text(text.replace("OUTSIDE", str(outside)))
+    options = ["--name", "house v1", "--seconds", "2", "--set", "MODEL_PATH=/data/model"]
+    script = [sys.executable, BENCHMARKS / "public_commands.py", checkout, *options]
+    start = time.monotonic()
+    said = subprocess.run(script, capture_output=True, text=True, check=True)
+    assert time.monotonic() - start < 30
+    lines = [json.loads(line) for line in said.stdout.splitlines()]
+    assert {line["source"].split("/")[0] for line in lines} == {"house v1 examples"}
+    assert sorted(path.name for path in (checkout / "examples").iterdir()) == sorted(SCRIPTS)
+    return {line["source"].rpartition("/")[2]: line["words"] for line in lines}, said.stderr, outside
+
+
+def test_quotes_and_newlines_stay(collected):
+    files = "data.train_files=['/home/user/a b.parquet', 'c.parquet']"
+    main = ["python3", "-m", "verl.trainer.main_ppo"]
+    assert collected[0]["quotes.sh"] == [*main, files, "trainer.experiment_name=two\nlines"]
+
+
+def test_a_job_is_its_command(collected):
+    assert collected[0]["ray_job.sh"][:3] == ["ray", "job", "submit"]
+    assert collected[0]["ray_job.sh"][-4:] == ["python3", "-m", "verl.trainer.main_ppo", "trainer.nnodes=2"]
+
+
+def test_nothing_is_removed_or_written_elsewhere(collected):
+    commands, _, outside = collected
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("file", "kept")]
+    assert commands["removes.sh"] == ["python", "-u", "-m", "verl.trainer.main_ppo", "trainer.nnodes=1"]
+
+
+def test_a_script_that_hangs_is_ended(collected):
+    commands, said, _ = collected
+    assert commands["hangs.sh"][-1] == "trainer.nnodes=3" and "hangs.sh: ended after 2 s" in said
+
+
+def test_scripts_without_a_command_are_named(collected):
+    commands, said, _ = collected
+    assert "Scripts without one: 1\n  house v1 examples/fails.sh" in said and "fails.sh" not in commands
+    assert "other.sh" not in said, "it names no main"
+
+
+def test_a_variable_is_given_to_those_that_ask(collected):
+    assert collected[0]["asks.sh"][-1] == "actor_rollout_ref.model.path=/data/model"
+
+
+def test_the_judge_names_what_the_check_does_not(monkeypatch):
+    """With the preset's own YAML: a difference is silent unless a finding has its setting, or its name in the words."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from check_commands import differences, names, preset_settings
+    from composer import compose_verl
+
+    settings = preset_settings()
+    assert settings["algorithm.adv_estimator"] == "rloo" and settings["actor_rollout_ref.rollout.dtype"] == "float16"
+    words = ["actor_rollout_ref.rollout.name=vllm", "+precision=fp16", "+estimator=pg_seq_is"]
+    assert list(differences(compose_verl(*words))) == []
+    changed = compose_verl(*words, "algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token")
+    assert [key for key, *_ in differences(changed)] == [
+        "algorithm.adv_estimator", "algorithm.rollout_correction.rollout_is"
+    ]  # fmt: skip
+    finding = dict.fromkeys(("setting", "problem", "allowed", "remedy"), "")
+    assert not names(finding, "algorithm.adv_estimator")
+    assert names({**finding, "setting": "algorithm.adv_estimator"}, "algorithm.adv_estimator")
+    assert names({**finding, "remedy": "Leave out adv_estimator=grpo."}, "algorithm.adv_estimator")
