@@ -21,7 +21,14 @@ ROOMS = (
 )
 # Rooms and modules that import verl or vLLM.
 RIM = (
-    *("integration", "check.loss_trial", "check.preflight", "check.probe", "check.recipe_config", "check.verl_refusals"),
+    *(
+        "integration",
+        "check.loss_trial",
+        "check.preflight",
+        "check.probe",
+        "check.recipe_config",
+        "check.verl_refusals",
+    ),
     *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.reward", "tools.selftest.selftest_engine"),
 )
 # Most lines of Python in each part of the house. The live page and the kept tokens have 1,200 in each of two parts.

@@ -111,9 +111,7 @@ def check_command(command: Command, meant: Meant = HERE, typed: Sequence[str] = 
     return replace(report, faults=wrong + report.faults)
 
 
-def check_recipe(
-    path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()
-) -> RecipeReport:
+def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule; `typed` is the command of which path and overrides were read.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for

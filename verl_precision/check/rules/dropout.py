@@ -20,7 +20,7 @@ ALWAYS_TRAINS = ("veomni",)
 @rule("dropout-in-update", "warning")
 def dropout_in_update(config: DictConfig, environment: Environment) -> Faults:
     """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
-    if OmegaConf.select(config, IN_CONFIG) in EXACT:  # not-exact says it there
+    if OmegaConf.select(config, IN_CONFIG) == EXACT:  # not-exact says it there
         return
     actor = engines(config)[0]
     where = "every forward of the trainer, for old log-probs too," if actor.strategy in ALWAYS_TRAINS else "an update"

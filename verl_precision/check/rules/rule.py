@@ -139,6 +139,10 @@ class Environment:
         """The model's shape, where its `config.json` describes one."""
         return shape_of(self.model)
 
+    def without_loss(self) -> "Environment":
+        """Return what is known but for what trying the policy loss has shown."""
+        return replace(self, loss=None)
+
 
 class Asked:
     """What is known, as one rule sees it: `missed` are the unknown fields that the rule has asked for."""

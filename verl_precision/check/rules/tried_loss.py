@@ -1,7 +1,6 @@
 """What trying the policy loss in force has shown (`check/loss_trial.py` calls it), and where it is not its paper's."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -193,8 +192,8 @@ def _of_host(tried: TriedLoss) -> bool:
 
 def _is_refused(config: DictConfig, environment: Environment) -> bool:
     """Whether another rule refuses what the loss refuses."""
-    asked = replace(environment, loss=None)
-    found = (fault for each in RULES for fault in each.faults(config, asked))
+    untried = environment.without_loss()
+    found = (fault for each in RULES for fault in each.answer(config, untried)[0])
     places = (ACTOR, "algorithm.rollout_correction")
     return any((fault.severity == "error") and fault.setting.startswith(places) for fault in found)
 
