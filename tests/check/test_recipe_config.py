@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from verl_precision.base.dtypes import short
 from verl_precision.check.command import read_command
+from verl_precision.check.dtype_table import dtype_table
 from verl_precision.check.preflight import PreflightCallback
-from verl_precision.check.recipe_config import RecipeReport, check_recipe, table
+from verl_precision.check.recipe_config import RecipeReport, check_recipe
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.check.show import show_recipe
@@ -49,7 +50,7 @@ def test_every_precision_passes_on_verls_own_config(compose_verl, precision):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_table_says_what_the_preset_says(precision, compose_recipe):
     config = compose_recipe(RECIPE, f"precision={precision}", "critic.enable=True")
-    rows = {row.what: row.dtype for row in table(config)}
+    rows = {row.what: row.dtype for row in dtype_table(config)}
     train, _, rollout = precision.partition("_train_")
     rollout = rollout.removesuffix("_rollout") or train
     assert rows["actor forward"] == rows["critic forward"] == train
@@ -71,7 +72,7 @@ def test_table_has_the_states_dtypes_that_vllm_takes(architecture, given, recurr
 
     wanted = [f"+actor_rollout_ref.rollout.engine_kwargs.vllm.{name}={value}" for name, value in given.items()]
     config = compose_recipe(RECIPE, "precision=bf16", f"tiny_architecture={architecture}", *wanted)
-    rows = {row.what: row.dtype for row in table(config)}
+    rows = {row.what: row.dtype for row in dtype_table(config)}
     assert rows["rollout recurrent state"] == recurrent and rows["rollout convolution state"] == convolution
     assert rows["trainer recurrent state"] == "fp32"
     if architecture == "qwen3_5" and find_spec("torchvision") is None:
@@ -88,7 +89,7 @@ def test_stochastic_rounding_reaches_the_engine(rollout, dtype, compose_recipe):
     precision = f"precision=fp32_train_{rollout}_rollout"
     config = compose_recipe(RECIPE, precision, "weight_sync.rounding=stochastic", return_hydra_config=True)
     assert errors(config) == []
-    assert {row.what: row.dtype for row in table(config)}["weights to the rollout"] == rollout
+    assert {row.what: row.dtype for row in dtype_table(config)}["weights to the rollout"] == rollout
     assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to == rollout
     assert config.actor_rollout_ref.rollout.dtype == dtype
     config = compose_recipe(RECIPE, precision)
@@ -213,7 +214,7 @@ def test_the_command_that_one_has_is_checked(root):
 
 
 def test_at_80_columns_the_deciding_setting_is_whole(compose_recipe):
-    rows, seen = list(table(compose_recipe(RECIPE))), io.StringIO()
+    rows, seen = list(dtype_table(compose_recipe(RECIPE))), io.StringIO()
     show_recipe(RecipeReport(rows, []), Console(file=seen, width=80))
     lines = seen.getvalue().splitlines()
     start = lines[0].index("decided by")

@@ -10,22 +10,18 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, sentence
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines, rollout_dtype, transport_dtype
 from verl_precision.base.versions import require_packages
 from verl_precision.check.command import Command, own_configs, unfound_folders
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
+from verl_precision.check.dtype_table import Row, dtype_table
 from verl_precision.check.keys import added, keys_of, merged, unread_word
-from verl_precision.check.models import model_config
 from verl_precision.check.probe import gpus_here, probe_environment
-from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
 from verl_precision.check.rules.memory import chosen_scale
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
-from verl_precision.check.served_models import served_models
 from verl_precision.check.training_table import TrainingRow, training_table
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.way_out import WayOut, way_out
@@ -33,15 +29,6 @@ from verl_precision.check.winning_words import REPLACED, WinningWord, added_agai
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.presets import preset_groups
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: what runs in which dtype, and the setting that decides."""
-
-    what: str
-    dtype: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -130,7 +117,7 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
         folder = config.trainer.default_local_dir if saves(config) else None
         replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
         words, way = winning_words(config), way_out(config, path, overrides, typed)
-        rows = list(table(config, environment.model))
+        rows = list(dtype_table(config, environment.model))
         return RecipeReport(rows, faults, folder, training_table(config), words, replaced, way)
     except OmegaConfBaseException as error:
         raise in_our_words(error, path) from error
@@ -153,52 +140,6 @@ def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
     named = gpu_memory(scale.replace("_", " "))
     others = named is not None and all(gpu_memory(name) != named for name in here)
     return f"scale={scale}, and here is {here[0]}" if others else ""
-
-
-def table(config: DictConfig, model: Mapping[str, Any] | None = None) -> Iterator[Row]:
-    """Yield what will run in which dtype; `model` is the content of its `config.json`, looked for where not given."""
-    for engine in engines(config):
-        of_weights, of_sums = engine.sources
-        yield Row(f"{engine.role} forward", engine.compute, engine.source)
-        yield Row(f"{engine.role} {'master weights, Adam' if engine.trains else 'weights'}", engine.master, of_weights)
-        if engine.trains:
-            yield Row(f"{engine.role} gradient reduction", engine.reduce, of_sums)
-    yield Row("rollout", rollout_dtype(config), "actor_rollout_ref.rollout.dtype")
-    yield from (Row(served.role, served.dtype, served.source) for served in served_models(config))
-    yield Row("weights to the rollout", *transport_dtype(config))
-    yield from _states(config, model_config(config) if model is None else model)
-    name = config.actor_rollout_ref.rollout.name
-    takes = "vLLM takes them in FP32" if name == "vllm" else f"as {name} gives them: not verified here"
-    yield Row("rollout log-probs", "fp32", takes)
-    actor = engines(config)[0]
-    if actor.our_fsdp and actor.node.get("fp32_log_probs", True):
-        yield Row("trainer log-probs", "fp32", f"{actor.setting}.fp32_log_probs")
-    elif actor.strategy == "megatron":
-        yield Row(
-            "trainer log-probs", "fp32", f"Megatron's vocabulary-parallel sum; a temperature divides {actor.compute}"
-        )
-    elif config.trainer.device == "cpu":
-        yield Row("trainer log-probs", actor.compute, "log-softmax in the logits' dtype (device cpu)")
-    else:
-        yield Row("trainer log-probs", "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32")
-
-
-def _states(config: DictConfig, model: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the dtypes of what a layer with a gated delta net keeps of the tokens before."""
-    text = gated_delta_nets(model)
-    if not text or config.actor_rollout_ref.rollout.name != "vllm":
-        return
-    given, setting = engine_kwargs(config), f"{ROLLOUT}.engine_kwargs.vllm"
-    recent = short(given.get("mamba_cache_dtype", "auto"))
-    recent = rollout_dtype(config) if recent == "auto" else recent
-    named = text.get("mamba_ssm_dtype") if str(text.get("model_type")).startswith("qwen3_5") else None
-    asked = short(given.get("mamba_ssm_cache_dtype", "auto"))
-    state, source = (asked, "") if asked != "auto" else (short(named or recent), " (auto)")
-    if asked == "auto" and named:
-        source = " (auto: mamba_ssm_dtype of the model's config.json)"
-    yield Row("rollout recurrent state", state, f"{setting}.mamba_ssm_cache_dtype{source}")
-    yield Row("rollout convolution state", recent, f"{setting}.mamba_cache_dtype")
-    yield Row("trainer recurrent state", "fp32", "transformers: the delta rule is computed in FP32")
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
@@ -229,7 +170,7 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
         raise
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         again = added_again(overrides, composed) if "already at" in str(error) else None
-        raise again or in_our_words(error, path, overrides, keys) from error
+        raise (again[0] if again else in_our_words(error, path, overrides, keys)) from error
     return config
 
 
@@ -270,8 +211,9 @@ def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
         return []
     known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
+    of_presets, settled = added_again(overrides, composed) or (None, set())
     said = []
-    for word in (each for each in words if each.input_line not in groups):
+    for word in (each for each in words if each.input_line not in {*groups, *settled}):
         key, value, adds = word.key_or_group, word.value(), word.is_add() or word.is_force_add()
         if word.is_add() and key in known and not _is_open(config, key, value):
             said.append(f"An item is already at '{key}'")
@@ -279,7 +221,8 @@ def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
             known |= {key, *(key[:end] for end, letter in enumerate(key) if letter == "."), *keys_of(value, f"{key}.")}
         else:
             said.append(f"Could not {'delete from config.' if word.is_delete() else 'override'} '{key}'")
-    errors = [in_our_words(ConfigCompositionException(each), path, overrides, lambda: iter(known)) for each in said]
+    errors = [] if of_presets is None else [of_presets]
+    errors += [in_our_words(ConfigCompositionException(each), path, overrides, lambda: iter(known)) for each in said]
     if not errors:
         return []
     errors += [unread for word in overrides if (unread := unread_word(config, word)) is not None]

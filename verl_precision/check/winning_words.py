@@ -138,8 +138,10 @@ def let_presets_win(config: DictConfig) -> list[WinningWord]:
     return replaced
 
 
-def added_again(overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]) -> ConfigurationError | None:
-    """Return the answer to words that add (`+`) what a chosen preset has already, where there are some.
+def added_again(
+    overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]
+) -> tuple[ConfigurationError, set[str]] | None:
+    """Return the answer to words that add (`+`) what a chosen preset has already, and the words, where there are some.
 
     Hydra composes no such config: `presets=win` cannot help either. `composed` is called with the presets alone.
     """
@@ -157,4 +159,5 @@ def added_again(overrides: Sequence[str], composed: Callable[[Sequence[str]], Di
     preset, wanted = origins[key].who, origins[key].value
     problem = f"{preset} has it already, as {wanted}, and + adds only what is not there"
     remedy = f"Leave out {' '.join(again)}: presets say it. Or leave out {preset}, if that is not what you want."
-    return ConfigurationError(problem, setting=key, value=value, allowed=f"{wanted}, the preset's", remedy=remedy)
+    allowed = f"{wanted}, the preset's"
+    return ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy), set(again)
