@@ -54,10 +54,17 @@ def decisions(config: DictConfig) -> Decisions:
         return Decisions({}, ())
     hydra = config.hydra
     sources = tuple((each.provider, f"{each.schema}://{each.path}") for each in hydra.runtime.config_sources)
-    keys = {word: word.lstrip("+~").partition("=")[0] for word in hydra.overrides.task}
-    groups = {word for word, key in keys.items() if "@" in key or key in hydra.runtime.choices}
-    words = tuple((key, word) for word, key in keys.items() if word not in groups)
-    return Decisions(_origins(sources, name, (*hydra.overrides.hydra, *(w for w in keys if w in groups))), words)
+    words = words_of(config)
+    groups = [word for word in hydra.overrides.task if word not in {whole for _, whole in words}]
+    return Decisions(_origins(sources, name, (*hydra.overrides.hydra, *groups)), words)
+
+
+def words_of(config: DictConfig) -> tuple[tuple[str, str], ...]:
+    """Return setting and whole word of each word of the command that chooses no group."""
+    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
+    given = OmegaConf.select(config, "hydra.overrides.task") or ()
+    keys = {word: word.lstrip("+~").partition("=")[0] for word in given}
+    return tuple((key, word) for word, key in keys.items() if "@" not in key and key not in choices)
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.check.who_decides import Origin, decisions
+from verl_precision.check.who_decides import Origin, decisions, words_of
 from verl_precision.presets import preset_groups
 
 WIN = "presets.win"  # True: presets win. False: words win on purpose. Absent: words win, and that is a finding
@@ -61,6 +61,8 @@ class WinningWord:
 
 def winning_words(config: DictConfig) -> list[WinningWord]:
     """Return every word of the command that wins over a chosen preset, in the presets' order."""
+    if not words_of(config):
+        return []
     said, found, trial = decisions(config), [], None
     for setting, origin in said.origins.items():
         about = said.word_about(setting) if origin.group else None
