@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from verl_precision.check.composition import read_command
+from verl_precision.check.command import read_command
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
 from verl_precision.tools.data.catalog import NAMES, TEMPLATES
@@ -71,7 +71,9 @@ def test_our_own_commands_parse(document):
         assert words[1] in verbs, command
         given = verbs[words[1]].make_context(words[1], words[2:]).params
         if words[1] == "check" and given["config"]:  # a recipe, overrides, or the command that one has
-            given["config"], given["overrides"] = read_command([given["config"], *(given["overrides"] or ())])
+            given["config"], given["overrides"] = read_command(
+                [given["config"], *(given["overrides"] or ())]
+            ).accepted()
         for override in given.get("overrides") or ():
             assert not override.startswith("-"), f"{command}: no option {override}"
             group, _, name = override.partition("=")
