@@ -9,7 +9,7 @@ from typer import Argument, BadParameter, Exit, Option
 
 from verl_precision.base.errors import VerlPrecisionError, after_ctrl_c
 from verl_precision.base.terminal import paragraph
-from verl_precision.base.versions import require_importable_verl, require_packages
+from verl_precision.base.versions import require_verl
 from verl_precision.cli.verb import console, errors, say, silence_third_party, verb
 
 
@@ -65,8 +65,7 @@ def check(
 
 def _check_recipe(words: list[str], gpu: str | None, as_json: bool) -> bool:
     try:
-        require_packages("a check of a config", "verl", "hydra")
-        require_importable_verl()
+        require_verl("a check of a config")
         from verl_precision.check.composition import read_command
         from verl_precision.check.probe import gpus_here
         from verl_precision.check.recipe_config import check_recipe
