@@ -83,8 +83,9 @@ def require_packages(verb: str, *modules: str) -> None:
         raise EnvironmentMismatchError(f"{verb} needs {' and '.join(absent)}, not installed here", remedy=remedy)
 
 
-def require_importable_verl() -> None:
+def require_verl(verb: str) -> None:
     """Import verl, and with it the modules that the user has it import; refuse what one of them raises."""
+    require_packages(verb, "verl", "hydra")
     named = os.environ.get("VERL_USE_EXTERNAL_MODULES")
     if named:
         sys.path.append(os.getcwd())  # `python -m` finds modules there, a console script does not

@@ -97,13 +97,10 @@ def _without_collections() -> Iterator[None]:
 
 
 def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path | None], as_json: bool) -> bool:
-    from verl_precision.base.versions import require_packages
+    from verl_precision.base.versions import require_verl
 
     try:
-        require_packages("a check of a config", "verl", "hydra")
-        from verl_precision.base.versions import require_importable_verl
-
-        require_importable_verl()
+        require_verl("a check of a config")
         from verl_precision.check.command import read_command
         from verl_precision.check.recipe_config import Meant, check_command
         from verl_precision.check.show import show_recipe

@@ -202,7 +202,7 @@ def _cut(config: DictConfig) -> tuple[int, int | None]:
     """Return the data-parallel ranks, and the micro-batches of an update on one; None: it depends on lengths."""
     actor, engine = config.actor_rollout_ref.actor, engines(config)[0]
     split = engine.ulysses[1]
-    for of_megatron in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+    for of_megatron in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         split *= int(engine.node.get(of_megatron) or 1)
     ranks = max(config.trainer.nnodes * config.trainer.n_gpus_per_node // split, 1)
     rows = max(actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // ranks, 1)
