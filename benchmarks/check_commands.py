@@ -79,7 +79,8 @@ def answer(words: Sequence[str], way: str, gpu: str | None) -> dict[str, Any]:
         result["traceback"] = "".join(traceback.format_exception(answered.exception))
     else:
         result["findings"] = json.loads(answered.stdout)["findings"]
-    result["composed"] = bool(composed) and not result["traceback"]
+    refused = any(finding["name"] == "config-refused" for finding in result["findings"])
+    result["composed"] = bool(composed) and not refused and not result["traceback"]
     if result["composed"] and WAYS[way]:
         for key, wanted, got in differences(composed[0]):
             result["differences"].append({"setting": key, "preset": wanted, "config": got})
@@ -155,7 +156,9 @@ def leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, object]]
 
 def names(finding: dict[str, Any], key: str) -> bool:
     """Whether a finding speaks of a setting: as its subject or inside a block, or by its last name in the words."""
-    setting = str(finding["setting"])
+    setting, block = str(finding["setting"]), key.removesuffix(".enabled")
+    if setting.startswith(f"{block}.") and block != key:
+        return True
     if setting and (setting == key or setting.startswith(f"{key}.") or key.startswith(f"{setting}.")):
         return True
     text = " ".join(str(finding[field]) for field in ("setting", "problem", "allowed", "remedy"))
