@@ -53,7 +53,7 @@ def change(path, **values):
     ({MODEL: "/models/qwne3"}, [f"{MODEL}='/models/qwne3'", "no such folder"]),
     ({MODEL: "recipes"}, ["no readable config.json"]),
     ({MODEL: "Qwen/Qwen3-30B-A3B-Base"}, []),
-    ({TRAIN: ["recipes/data/stand_in.jsonl", "no.json"], REWARD: "no.py"}, [f"{TRAIN}='no.json'", "repository's root"]),
+    ({TRAIN: ["recipes/data/stand_in.jsonl", "no.json"], REWARD: "no.py"}, [f"{TRAIN}='no.json'", "absolute path"]),
     ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
     ({CPUS: 7}, []),
     ({"trainer.nnodes": 2, CPUS: 16}, ["ray_kwargs.ray_init.num_gpus=1"]),

@@ -79,7 +79,7 @@ def _of_machine(config: DictConfig, found: Environment) -> Iterator[Unknown]:
         why, remedy = "no GPU is here, and neither --gpu nor a scale names one", "Give --gpu NAME, e.g. --gpu H100."
         yield Unknown("gpu-unknown", frozenset({"gpus"}), "trainer.device", why, remedy)
     if config.trainer.device != "cpu" and (setting := beyond_arithmetic(config)):
-        why = "the arithmetic of a GPU's memory knows FSDP without a critic, on CUDA"
+        why = "the arithmetic of a GPU's memory knows FSDP without a critic, on CUDA, and vLLM on the same GPUs"
         remedy = "Read perf/max_memory_allocated_gb after a first step."
         yield Unknown("memory-unknown", frozenset(), setting, why, remedy, subjects=MEMORY)
     if found.vllm is None and config.actor_rollout_ref.rollout.name == "vllm":

@@ -44,7 +44,7 @@ def _matches_one(pattern: str, names: list[str]) -> bool:
         return False
 
 
-@rule("adapter-on-tied-head")
+@rule("adapter-on-tied-head", about="adapters on a tied head")
 def adapter_on_tied_head(config: DictConfig, environment: Environment) -> Faults:
     """One matrix has two names; an adapter on one of them is no part of what is exported, or sent to the rollout.
 

@@ -17,7 +17,7 @@ OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of 
 ALWAYS_TRAINS = ("veomni",)
 
 
-@rule("dropout-in-update", "warning")
+@rule("dropout-in-update", "warning", about="the model's dropout")
 def dropout_in_update(config: DictConfig, environment: Environment) -> Faults:
     """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
     if OmegaConf.select(config, IN_CONFIG) == EXACT:  # not-exact says it there

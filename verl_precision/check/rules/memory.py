@@ -90,6 +90,10 @@ def beyond_arithmetic(config: DictConfig) -> str:
         return "actor_rollout_ref.actor.strategy"
     if any(other.role == "critic" for other in others):
         return "critic.enable"
+    if "rollout" in config:  # a main whose rollout has GPUs of its own
+        return "rollout.nnodes"
+    if str(OmegaConf.select(config, "trainer.v1.trainer_mode")).endswith("separate_async"):
+        return "trainer.v1.trainer_mode"
     return "" if config.trainer.device in ("cuda", "cpu") else "trainer.device"
 
 
