@@ -238,7 +238,7 @@ def test_a_word_that_adds_what_a_preset_has_is_answered_with_the_presets_value()
     ]
     done = check(f"{ROLLOUT}.name=vllm", *added, "+precision=fp16")
     said = " ".join(done.output.split())
-    assert "mixed_precision.param_dtype='bf16': precision=fp16 has it already, as fp16" in said
+    assert "mixed_precision.param_dtype='bf16' precision=fp16 has it already, as fp16" in said
     assert f"Leave out {' '.join(added)}" in said and "ppo_trainer.yaml has it" not in said
 
 

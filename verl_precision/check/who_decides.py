@@ -59,6 +59,20 @@ def decisions(config: DictConfig) -> Decisions:
     return Decisions(_origins(sources, name, (*hydra.overrides.hydra, *groups)), words)
 
 
+def speaker_of(config: DictConfig, setting: str) -> str:
+    """Return where a user says a setting: in the command, or in a recipe; empty where a preset or verl alone does.
+
+    Of a config without Hydra's own node nothing is known, and whatever it says is taken to be meant.
+    """
+    if OmegaConf.select(config, "hydra.job.config_name") is None:
+        return "config"
+    said = decisions(config)
+    if said.word_about(setting) is not None:
+        return "command"
+    origin = said.origins.get(setting)
+    return "recipe" if origin is not None and not origin.group else ""
+
+
 def words_of(config: DictConfig) -> tuple[tuple[str, str], ...]:
     """Return setting and whole word of each word of the command that chooses no group."""
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}

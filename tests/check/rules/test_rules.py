@@ -42,7 +42,7 @@ COMPANIONS = {
     "router-replay": {"bypass-clips-mismatch"},
     "agent-loop": {"truncated-sampling", "rollout-unverified"},
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
-    "loss-settings": {"value-unusual"},
+    "loss-settings": {"value-unusual", "main-without-parts"},
     "main-lacks-part": {"main-without-parts"},
     "not-repeatable": {"separate-async-transport", "value-out-of-range"},
     "normalizer-missing": {"loss-settings"},  # the preset's copy of bypass mode
@@ -105,6 +105,7 @@ NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
 EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
+DROPS = Environment(adapter={"lora_dropout": 0.1})
 NO_TEACHER = "DISTILLED distillation.teacher_models.teacher_model.model_path=/no/such"
 TEACHER = {"distillation.teacher_models.teacher_model.model_path": {"model_type": "gemma2"}}
 TIED = Environment(model={"model_type": "qwen3", "tie_word_embeddings": True})
@@ -125,8 +126,13 @@ ENVIRONMENTS = [
     ("dropout-in-update", Environment(model={"text_config": {"attention_dropout": 0.1}}), "", True),
     ("dropout-in-update", Environment(model={"attention_dropout": 0.0, "classifier_dropout": 0.1}), "", False),
     ("dropout-in-update", Environment(model={"resid_pdrop": 0.1}), "+model.override_config.resid_pdrop=0.0", False),
-    ("dropout-in-update", Environment(adapter={"lora_dropout": 0.1}), "+model.lora_adapter_path=mine", True),
-    ("dropout-in-update", Environment(adapter={"lora_dropout": 0.1}), "", False),
+    (
+        "dropout-in-update",
+        DROPS,
+        "+model.lora_adapter_path=mine model.lora_rank=8",
+        True,
+    ),
+    ("dropout-in-update", DROPS, "", False),
     ("adapter-on-tied-head", TIED, f"{LORA} {HEAD}", True),
     ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=.*", True),
     ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=[embed_tokens]", True),

@@ -13,6 +13,7 @@ from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
+from verl_precision.check.who_decides import speaker_of
 from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.integration.ledger import EXPERTS, is_offered
 from verl_precision.losses.rollout_weights import LEVELS
@@ -82,18 +83,11 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
         value, decides = OmegaConf.select(config, setting), OmegaConf.select(config, other)
         same = default if isinstance(default, list) and not OmegaConf.is_list(value) else [default]
         alike = value == decides and not isinstance(decides, bool)  # a clip range and its two bounds; 1 is no True
-        agrees = value is None or value in same or alike or not is_stated(config, setting)
         meets = (decides == meant) is word.startswith("where") and _is_read(config, condition)
-        if meets and not agrees and not ("unsaid" in word and is_stated(config, other)):
+        if not meets or value is None or value in same or alike or not (speaker := speaker_of(config, setting)):
+            continue
+        if "unsaid" not in word or speaker != speaker_of(config, other):
             yield told("setting-ignored", setting=setting, reason=reason, default=same[0])
-
-
-def is_stated(config: DictConfig, setting: str) -> bool:
-    """Return whether a user's words say a setting, and no preset alone: the command's, or perhaps a recipe's own."""
-    if not str(OmegaConf.select(config, "hydra.job.config_name")).startswith("ppo_"):  # verl's own have no such words
-        return True
-    words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
-    return any(f"{setting}.".startswith(f"{word}.") for word in words)
 
 
 @rule("lengths-differ")
