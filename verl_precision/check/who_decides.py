@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.presets import preset_groups
 
+USERS = ("command", "recipe", "config")  # who is no preset and not verl
 _VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
 _OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
 
@@ -60,9 +61,9 @@ def decisions(config: DictConfig) -> Decisions:
 
 
 def speaker_of(config: DictConfig, setting: str) -> str:
-    """Return where a user says a setting: in the command, or in a recipe; empty where a preset or verl alone does.
+    """Return who says a setting: one of `USERS`, the name of a preset, or nobody but verl (empty).
 
-    Of a config without Hydra's own node nothing is known, and whatever it says is taken to be meant.
+    Of a config without Hydra's own node nothing is known, and whatever it says is taken to be a user's.
     """
     if OmegaConf.select(config, "hydra.job.config_name") is None:
         return "config"
@@ -70,7 +71,13 @@ def speaker_of(config: DictConfig, setting: str) -> str:
     if said.word_about(setting) is not None:
         return "command"
     origin = said.origins.get(setting)
-    return "recipe" if origin is not None and not origin.group else ""
+    return "" if origin is None else origin.who if origin.group else "recipe"
+
+
+def preset_of(config: DictConfig, setting: str) -> str:
+    """Return the chosen preset that has the setting, whoever says it in the end; empty for none."""
+    origin = decisions(config).origins.get(setting)
+    return origin.who if origin is not None and origin.group else ""
 
 
 def words_of(config: DictConfig) -> tuple[tuple[str, str], ...]:

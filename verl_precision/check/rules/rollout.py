@@ -21,7 +21,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told, told_where
-from verl_precision.check.who_decides import speaker_of
+from verl_precision.check.who_decides import USERS, speaker_of
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
 
@@ -39,7 +39,7 @@ def validation_repeats(config: DictConfig, environment: Environment) -> Faults:
     kwargs, setting = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.n"
     greedy = [f"{key}={value}" for key, value in (("temperature", 0), ("top_k", 1)) if kwargs.get(key) == value]
     validates = config.trainer.test_freq > 0 or config.trainer.get("val_before_train")
-    if (kwargs.n or 1) > 1 and greedy and validates and speaker_of(config, setting):
+    if (kwargs.n or 1) > 1 and greedy and validates and speaker_of(config, setting) in USERS:
         yield Fault(
             setting=setting,
             problem=f"with val_kwargs.{greedy[0]} the {kwargs.n} responses to a prompt are the same, but for rounding: "

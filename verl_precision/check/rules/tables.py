@@ -13,7 +13,7 @@ from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import SEEDED, engines, is_repeatable, rollout_dtype, uses_adapter
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
-from verl_precision.check.who_decides import speaker_of
+from verl_precision.check.who_decides import USERS, preset_of, speaker_of
 from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.integration.ledger import EXPERTS, is_offered
 from verl_precision.losses.rollout_weights import LEVELS
@@ -85,6 +85,8 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Faults:
         alike = value == decides and not isinstance(decides, bool)  # a clip range and its two bounds; 1 is no True
         meets = (decides == meant) is word.startswith("where") and _is_read(config, condition)
         if not meets or value is None or value in same or alike or not (speaker := speaker_of(config, setting)):
+            continue
+        if speaker not in USERS and preset_of(config, other):  # preset-overruled says it
             continue
         if "unsaid" not in word or speaker != speaker_of(config, other):
             yield told("setting-ignored", setting=setting, reason=reason, default=same[0])
