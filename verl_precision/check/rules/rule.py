@@ -195,7 +195,7 @@ class Rule:
 
 
 RULES: list[Rule] = []
-"""Every rule, in the order of import; `registry` imports all."""
+"""Every rule; `registry` imports all, and sorts them by module."""
 
 
 def rule(name: str, severity: Severity = "error", of_machine: bool = False, about: str = "") -> Callable[..., Rule]:
