@@ -77,10 +77,10 @@ def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
 def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> Faults:
     """In bypass mode the V1 trainer leaves out the step that makes weights; a loss that knows the mode has its own."""
     correction, loss = _correction(config), _loss(config)
-    if correction.get("bypass_mode") and loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
+    if loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
         for key in ("rollout_is", "rollout_rs"):
             if correction.get(key) and config.trainer.get("use_v1", True):
-                problem = f"nothing reads it in bypass mode: loss_mode={loss} has its own use of the log-probs"
+                problem = f"nothing reads it in bypass mode, which loss_mode={loss} needs: it uses the log-probs itself"
                 setting = f"{CORRECTION}.{key}"
                 yield Fault(setting=setting, problem=problem, allowed="null", remedy=f"Leave out {setting}.")
 
