@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial, wraps
 
 import numpy
+import psutil
 import pytest
 import torch
 from composer import compose_estimator, compose_verl
@@ -347,8 +348,6 @@ def test_external_lib_is_imported_there_and_not_here(tmp_path, monkeypatch):
 
 
 def test_a_child_leaves_no_process():
-    start = time.monotonic()
+    before = psutil.Process().children()
     assert "within 0.2 seconds" in in_child(lambda: time.sleep(60), 0.2).problem
-    assert time.monotonic() - start < 20
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert psutil.Process().children() == before
