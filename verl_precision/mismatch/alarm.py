@@ -70,23 +70,17 @@ def _limits(s: AlarmSettings) -> dict[str, tuple[int, list[Limit]]]:
     scale = f"minimum {s.loss_scale_minimum:g}"
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
     few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
-    rejected = f"allowed up to {most:g} of the tokens"
+    rejected = Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens")
+    # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
+    sizes = [Limit(key, lambda x: x < s.effective_fraction, few + unit) for key, unit in names.SAMPLE_SIZES.items()]
+    extremes = [Limit(key, lambda x: abs(x) > s.extreme_gap, gap) for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)]
     return {
         "trainer_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0")]),
         "rollout_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_ROLLOUT, lambda x: x > 0, "allowed 0")]),
         "responses_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0")]),
-        "extreme_prob_gap": (s.persist_steps, [
-            Limit(metric, lambda x: abs(x) > s.extreme_gap, gap) for metric in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)
-        ]),
+        "extreme_prob_gap": (s.persist_steps, extremes),
         "phantom_clipping": (s.persist_steps, [Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)]),
-        # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
-        "low_effective_sample_size": (s.persist_steps, [
-            *(
-                Limit(metric, lambda x: x < s.effective_fraction, few + unit)
-                for metric, unit in names.SAMPLE_SIZES.items()
-            ),
-            Limit(names.REJECTED_TOKENS, lambda x: x > most, rejected),
-        ]),
+        "low_effective_sample_size": (s.persist_steps, [*sizes, rejected]),
         "repeated_overflow": (s.skipped_steps, [Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)]),
         "loss_scale_at_minimum": (1, [Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)]),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.

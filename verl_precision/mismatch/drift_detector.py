@@ -30,15 +30,10 @@ class Persistence:
     since: int | None = None  # while active, the first step of what made it fire
     active: bool = False  # has fired and not recovered
 
-    @property
-    def window(self) -> int:
-        """The number of measurements that count."""
-        return EVERY * (RETURNS * self.steps - 1) + 1
-
     def update(self, step: int, holds: bool) -> bool:
         """Take one measurement; return whether it fires now."""
         if holds or self.recent:
-            self.recent = [*self.recent, step if holds else None][-self.window :]
+            self.recent = [*self.recent, step if holds else None][-EVERY * RETURNS * self.steps + EVERY - 1 :]
         if self.active:
             quiet = max(self.steps, EVERY) if self.returns else self.steps
             if all(each is None for each in self.recent[-quiet:]):
@@ -58,15 +53,14 @@ class Persistence:
         return {"recent": copy(self.recent), "since": self.since, "active": self.active}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a state, also one of before `returns`: a run, while active one of measurements without."""
-        self.since, self.active = state["since"], bool(state["active"])
+        """Take over a state, also one of before `recent`: a run, while active one of measurements without."""
+        self.active = bool(state["active"])
+        self.since = since = state["since"] if self.active else None
         if "recent" in state:
-            self.recent = [None if each is None else int(each) for each in state["recent"]][-self.window :]
+            self.recent = [None if each is None else int(each) for each in state["recent"]]
         else:
             run = int(state["run"])
-            self.recent = [self.since, *[None] * run] if self.active else [self.since] * run
-        if not self.active:
-            self.since = None
+            self.recent = [since, *[None] * run] if self.active else [state["since"]] * run
 
 
 @dataclass

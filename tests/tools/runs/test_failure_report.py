@@ -81,7 +81,7 @@ CAUSES = [  # the log before an actor's death is heard of, and what the first li
     (f"Epoch 0:   6%|# | 3/50 [6:28, loss=2][E ProcessGroupNCCL.cpp:458] {WATCHDOG}", WATCHDOG),
     ("n1:1:2 [0] NCCL WARN Connect to 192.0.2.1<5> failed : No route to host", "No route to host"),
     (raised(NCCL, NCCL_KIND, "Last error:", "socketStartConnect: Connect to 192.0.2.9 failed"), "socketStartConnect"),
-    (said(W, "terminate called after throwing an instance of 'c10::Error'", "  what():  CUDA error: bad"), "error: bad"),
+    (said(W, "terminate called after throwing an instance of 'c10::Error'", "  what():  CUDA error: x"), "error: x"),
     (f"{W}'\n{W}  what():  [PG ID 0 Rank 3] {WATCHDOG}", WATCHDOG),
     ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "oom_kill"),
     ("srun: error: node2: task 1: Out Of Memory", "Out Of Memory"),

@@ -49,23 +49,9 @@ _EXCEPTION = re.compile(
     r"^(?!Error\b)(?:[A-Za-z_]\w*\.)*(?=[A-Z])\w*(?:Error|Exception|Exit|Interrupt|Fault|Group)(?::\s+|$)"
 )
 _OURS = re.compile(r"^verl_precision(?:: |\.(?:base\.)?errors\.)")
-# How a system ends a process, in the words of the shell, Ray, vLLM, torch, Python, C++, CUDA, Slurm and the kernel.
-_DEATH = re.compile(
-    r"SIGBUS|SIGSEGV|SIGILL|SIGKILL|SIGABRT|Bus error|Segmentation fault|Segfault|Illegal instruction|Killed$|"
-    r"died unexpectedly|OutOfMemory|Out [Oo]f [Mm]emory|(?i:\boom.?kill)|low on (?:memory|resource)|memory pressure|"
-    r"No space left on device|Fatal Python error|^terminate called|Assertion .* failed|NVRM: Xid|CANCELLED AT|"
-    r"exit code:? 137\b"
-)
-_SAID_BY_C = re.compile(r"^\s+what\(\): ")
 _ASSERTION = re.compile(r"^(\S+?:\d+).*?(Assertion .* failed)")  # each of CUDA's threads says it
-_SAID = re.compile(r"^[\w./-]+: (?:fatal )?error: |^Error: |NCCL WARN|\[E\S* \w+\.cpp:\d+\]", re.IGNORECASE)
-# Secondary errors from other processes; never chosen as the cause if any primary error was logged.
-_ECHO = re.compile(
-    r"RayTaskError|DiedError|EngineDeadError|WorkerCrashedError|ObjectLostError|ActorUnavailableError|ChildFailedError|"
-    r"ExceptionGroup: |CancelledError|KeyboardInterrupt|SystemExit|potential root causes|"
-    r"Call to \w+ method failed|Worker failed with error|no materializable trajectories|Engine core \w+ failed"
-)
-
+_WORDS = table_of(__file__, "failure_words.yaml")
+_DIED, _LOGS, _ECHO = (re.compile("|".join(_WORDS[kind].values())) for kind in ("died", "logged", "echo"))
 _REMEDIES = table_of(__file__, "failure_remedies.yaml")
 _OUR_OWN, _PRIMARY, _LOGGED, _SECONDARY = range(4)
 
@@ -181,7 +167,7 @@ class _Log:
     def _read_words(self, process: _Process, words: str, logger: str, level: str) -> None:
         """Take a line that is no frame."""
         raised = (process.frames is not None and _CLASS.match(words)) or _EXCEPTION.match(words) or _OURS.match(words)
-        died = _SAID_BY_C.match(words) or (not words.startswith("  ") and _DEATH.search(words))
+        died = (match := _DIED.search(words)) and (match.start() == 0 or not words.startswith("  "))
         error, echo, bad = process.error, _ECHO.search(words), bool(level) and level in "EFC"
         own = raised or (died and not echo and words[:1] not in (" ", "\t"))
         if not own and error is not None and _goes_on(error, words, logger):
@@ -192,7 +178,7 @@ class _Log:
             rank = _SECONDARY if echo or process.ignored or (raised and handled) else rank
             self._add(process, _ASSERTION.sub(r"\1: \2", words), rank, logger)
             process.frames, process.ignored = None, False
-        elif bad or _SAID.search(words):
+        elif bad or _LOGS.search(words):
             alike = re.sub(r"\d+", "0", words)
             if self._logged < LINES and alike not in self.errors:
                 self._logged += 1
