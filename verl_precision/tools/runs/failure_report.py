@@ -37,7 +37,7 @@ _LOGGER = re.compile(
 )
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # what an exception group is drawn with
-_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\):$|ray::\S+\(\) \(pid=")
+_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
 _RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that says no more than the error
 _CHAIN = re.compile(r"During handling of the above|The above exception was")
@@ -100,7 +100,8 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
     log, end = _Log(), deque[str](maxlen=LINES)
     for line in lines:
         clean = _CONTROL.sub("", line[:_LINE_CHARACTERS]).rstrip()
-        log.read(clean)
+        for part in clean.split("\\n") if "(most recent call last):\\n" in clean else [clean]:  # as JSON has it
+            log.read(part)
         if clean and "Warning" not in clean:
             end.append(clean[:_CAUSE_WIDTH])
     errors = list(log.errors.values())
@@ -156,7 +157,7 @@ class _Log:
             if start[0].endswith(":") and start.start():
                 process.prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(words[: start.start()])))
             process.frames, process.error, process.between = deque(maxlen=LINES), None, 0
-        elif process.frames is not None and words.startswith(" "):
+        elif process.frames is not None and words.startswith((" ", "│", "╰")):  # the last two are rich's
             if frame := _FRAME.match(words):
                 process.frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
             elif process.frames and ": " not in process.frames[-1] and not _RAISE.match(words):
@@ -185,7 +186,7 @@ class _Log:
                 self._add(process, words, _LOGGED, logger, alike)
         else:
             process.error, process.ignored = None, words.startswith(("Exception ignored in", "--- Logging error"))
-            process.between += 1
+            process.between += bool(words)
             if process.between > _BETWEEN:
                 process.frames = None
 
