@@ -40,7 +40,6 @@ _GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)") 
 _TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
 _RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that says no more than the error
-_CHAIN = re.compile(r"During handling of the above|The above exception was")
 
 # What ends a traceback: a class by its name, dotted or with a capital.
 _CLASS = re.compile(rf"^(?!(?:{_LEVEL})\b)(?:(?:(?:[A-Za-z_]\w*|<locals>)\.)+\w+|[A-Z]\w*)(?::\s+|:?$)")
@@ -202,7 +201,7 @@ def _goes_on(error: _Error, words: str, logger: str) -> bool:
     """Tell whether a line is more of a message: indented, or after a traceback, and no line of a progress bar."""
     more = words.startswith((" ", "\t")) or (bool(error.frames) and "%|" not in words)
     more = more and logger == error.logger and error.rank != _LOGGED
-    return more and bool(words.strip()) and len(error.said) < _MESSAGE_LINES and not _CHAIN.search(words)
+    return more and bool(words.strip()) and len(error.said) < _MESSAGE_LINES
 
 
 def _message(text: str) -> str:
