@@ -99,7 +99,7 @@ CAUSES = [  # the log before an actor's death is heard of, and what the first li
     (f"E0325 20:57:27.62 26 torch/api.py:869] failed (exitcode: -9) local_rank: 5\n{TORCHRUN}", "exitcode: -9"),
     (f"ERROR:torch.distributed.api:failed (exitcode: -9) local_rank: 3\n{TORCHRUN}", "exitcode: -9"),
     (said("[rank1]: ", HEAD, FRAME, "data.Halt: the data ended"), "data.Halt: the data ended"),
-    ("\n".join(f"2025-07-03T14:20:51.{i}Z {x}" for i, x in enumerate((HEAD, FRAME, "data.Halt: it"))), "Halt: it"),
+    ("\n".join(f"2025-07-03T14:20:51.{i}Z {x}" for i, x in enumerate((HEAD, FRAME, "x.Key: it", "  at: a.b"))), "a.b"),
     (said("[2025-05-10 00:18:27] ", HEAD, FRAME, "data.Halt: ended"), "data.Halt: ended"),
     (said("[pod/head-0/ray] ", HEAD, FRAME, "data.Halt: ended"), "data.Halt: ended"),
     (said("worker-1  | ", HEAD, FRAME, "data.Halt: ended"), "data.Halt: ended"),

@@ -63,7 +63,7 @@ class _Error:
     names: str  # of the process
     rank: int
     frames: list[str]  # of its traceback, the innermost last
-    logger: str  # before its lines
+    logger: str  # what it has before its lines, without the time
 
     @property
     def text(self) -> str:
@@ -145,7 +145,7 @@ class _Log:
                 who += match[0]
                 names += [match["name"]] if match["name"] else []
             else:
-                logger, level = logger + match[0], match[match.lastgroup][0] if match.lastgroup else level
+                logger, level = logger + re.sub(r"\d+", "0", match[0]), match[match.lastgroup][0] if match.lastgroup else level
             words = words[match.end() :]
         process = self._processes.setdefault(who, _Process(", ".join(names)))
         if process.prefix is not None and (known := process.prefix.match(words)):
