@@ -145,7 +145,8 @@ class _Log:
                 who += match[0]
                 names += [match["name"]] if match["name"] else []
             else:
-                logger, level = logger + re.sub(r"\d+", "0", match[0]), match[match.lastgroup][0] if match.lastgroup else level
+                logger += re.sub(r"\d+", "0", match[0])
+                level = match[match.lastgroup][0] if match.lastgroup else level
             words = words[match.end() :]
         process = self._processes.setdefault(who, _Process(", ".join(names)))
         if process.prefix is not None and (known := process.prefix.match(words)):
