@@ -24,6 +24,13 @@ K3, GAP = 1e-5, 3e-3
 # Median absolute deviation of a standard normal over that of a Student t(2).
 T2_TO_NORMAL = 0.6744898 / 0.8164966
 TOKENS = 2000, 16000
+COMES_BACK = {
+    "k3 10,000 times its baseline": {keys.K3_KL: 1e4 * K3, keys.LOG_PROB_GAP: 100 * GAP},
+    "k3 6 times its baseline": {keys.K3_KL: 6 * K3, keys.LOG_PROB_GAP: 6**0.5 * GAP},
+    "an update is skipped": {keys.SKIPPED_STEPS: 1.0},
+    "an effective sample of 0.1": {keys.WEIGHT_ESS: 0.1},
+}
+HEALTHY = {keys.SKIPPED_STEPS: 0.0, keys.WEIGHT_ESS: 0.8}
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 
 
@@ -53,7 +60,7 @@ def series(noise: Noise, sigma: float, level: np.ndarray, rng: np.random.Generat
     k3 = K3 * np.exp(level + sigma * noise(rng, level.size))
     gap = GAP * np.exp((level + sigma * noise(rng, level.size)) / 2)
     for pair in zip(k3, gap, strict=True):
-        yield dict(zip((keys.K3_KL, keys.LOG_PROB_GAP), map(float, pair), strict=True))
+        yield HEALTHY | dict(zip((keys.K3_KL, keys.LOG_PROB_GAP), map(float, pair), strict=True))
 
 
 def longer_responses(rng: np.random.Generator, per_response: bool) -> Iterator[dict[str, float]]:
@@ -85,6 +92,13 @@ def growing(noise: Noise, sigma: float, doubling: int, start: int, seed: int) ->
     return (after[0], 2 ** (after[0] / doubling)) if after else (math.inf, math.inf)
 
 
+def coming_back(change: dict[str, float], every: int, seed: int) -> float:
+    """Return the steps from 40 on until the first alarm (inf if none in 200), where every so many steps are changed."""
+    rows = series(gaussian, 0.3, np.zeros(240), np.random.default_rng(seed))
+    changed = (row | (change if step >= 40 and step % every == 0 else {}) for step, row in enumerate(rows, 1))
+    return min((raised.step - 40 for raised in alarms_of(changed)), default=math.inf)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=400, help="synthetic runs of each kind (default 400)")
@@ -102,6 +116,13 @@ def main() -> None:
         print(f"| {name} | of the tokens | {found[0]:.4f} | {found[1]:.1%} |", flush=True)
 
     runs = max(1, runs // 4)
+    print(f"\nevery so many steps are bad: {runs} runs each, delay in steps, median (largest)\n")
+    print("| what | every 2nd | 3rd | 4th | 5th |\n|---|---|---|---|---|")
+    for name, change in COMES_BACK.items():
+        found = np.array([[coming_back(change, every, seed) for every in (2, 3, 4, 5)] for seed in range(runs)])
+        cells = [f"{np.median(delays):.0f} ({delays.max():.0f})" for delays in found.T]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
     print(f"\nk3 doubles every so many steps: {runs} runs each, delay in steps, median (95th percentile)\n")
     print("| series | doubles every | growth from | delay | k3 by then, times its start | missed |")
     print("|---|---|---|---|---|---|")

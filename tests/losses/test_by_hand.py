@@ -16,6 +16,9 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses import POLICY_LOSSES, Aggregation
 
 LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
+# The slope at a large ratio and A = -1 of those that no guard has to hold.
+BOUNDED = {losses.pg_seq_tis: 3.0, losses.pg_seq_mis: 0.0, losses.ratio_one: 1.0, losses.cispo: 6.0}
+BOUNDED |= {losses.dppo_tv: 20.0, losses.dppo_kl: 20.0}
 WEIGHTS = [losses.token_tis_weights, losses.seq_mis_weights]
 
 
@@ -130,12 +133,31 @@ def test_nonfinite_response_is_left_out_counted_and_in_the_denominator(loss, bro
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_guard_does_not_touch_what_is_in_range(loss):
-    """Just below the guard, log-ratio 65 in float32 and 686 in float64: the slope is that of the plain formula."""
-    for dtype, log_ratio in ((torch.float32, 65.0), (torch.float64, 686.0)):
+    """Just below the guard, log-ratio 25 in float32 and 336 in float64: the slope is that of the plain formula."""
+    for dtype, log_ratio in ((torch.float32, 25.0), (torch.float64, 336.0)):
         trainer = torch.full((1, 1), log_ratio, dtype=dtype)
-        _, gradient, _ = run(loss, trainer, torch.zeros_like(trainer), [-1.0])
-        held = {"pg_seq_tis": 3.0, "pg_seq_mis": 0.0, "ratio_one": 1.0, "cispo": 6.0, "dppo_tv": 20.0, "dppo_kl": 20.0}
-        assert gradient.item() == pytest.approx(held.get(loss.__name__, math.exp(log_ratio)), rel=1e-5)
+        _, gradient, metrics = run(loss, trainer, torch.zeros_like(trainer), [-1.0])
+        assert gradient.item() == pytest.approx(BOUNDED.get(loss, math.exp(log_ratio)), rel=1e-5)
+        assert metrics["actor/held_tokens"] == 0
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_is_made_whatever_the_ratio(loss, dtype):
+    """Log-ratios of 46 and 1000 on a token, and on 3,072 of 4,096, through a model whose ∇log π has a norm of 1e3."""
+    for log_ratio, tokens in ((46.0, 1), (1000.0, 1), (1000.0, 3072)):
+        head = torch.nn.Linear(16, 8, dtype=dtype)
+        torch.nn.init.zeros_(head.weight)
+        trainer = head(torch.full((4, 1024, 16), 250.0, dtype=dtype)).float().log_softmax(-1)[..., 0]
+        other = trainer.detach().clone()
+        other.view(-1)[:tokens] -= log_ratio
+        aggregation = Aggregation("seq-mean-token-sum")
+        output = loss(trainer, other, torch.full((4, 1), -0.5), torch.ones(4, 1024), aggregation=aggregation)
+        output.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        assert norm.isfinite() and 0 < head.weight.grad.float().norm() < 1.01
+        held = {losses.pg_seq_is: 1024 * math.ceil(tokens / 1024), losses.gspo: tokens * (tokens > 1)}.get(loss, tokens)
+        assert output.values()["actor/held_tokens"] == (0 if loss in BOUNDED else held)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -97,7 +97,7 @@ def test_icepop_and_kpop_by_hand():
 def test_kpop_drops_a_token_that_one_policy_is_certain_of_and_holds_a_ratio_that_overflows():
     trainer, rollout = torch.tensor([[0.0, -0.5, -11.0]]), torch.tensor([[-0.5, 0.0, -110.0]])
     weights, _, _ = corrected(trainer, rollout, ONE.expand(1, 3), rollout_is="vp_kpop", rollout_is_threshold=0.1)
-    assert weights[0, :2].tolist() == [0, 0] and 1e28 < weights[0, 2] < 1e29
+    assert weights[0, :2].tolist() == [0, 0] and 1e11 < weights[0, 2] < 1e12
 
 
 @pytest.mark.parametrize("broken", ["trainer", "rollout", "neither"])

@@ -69,6 +69,30 @@ def test_each_kind_is_raised_once_recovers_and_is_raised_again(name, metric, val
     assert [again.name for again in feed(alarm, sick, 101, 30)] == [name]
 
 
+@pytest.mark.parametrize(("name", "metric", "value", "delay"), KINDS)
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_what_comes_back_is_raised_once_and_recovers(name, metric, value, delay, period):
+    """Twice as many steps as in a row, at every fourth or more often; every fifth is too few."""
+    rows = [HEALTHY | ({metric: value} if step % period == 0 else {}) for step in range(200)]
+    alarm = MismatchAlarm()
+    assert feed(alarm, HEALTHY, 1, 39) == []
+    (raised,) = [raised for step, row in enumerate(rows, 40) for raised in alarm.update(step, row)]
+    assert (raised.name, raised.since_step) == (name, 40) and raised.seen == pytest.approx(value)
+    assert raised.step == (40 if delay == 1 else 40 + period * (2 * delay - 1)), "the run of one, or the share"
+    assert alarm.active == [name]
+    assert feed(alarm, HEALTHY, 240, 20) == [] and alarm.active == []
+    rarely = MismatchAlarm()
+    feed(rarely, HEALTHY, 1, 39)
+    found = [rarely.update(step, HEALTHY | ({metric: value} if step % 5 == 0 else {})) for step in range(40, 240)]
+    assert delay == 1 or not any(found)
+
+
+def test_the_limits_of_one_alarm_count_together():
+    rows = [HEALTHY | ({names.PROB_GAP_MIN: -0.99} if step % 2 else {names.PROB_GAP_MAX: 0.99}) for step in range(5)]
+    alarm = MismatchAlarm()
+    assert [raised.name for step, row in enumerate(rows) for raised in alarm.update(step, row)] == ["extreme_prob_gap"]
+
+
 def test_every_check_has_its_advice_and_matching_precisions_comes_first():
     assert set(ADVICE) == {name for name, *_ in KINDS}
     for name in ("k3_growth", "gap_growth", "phantom_clipping", "extreme_prob_gap"):
@@ -122,12 +146,13 @@ def test_missing_nan_and_huge_values_do_not_break_it():
     assert found == {"k3_growth", "gap_growth", "policies_differ"}
 
 
-@pytest.mark.parametrize("cut", [10, 43, 46, 60, 75])
+@pytest.mark.parametrize("cut", [10, 43, 46, 60, 75, 110, 125, 141, 150])
 def test_a_resumed_run_raises_what_an_unbroken_one_does(cut):
-    rows = [HEALTHY] * 40 + [HEALTHY | {names.K3_KL: 1e-4, names.PHANTOM_CLIPPED: 0.1}] * 25 + [HEALTHY] * 30
+    sick = HEALTHY | {names.K3_KL: 1e-4, names.PHANTOM_CLIPPED: 0.1}
+    rows = [HEALTHY] * 40 + [sick] * 25 + [HEALTHY] * 30 + [sick, HEALTHY, HEALTHY] * 20
     unbroken = MismatchAlarm()
     expected = [raised for step, row in enumerate(rows) for raised in unbroken.update(step, row)]
-    assert [raised.name for raised in expected] == ["phantom_clipping", "k3_growth"]
+    assert [raised.name for raised in expected] == ["phantom_clipping", "k3_growth"] * 2
     alarm, found = MismatchAlarm(), []
     for step, row in enumerate(rows):
         if step == cut:
@@ -208,7 +233,10 @@ def rates():
     return SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "alarm_rates.py")))
 
 
-@pytest.mark.parametrize(("noise", "sigma", "most"), [*((noise, 0.3, 0) for noise in NOISES), (AR, 0.6, 1)])
+STEADY = [*((noise, 0.3, 0) for noise in NOISES), ("Gaussian", 0.6, 0), (AR, 0.6, 1)]
+
+
+@pytest.mark.parametrize(("noise", "sigma", "most"), STEADY)
 def test_steady_runs_raise_next_to_nothing(rates, noise, sigma, most):
     flat = np.zeros(rates.STEPS)
     runs = (rates.series(rates.NOISES[noise], sigma, flat, np.random.default_rng(seed)) for seed in range(10))

@@ -66,7 +66,7 @@ def test_any_series_keeps_the_state_in_bounds_and_json(values):
     for step, value in enumerate(values):
         detector.update(step, value)
         assert 0 <= detector.evidence <= 3 and all(map(math.isfinite, detector.baseline))
-        assert (detector.since is None) == (detector.evidence == 0)
+        assert (detector.since is None) == (detector.evidence == 0 and not detector.active)
     copy.load(json.loads(json.dumps(detector.state())))
     assert copy == detector
 
@@ -86,11 +86,25 @@ def test_persistence_fires_once_and_again_after_recovery():
     assert fired == [5, 18] and check.since == 16
 
 
-@given(st.lists(st.booleans(), max_size=50), st.integers(1, 4))
-def test_persistence_fires_only_after_that_many_in_a_row(marks, steps):
-    check, copy = Persistence(steps), Persistence(steps)
+@given(st.lists(st.booleans(), max_size=80), st.integers(1, 4), st.booleans())
+def test_persistence_fires_only_after_that_many_in_a_row_or_a_share(marks, steps, returns):
+    check, copy = Persistence(steps, returns), Persistence(steps, returns)
     for step, mark in enumerate(marks):
         if check.update(step, mark):
-            assert step + 1 >= steps and all(marks[step + 1 - steps : step + 1]) and check.since == step + 1 - steps
-    copy.load(check.state())
+            run = all(marks[step + 1 - steps : step + 1]) and check.since == step + 1 - steps
+            shared = sum(marks[max(0, step + 4 - 8 * steps) : step + 1]) >= 2 * steps
+            assert mark and marks[check.since] and (run or (returns and shared))
+    copy.load(json.loads(json.dumps(check.state())))
     assert copy == check
+
+
+@pytest.mark.parametrize(("marks", "run"), [("..xx", 2), ("..xxx.", 1), ("..xxx", 0), ("", 0)])
+def test_a_state_of_before_the_share_goes_on(marks, run):
+    """A run of three: two marks and the next one, or two without after three, end or begin it."""
+    check, active = Persistence(3, returns=True), "xxx" in marks
+    since = marks.find("x") if "x" in marks else None
+    check.load({"run": run, "since": since, "active": active})
+    rest = "...." if active else "xxx"[run:]
+    fired = [step for step, mark in enumerate(rest, len(marks)) if check.update(step, mark == "x")]
+    assert check.active != active and fired == [] if active else fired == [len(marks) + len(rest) - 1]
+    assert active or check.since == (since if run else len(marks))

@@ -61,8 +61,8 @@ def grpo(
         The loss in float32 (float64 if the log-probs are), minus the aggregated objective. Its gradient is minus the
         equation's, aggregated; only `trainer_log_probs` receives one. Masked tokens never matter, whatever they hold;
         an empty row has no gradient and counts as a response. A row with NaN or inf on a valid token has no gradient,
-        stays in the denominator, and is counted in `actor/nonfinite_responses`. rₜ is held at 3e28 in float32, beyond a
-        log-ratio of 65.7 (`ratios.HEADROOM`).
+        stays in the denominator, and is counted in `actor/nonfinite_responses`. rₜ is held at 2e11 in float32, beyond a
+        log-ratio of 25.9 (`ratios.HEADROOM`), and `actor/held_tokens` counts it.
 
     Raises:
         ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
@@ -179,6 +179,7 @@ def weighted_loss(
         slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
         metrics |= reported.weight_statistics(weights_BT, batch.valid_BT)
     metrics |= reported.silent_responses(objective_BT, slope_BT, batch.valid_BT)
+    metrics |= reported.held_tokens(slope_BT, batch)
     counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else batch.valid_BT
     metrics["actor/ratio_mean"] = reported.mean(ratio, counted)
     metrics |= reported.extremes(ratio, counted, "actor/ratio")

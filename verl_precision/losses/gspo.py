@@ -36,8 +36,8 @@ def gspo(
     https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
     paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
 
-    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 3e28 in float32,
-    beyond a mean log-ratio of 65.7. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, and
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 2e11 in float32,
+    beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, and
     NaN x 0 is NaN.)
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)

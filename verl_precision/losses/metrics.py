@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_precision.base.mergeable import Count, Maximum, Mean, Minimum, Statistic, added, joined, same, smallest
+from verl_precision.losses.ratios import Batch, largest_ratio
 
 ESS = "actor/is_weight_ess_fraction"
 QUANTILES = (0.05, 0.5, 0.95)
@@ -151,3 +152,11 @@ def silent_responses(objective: Tensor, slope_BT: Tensor, valid_BT: Tensor) -> d
         return count(rows_B & ~((values != 0) & valid_BT).any(dim=-1))
 
     return {"actor/zero_loss_responses": silent(objective), "actor/zero_gradient_responses": silent(slope_BT)}
+
+
+def held_tokens(slope_BT: Tensor, batch: Batch) -> dict[str, Statistic]:
+    """Count the tokens whose gradient is less than the equation's, because a ratio or a product of it is held."""
+    least = largest_ratio(slope_BT.dtype) * batch.advantages_BT.abs().clamp(max=1)
+    if batch.weights_BT is not None:
+        least = least * torch.where(batch.valid_BT, batch.weights_BT, 0).clamp(max=1)
+    return {"actor/held_tokens": count(batch.valid_BT & (slope_BT != 0) & (slope_BT.abs() >= least))}

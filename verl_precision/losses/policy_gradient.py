@@ -54,7 +54,8 @@ def pg_seq_is(
         equation's, aggregated. ρ is a number in it (∇ρ = ρ ∇log π, so nothing is lost), and so are `rollout_log_probs`
         and `advantages`. Masked tokens never matter, whatever they hold; an empty row has no gradient and counts as a
         response. A row with NaN or inf on a valid token has no gradient, stays in the denominator, and is counted in
-        `actor/nonfinite_responses`. ρ is held at 3e28 in float32, beyond a log-ratio of 65.7 (`ratios.HEADROOM`).
+        `actor/nonfinite_responses`. ρ is held at 2e11 in float32, beyond a log-ratio of 25.9 (`ratios.HEADROOM`),
+        and `actor/held_tokens` counts its tokens.
 
     Raises:
         ConfigurationError: If shapes differ or a tensor is not floating point.
@@ -139,6 +140,7 @@ def _policy_gradient(
             **reported.weight_statistics(weight_B, batch.rows_B),
             **(metrics or {}),
             **reported.silent_responses(slope_BT, slope_BT, batch.valid_BT),
+            **reported.held_tokens(slope_BT, batch),
             **reported.log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite),
         },
     )

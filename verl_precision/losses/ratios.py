@@ -9,7 +9,6 @@ package is Σ_t slope_t ∇log π(y_t) with slopes that are plain numbers. So th
 can reach a gradient by way of 0 x inf.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,24 +17,25 @@ from torch import Tensor
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.aggregation import Aggregation, row_scale
 
-# Guard 1. A ratio beyond the largest number of its type over HEADROOM is held there: above e^65.7 in float32 and
-# e^686.7 in float64. HEADROOM is what may still multiply it before it overflows: advantage, rows and tokens summed,
-# ranks. There is no guard below: exp underflows to 0, which is the nearest number.
-HEADROOM = 1e10
+# Guard 1. A ratio beyond the root of the largest number of its type over HEADROOM is held there: above e^25.9 in
+# float32 and e^336.5 in float64. The root, because the gradient's norm sums squares. HEADROOM is what may multiply it
+# before they overflow: the norm of ∇log π(yₜ), tokens summed. There is no guard below: exp underflows to 0, which is
+# the nearest number.
+HEADROOM = 1e8
 
 
 def largest_ratio(dtype: torch.dtype) -> float:
     """Return the value beyond which a ratio, and a ratio times advantage, is held in place."""
-    return torch.finfo(dtype).max / HEADROOM
+    return float(torch.finfo(dtype).max ** 0.5 / HEADROOM)
 
 
 def bounded_exp(log_ratio: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exp(log_ratio) as `dtype`, never inf: values beyond `largest_ratio(dtype)` are that value."""
-    return log_ratio.clamp(max=math.log(largest_ratio(dtype))).exp().to(dtype)
+    return log_ratio.exp().clamp(max=largest_ratio(dtype)).to(dtype)
 
 
 def bounded(slope: Tensor) -> Tensor:
-    """Hold ratio x advantage within ±`largest_ratio` (guard 2, for advantages beyond 1e10 at the largest ratio)."""
+    """Hold ratio x advantage within ±`largest_ratio` (guard 2, for advantages beyond 1 at the largest ratio)."""
     limit = largest_ratio(slope.dtype)
     return slope.clamp(-limit, limit)
 

@@ -92,7 +92,7 @@ def kpop_weights(
     π trainer's policy and μ rollout's, both at θ'. A band of ratios that adapts: wide for a rare token, narrow for a
     likely one. Source: https://ringtech.notion.site/kpop, and its authors' step in AReaL (metric `binary_kl`).
 
-    Log-probs are [B, T] floating, in nats; the threshold is φ > 0, in nats. ρₜ is held at 3e28 in float32, which the
+    Log-probs are [B, T] floating, in nats; the threshold is φ > 0, in nats. ρₜ is held at 2e11 in float32, which the
     ratio of a token with hardly any probability can reach. Everything else as in `icepop_weights`.
     """
     limit = require_divergence(threshold)

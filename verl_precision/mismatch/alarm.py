@@ -10,11 +10,11 @@ Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.drift_detector import Growth, Persistence
+from verl_precision.mismatch.drift_detector import EVERY, Growth, Persistence
 from verl_precision.mismatch.remedies import ADVICE, Advice
 from verl_precision.mismatch.settings import AlarmSettings
 
@@ -55,44 +55,40 @@ class Alarm:
         return {**said, "since_step": self.since_step, **advice}
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A bound of one metric: beyond it for `steps` measurements in a row, the alarm `name` is raised."""
+class Limit(NamedTuple):
+    """A bound of one metric."""
 
-    name: str
-    steps: int
     metric: str
     beyond: Callable[[float], bool]
     allowed: str
 
 
-def _limits(s: AlarmSettings) -> list[Limit]:
-    """Return all limits; where a name has two, either counts."""
+def _limits(s: AlarmSettings) -> dict[str, tuple[int, list[Limit]]]:
+    """Return of each alarm the measurements in a row after which it is raised, and its limits, of which any counts."""
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
-    overflow, scale = f"skipped updates in {s.skipped_steps} steps in a row", f"minimum {s.loss_scale_minimum:g}"
+    overflow = f"allowed in fewer than {s.skipped_steps} steps in a row, and than one in {EVERY}"
+    scale = f"minimum {s.loss_scale_minimum:g}"
     pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
     few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
-    rejected = f"allowed up to {most:g} of the tokens"
-    persist, skipped = s.persist_steps, s.skipped_steps
-    return [
-        Limit("trainer_not_finite", NOT_FINITE_STEPS, names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0"),
-        Limit("rollout_not_finite", NOT_FINITE_STEPS, names.NONFINITE_ROLLOUT, lambda x: x > 0, "allowed 0"),
-        Limit("responses_not_finite", NOT_FINITE_STEPS, names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0"),
-        Limit("extreme_prob_gap", persist, names.PROB_GAP_MIN, lambda x: abs(x) > s.extreme_gap, gap),
-        Limit("extreme_prob_gap", persist, names.PROB_GAP_MAX, lambda x: abs(x) > s.extreme_gap, gap),
-        Limit("phantom_clipping", persist, names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share),
-        # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
-        *(
-            Limit("low_effective_sample_size", persist, metric, lambda x: x < s.effective_fraction, few + unit)
-            for metric, unit in names.SAMPLE_SIZES.items()
-        ),
-        Limit("low_effective_sample_size", persist, names.REJECTED_TOKENS, lambda x: x > most, rejected),
-        Limit("repeated_overflow", skipped, names.SKIPPED_STEPS, lambda x: x > 0, overflow),
-        Limit("loss_scale_at_minimum", 1, names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale),
+    rejected = Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens")
+    # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
+    sizes = [Limit(key, lambda x: x < s.effective_fraction, few + unit) for key, unit in names.SAMPLE_SIZES.items()]
+    extremes = [Limit(key, lambda x: abs(x) > s.extreme_gap, gap) for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)]
+    return {
+        "trainer_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0")]),
+        "rollout_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_ROLLOUT, lambda x: x > 0, "allowed 0")]),
+        "responses_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0")]),
+        "extreme_prob_gap": (s.persist_steps, extremes),
+        "phantom_clipping": (s.persist_steps, [Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)]),
+        "low_effective_sample_size": (s.persist_steps, [*sizes, rejected]),
+        "repeated_overflow": (s.skipped_steps, [Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)]),
+        "loss_scale_at_minimum": (1, [Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)]),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
-        Limit("policies_differ", 2, names.PROBS_PEARSON, lambda x: x < s.sync_pearson, pearson),
-        Limit("policies_differ", 2, names.LOG_PROB_GAP, lambda x: x > s.sync_gap, apart),
-    ]
+        "policies_differ": (2, [
+            Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, pearson),
+            Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, apart),
+        ]),
+    }  # fmt: skip
 
 
 class MismatchAlarm:
@@ -106,7 +102,7 @@ class MismatchAlarm:
             "k3_growth": Growth(1, K3_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
             "gap_growth": Growth(2, GAP_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
         }
-        self._persisting = {limit.name: Persistence(limit.steps) for limit in self._limits}
+        self._persisting = {name: Persistence(steps, returns=True) for name, (steps, _) in self._limits.items()}
 
     @property
     def _detectors(self) -> dict[str, Growth | Persistence]:
@@ -140,15 +136,13 @@ class MismatchAlarm:
             value = names.of_current_version(metrics, metric)
             if value is not None and growth.update(step, value):
                 raised.append(self._alarm(name, metric, value, growth.normal(), step, growth))
-        measured: dict[str, list[tuple[bool, float, Limit]]] = {}
-        for limit in self._limits:
-            value = names.value_of(metrics, limit.metric)
-            if value is not None and not math.isnan(value):
-                measured.setdefault(limit.name, []).append((limit.beyond(value), value, limit))
-        for name, found in measured.items():
-            beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
-            if self._persisting[name].update(step, beyond):
-                raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, self._persisting[name]))
+        for name, (_, limits) in self._limits.items():
+            values = ((names.value_of(metrics, limit.metric), limit) for limit in limits)
+            found = [(limit.beyond(x), x, limit) for x, limit in values if x is not None and not math.isnan(x)]
+            if found:
+                beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
+                if self._persisting[name].update(step, beyond):
+                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, self._persisting[name]))
         return raised
 
     def state_dict(self) -> dict[str, Any]:

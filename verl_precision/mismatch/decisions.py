@@ -42,7 +42,7 @@ from verl_precision.mismatch.kept_tokens import (
 
 CODE = {name: code for code, name in enumerate(DECISIONS)}
 LOST = [CODE[name] for name in (CLIPPED, PHANTOM, MASKED)]  # a token with an advantage gave no gradient
-# Bounds that never bind: beyond 1e28, at which float32 ratios are held, and within float32.
+# Bounds that never bind: beyond 2e11, at which float32 ratios are held, and within float32.
 _WIDE = 1e30
 _WIDE_CLIP = {"clip_low": 1.0, "clip_high": _WIDE}
 _WIDE_BOUNDS = {**_WIDE_CLIP, "threshold": _WIDE, "rejection_threshold": _WIDE}

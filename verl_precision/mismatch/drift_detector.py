@@ -11,6 +11,56 @@ from typing import Any
 
 # A normal distribution's standard deviation over its median absolute deviation.
 SIGMA_PER_MAD = 1.4826
+# What comes back counts from this many times the steps in a row on, if it is seen at every fourth measurement.
+RETURNS, EVERY = 2, 4
+
+
+@dataclass
+class Persistence:
+    """A condition that holds in `steps` measurements in a row, ≥ 1, or, where `returns` is set, that comes back.
+
+    It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. Fires once, and has
+    recovered after `steps` measurements without it, at least `EVERY` if it `returns`. A step without measurement
+    changes nothing.
+    """
+
+    steps: int
+    returns: bool = False
+    recent: list[int | None] = field(default_factory=list)  # of each measurement: its step, None if it does not hold
+    since: int | None = None  # while active, the first step of what made it fire
+    active: bool = False  # has fired and not recovered
+
+    def update(self, step: int, holds: bool) -> bool:
+        """Take one measurement; return whether it fires now."""
+        if holds or self.recent:
+            self.recent = [*self.recent, step if holds else None][-EVERY * RETURNS * self.steps + EVERY - 1 :]
+        if self.active:
+            quiet = max(self.steps, EVERY) if self.returns else self.steps
+            if all(each is None for each in self.recent[-quiet:]):
+                self.recent, self.since, self.active = [], None, False
+        if self.active or not holds:
+            return False
+        run, held = self.recent[-self.steps :], [each for each in self.recent if each is not None]
+        if len(run) == self.steps and None not in run:
+            self.since = run[0]
+        elif self.returns and len(held) >= RETURNS * self.steps:
+            self.since = held[0]
+        self.active = self.since is not None
+        return self.active
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {"recent": copy(self.recent), "since": self.since, "active": self.active}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a state, also one of before `recent`: a run, while active one of measurements without."""
+        self.active = bool(state["active"])
+        self.since = since = state["since"] if self.active else None
+        if "recent" in state:
+            self.recent = [None if each is None else int(each) for each in state["recent"]]
+        else:
+            run = int(state["run"])
+            self.recent = [since, *[None] * run] if self.active else [state["since"]] * run
 
 
 @dataclass
@@ -22,7 +72,8 @@ class Growth:
         score = clip(2 (x - m) / tolerance - 2, -1, 1);  S ← clip(S + score, 0, evidence_steps)
 
     The score is 0 at the allowed level, 1 from tolerance/2 above it and -1 from tolerance/2 below it (all in nats): S
-    counts steps of evidence. It fires when S reaches `evidence_steps` and has recovered when S is 0 again. CUSUM: Page,
+    counts steps of evidence. It fires when S reaches `evidence_steps`, or when scores of 1 come back often enough for
+    `Persistence`, whose S returns to 0 in between. It has recovered when S is 0 and they are over. CUSUM: Page,
     Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
 
     NaN is passed over, and so is an infinite value within the baseline. After it, that is a full step of growth.
@@ -35,8 +86,13 @@ class Growth:
     evidence_steps: int  # full steps of evidence before it fires
     baseline: list[float] = field(default_factory=list)  # x of the baseline so far, nats
     evidence: float = 0.0  # S, steps
-    since: int | None = None  # the step at which S last left 0; None at 0
+    since: int | None = None  # the step at which S last left 0, or what comes back began; None if neither is there
     active: bool = False  # has fired and not recovered
+    returning: Persistence = field(init=False)  # scores of 1
+
+    def __post_init__(self) -> None:
+        """Begin without scores of 1."""
+        self.returning = Persistence(self.evidence_steps, returns=True)
 
     def update(self, step: int, value: float) -> bool:
         """Take the value of one step; return whether it fires now."""
@@ -50,14 +106,15 @@ class Growth:
         centre, tolerance = self.reference()
         score = min(1.0, max(-1.0, 2 * (log_value - centre) / tolerance - 2))
         self.evidence = min(float(self.evidence_steps), max(0.0, self.evidence + score))
-        if self.evidence == 0:
+        comes_back = self.returning.update(step, score == 1)
+        if self.evidence == 0 and not self.returning.active:
             self.since, self.active = None, False
             return False
         if self.since is None:
             self.since = step
-        if self.active or self.evidence < self.evidence_steps:
+        if self.active or not (comes_back or self.evidence == self.evidence_steps):
             return False
-        self.active = True
+        self.active, self.since = True, min(self.since, self.returning.since or self.since)
         return True
 
     def reference(self) -> tuple[float, float]:
@@ -74,47 +131,13 @@ class Growth:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {name: copy(getattr(self, name)) for name in ("baseline", "evidence", "since", "active")}
+        own = {name: copy(getattr(self, name)) for name in ("baseline", "evidence", "since", "active")}
+        return {**own, "returning": self.returning.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state; a baseline of another length is completed, or cut to the first steps."""
         self.baseline = [float(x) for x in state["baseline"]][: self.baseline_steps]
         self.evidence = min(float(state["evidence"]), float(self.evidence_steps))
         self.since, self.active = state["since"], bool(state["active"])
-
-
-@dataclass
-class Persistence:
-    """A condition that holds in `steps` consecutive measurements, ≥ 1.
-
-    Fires once, and has recovered after as many measurements without it. A step without measurement changes nothing.
-    """
-
-    steps: int
-    run: int = 0  # measurements in a row with the condition, or, while active, without it
-    since: int | None = None  # the first of them; while active, the first of those that made it fire
-    active: bool = False  # has fired and not recovered
-
-    def update(self, step: int, holds: bool) -> bool:
-        """Take one measurement; return whether it fires now."""
-        if holds == self.active:  # nothing new: inactive and not holding, or active and still holding
-            self.run = 0
-            self.since = self.since if self.active else None
-            return False
-        self.run += 1
-        if not self.active and self.run == 1:
-            self.since = step
-        if self.run < self.steps:
-            return False
-        self.active, self.run = holds, 0
-        if not holds:
-            self.since = None
-        return holds
-
-    def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
-        return {"run": self.run, "since": self.since, "active": self.active}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
-        self.run, self.since, self.active = int(state["run"]), state["since"], bool(state["active"])
+        if "returning" in state:  # not so in a state of before
+            self.returning.load(state["returning"])

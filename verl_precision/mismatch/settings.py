@@ -32,7 +32,7 @@ class AlarmSettings:
         allowed_growth: k3 may be this many times its baseline for ever; > 1. The mean |log-prob gap| goes with its
             square, because k3 ≈ gap²/2: 3 allows it a factor of 1.73.
         evidence_steps: Full steps of evidence before growth is an alarm. Higher: fewer false alarms, as many steps
-            later.
+            later. Of all such steps, twice as many count too where every fourth one or more has the symptom.
         extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
         affected_fraction: Share of phantom-clipped tokens that is too much; in (0, 1]. 1 switches the check off.
         effective_fraction: Effective sample size of a loss's weights, or of what verl's rejection keeps, as a share of

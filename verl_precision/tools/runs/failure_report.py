@@ -1,85 +1,210 @@
 """Why a run failed, in at most ten lines, read from its log.
 
-One error is logged by every process it passes through. Here a log is read as a list of *headlines*, the last lines of
-tracebacks and the words with which a system ends a process, each said once. The cause comes first: our own error if
-there is one, else the first in time that is no echo of another.
+One error is logged by every process it passes through. Here each process's lines are read on their own, whatever stands
+before them. An *error* is what ends a traceback, of whatever class, the words with which a system ends a process, or,
+where there is neither, what a logger calls an error. The cause comes first: our own error if there is one, else the
+first in time that is no echo of another.
 """
 
 import re
 import signal
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 from verl_precision.base.files import table_of
 
 LINES = 10
-_CAUSE_WIDTH, _ECHO_WIDTH = 1200, 200
+_CAUSE_WIDTH, _ECHO_WIDTH, _MESSAGE_LINES = 1200, 200, 10
+# Of a huge log the end is read; of a line the beginning; so many errors are remembered, first and last; and a traceback
+# with more lines of others in it is over.
+_LOG_BYTES, _LINE_CHARACTERS, _ERRORS, _BETWEEN = 2**25, 4000, 400, 20
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) "; then the logger's own words.
-_SPEAKER = re.compile(r"^\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\) ?")
-_LOGGER = re.compile(r"^(?:[A-Z]+ [\d-]+ [\d:]+ \[\S+\] |[A-Z]+:[\d-]+ [\d:,]+:)")
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+_LEVEL = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|[DIWEF]"
+# Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) ", torch's "[rank3]: ".
+_SPEAKER = re.compile(
+    r"^(?:\((?:(?:(?P<name>\S+) )?pid=\d+|raylet|autoscaler[^)]*)(?:, ip=[\w.:]+)?\)|\[(?:rank|default)\d+\]:) ?"
+)
+# Then the logger's own words: of vLLM, verl and uvicorn, Python and Hydra and Ray, C++.
+_DATE = r"\[?\d{4}-\d\d-\d\d[ T][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?"
+_LOGGER = re.compile(
+    rf"^(?:(?P<vllm>{_LEVEL}) [\d-]+ [\d:]+ \[\S+\] |(?P<verl>{_LEVEL}):(?:[\d-]+ [\d:,]+:| +|[\w.]+:)|"
+    rf"{_DATE}(?:[^\w(]+[\w.]+)??[^\w(]+(?P<dated>{_LEVEL})\b[\d\s\]]*(?:\(\w+\) )?(?:[\w/.]+\.\w+:\d+:? )?"
+    rf"(?:-- |- (?:[\w.]+ - )?)?|\[?(?P<cpp>{_LEVEL})(?:\d{{3,4}} [\d:.]+)?(?: +\d+)? [\w./-]+:\d+\] |{_DATE}\]? )"
+)
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+_GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # what an exception group is drawn with
+_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
+_FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
+_RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that says no more than the error
 
-# The last line of a traceback. A source line is indented; a warning begins with a path: neither matches. Ray's
-# "RayTaskError: ray::Worker.method() (pid=1, ...)" only says whom an error passed through.
+# What ends a traceback: a class by its name, dotted or with a capital.
+_CLASS = re.compile(rf"^(?!(?:{_LEVEL})\b)(?:(?:(?:[A-Za-z_]\w*|<locals>)\.)+\w+|[A-Z]\w*)(?::\s+|:?$)")
+# The same on a line whose traceback is not in the log. A source line is indented, a warning begins with a path.
 _EXCEPTION = re.compile(
-    r"^(?!.*RayTaskError: \S*ray::)(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Fault)(?::\s+|$)"
+    r"^(?!Error\b)(?:[A-Za-z_]\w*\.)*(?=[A-Z])\w*(?:Error|Exception|Exit|Interrupt|Fault|Group)(?::\s+|$)"
 )
 _OURS = re.compile(r"^verl_precision(?:: |\.(?:base\.)?errors\.)")
-# How a system ends a process, in the words of the shell, Ray, vLLM, torch and Python.
-_DEATH = re.compile(
-    r"SIGBUS|SIGSEGV|SIGILL|SIGKILL|SIGABRT|Bus error|Segmentation fault|Illegal instruction|Killed$|died unexpectedly|"
-    r"OutOfMemory|Out of memory|low on memory|memory pressure|No space left on device|Fatal Python error"
-)
-# Secondary errors from other processes; never chosen as the cause if any primary error was logged.
-_ECHO = re.compile(
-    r"RayTaskError|EngineDeadError|ActorDiedError|CancelledError|KeyboardInterrupt|SystemExit|"
-    r"Call to \w+ method failed|Worker failed with error|no materializable trajectories|Engine core \w+ failed"
-)
-
+_ASSERTION = re.compile(r"^(\S+?:\d+).*?(Assertion .* failed)")  # each of CUDA's threads says it
+_WORDS = table_of(__file__, "failure_words.yaml")
+_DIED, _LOGS, _ECHO = (re.compile("|".join(_WORDS[kind].values())) for kind in ("died", "logged", "echo"))
 _REMEDIES = table_of(__file__, "failure_remedies.yaml")
+_OUR_OWN, _PRIMARY, _LOGGED, _SECONDARY = range(4)
+
+
+@dataclass
+class _Error:
+    """What a process said of an error."""
+
+    said: list[str]  # the lines of its message
+    names: str  # of the process
+    rank: int
+    frames: list[str]  # of its traceback, the innermost last
+    logger: str  # what it has before its lines, without the time
+
+    @property
+    def text(self) -> str:
+        """The message on one line, with its place where it has no words."""
+        bare = self.frames and " " not in _message(self.said[0])
+        return " | ".join([*self.said, f"at {self.frames[-1]}"] if bare else self.said)[:_CAUSE_WIDTH]
+
+
+@dataclass
+class _Process:
+    """What is being read of one process."""
+
+    names: str
+    prefix: re.Pattern[str] | None = None  # before the lines of its traceback, where it is of a form unknown here
+    frames: deque[str] | None = None  # of the traceback that is being read
+    between: int = 0  # other lines in it, of another thread
+    ignored: bool = False  # whether it is of an error which Python goes on without
+    error: _Error | None = None  # whose message is being read
 
 
 def reason(log: Path, returncode: int) -> str:
     """Return why a process failed, as indented lines, from its log and its exit code (below zero: minus the signal)."""
-    lines = log.read_text(errors="replace").splitlines()
-    if returncode < 0:
-        lines.append(f"ended by {signal.Signals(-returncode).name}")
-    return "\n".join(f"  {line}" for line in relevant_lines(lines))
+    ending = [f"ended by {signal.Signals(-returncode).name}"] if returncode < 0 else []
+    return "\n".join(f"  {line}" for line in relevant_lines(chain(_last_lines(log), ending)))
 
 
 def relevant_lines(lines: Iterable[str]) -> list[str]:
     """Return why a run failed: the cause, its remedy where one is known, and what followed, each once.
 
-    These are at most `LINES` lines; the end of the log where no line of it looks like an error.
+    These are at most `LINES` lines. Where there are only echoes, it is the last one with the places of its traceback;
+    where no line looks like an error, the end of the log.
     """
-    clean = [_ANSI.sub("", line).rstrip() for line in lines]
-    headlines = _headlines(clean)
-    if not headlines:
-        return [line for line in clean if line and "Warning" not in line][-LINES:]
-    cause = min(headlines, key=lambda line: 0 if _OURS.match(line) else 2 if _ECHO.search(line) else 1)  # the first
-    report = [cause[:_CAUSE_WIDTH] + (f" (in {headlines[cause]})" if headlines[cause] else "")]
-    report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause)][:1]
-    said = _message(cause)
-    # What the processes said that heard of the cause, when it is more than a repetition of it.
-    followed = [line for line in headlines if line != cause and said not in line and _message(line) not in cause]
-    return report + [f"then: {line[:_ECHO_WIDTH]}" for line in followed[-(LINES - len(report)) :]]
-
-
-def _headlines(lines: Iterable[str]) -> dict[str, str]:
-    """Return the lines that name an error or a process's end, in time's order, and for each who said it first."""
-    found: dict[str, str] = {}
+    log, end = _Log(), deque[str](maxlen=LINES)
     for line in lines:
-        words, speakers = _REPEATED.sub("", line), []
+        clean = _CONTROL.sub("", line[:_LINE_CHARACTERS]).rstrip()
+        for part in clean.split("\\n") if "(most recent call last):\\n" in clean else [clean]:  # as JSON has it
+            log.read(part)
+        if clean and "Warning" not in clean:
+            end.append(clean[:_CAUSE_WIDTH])
+    errors = list(log.errors.values())
+    if not errors:
+        return list(end)
+    cause = min(errors, key=lambda error: error.rank)  # the first
+    if cause.rank == _SECONDARY:
+        cause = next((error for error in reversed(errors) if error.frames), cause)
+    report = [cause.text + (f" (in {cause.names})" if cause.names else "")]
+    report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause.text)][:1]
+    if cause.rank == _SECONDARY:
+        places = [f"at {frame}"[:_ECHO_WIDTH] for frame in reversed(cause.frames) if frame not in cause.text]
+        return report + places[: LINES - len(report)]
+    # What the processes said that heard of the cause, when it is more than a repetition of it.
+    said, wanted = _message(cause.said[0]), {_OUR_OWN, _PRIMARY, _SECONDARY, cause.rank}
+    others = [error.text for error in errors if error is not cause and error.rank in wanted]
+    followed = [text for text in others if _message(text) not in cause.text and (said not in text or len(said) < 4)]
+    return report + [f"then: {text[:_ECHO_WIDTH]}" for text in followed[-(LINES - len(report)) :]]
+
+
+def _last_lines(log: Path) -> Iterator[str]:
+    """Yield the lines of a log, of a huge one those at its end."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        for line in stream:
+            yield from line.decode(errors="replace").splitlines()
+
+
+class _Log:
+    """The errors of a log, in time's order, each once, by their first lines; lines are read one at a time."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, _Error] = {}
+        self._processes: dict[str, _Process] = {}
+        self._logged = 0  # errors of loggers
+
+    def read(self, line: str) -> None:
+        """Take a line: the beginning, a frame or the end of a process's traceback, more of its message, or else."""
+        words, who, names, logger, level = _REPEATED.sub("", line), "", list[str](), "", ""
         while match := _SPEAKER.match(words) or _LOGGER.match(words):
-            speakers.append(match.groupdict().get("name"))
+            if match.re is _SPEAKER:
+                who += match[0]
+                names += [match["name"]] if match["name"] else []
+            else:
+                logger += re.sub(r"\d+", "0", match[0])
+                level = match[match.lastgroup][0] if match.lastgroup else level
             words = words[match.end() :]
-        if _EXCEPTION.match(words) or _OURS.match(words) or (_DEATH.search(words) and not words.startswith("  ")):
-            found.setdefault(words, ", ".join(name for name in speakers if name))
-    return found
+        process = self._processes.setdefault(who, _Process(", ".join(names)))
+        if process.prefix is not None and (known := process.prefix.match(words)):
+            words = words[known.end() :]
+        while match := _GROUP.match(words):
+            words = words[match.end() :]
+        if start := _TRACEBACK.search(words):
+            if start[0].endswith(":") and start.start():
+                process.prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(words[: start.start()])))
+            process.frames, process.error, process.between = deque(maxlen=LINES), None, 0
+        elif process.frames is not None and words.startswith((" ", "│", "╰")):  # the last two are rich's
+            if frame := _FRAME.match(words):
+                process.frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
+            elif process.frames and ": " not in process.frames[-1] and not _RAISE.match(words):
+                process.frames[-1] += f": {words.strip()}"
+        else:
+            self._read_words(process, words, logger, level)
+
+    def _read_words(self, process: _Process, words: str, logger: str, level: str) -> None:
+        """Take a line that is no frame."""
+        raised = (process.frames is not None and _CLASS.match(words)) or _EXCEPTION.match(words) or _OURS.match(words)
+        died = (match := _DIED.search(words)) and (match.start() == 0 or not words.startswith("  "))
+        error, echo, bad = process.error, _ECHO.search(words), bool(level) and level in "EFC"
+        own = raised or (died and not echo and words[:1] not in (" ", "\t"))
+        if not own and error is not None and _goes_on(error, words, logger):
+            error.said.append(words.strip())
+        elif raised or died:
+            handled = bool(level) and not bad
+            rank = _LOGGED if handled else _OUR_OWN if _OURS.match(words) else _PRIMARY
+            rank = _SECONDARY if echo or process.ignored or (raised and handled) else rank
+            self._add(process, _ASSERTION.sub(r"\1: \2", words), rank, logger)
+            process.frames, process.ignored = None, False
+        elif bad or _LOGS.search(words):
+            alike = re.sub(r"\d+", "0", words)
+            if self._logged < LINES and alike not in self.errors:
+                self._logged += 1
+                self._add(process, words, _LOGGED, logger, alike)
+        else:
+            process.error, process.ignored = None, words.startswith(("Exception ignored in", "--- Logging error"))
+            process.between += bool(words)
+            if process.between > _BETWEEN:
+                process.frames = None
+
+    def _add(self, process: _Process, words: str, rank: int, logger: str, key: str = "") -> None:
+        """Begin an error of a process, unless one that begins so is known; of very many, forget one in the middle."""
+        error = _Error([words], process.names, rank, list(process.frames or ()), logger)
+        process.error = error if self.errors.setdefault(key or words, error) is error else None
+        if len(self.errors) > _ERRORS:
+            del self.errors[next(islice(self.errors, _ERRORS // 2, None))]
 
 
-def _message(headline: str) -> str:
+def _goes_on(error: _Error, words: str, logger: str) -> bool:
+    """Tell whether a line is more of a message: indented, or after a traceback, and no line of a progress bar."""
+    more = words.startswith((" ", "\t")) or (bool(error.frames) and "%|" not in words)
+    more = more and logger == error.logger and error.rank != _LOGGED
+    return more and bool(words.strip()) and len(error.said) < _MESSAGE_LINES
+
+
+def _message(text: str) -> str:
     """Return an exception's own words, without its class: what others repeat."""
-    return _EXCEPTION.sub("", headline) or headline
+    return _CLASS.sub("", text) or text
