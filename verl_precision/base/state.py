@@ -11,6 +11,7 @@ import reprlib
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -58,13 +59,14 @@ def checked(kind: Any, value: Any) -> Any:
     return TypeAdapter(kind, config=STRICT).validate_python(value)
 
 
-def set_fields(instance: Any, state: Mapping[str, Any], *names: str) -> None:
-    """Set fields of a dataclass to what a state has for exactly these names, each as the class has annotated it."""
-    if state.keys() != {*names}:
-        raise ValueError(f"it has {', '.join(state) or 'nothing'} and not {', '.join(names)}")
-    kinds = get_type_hints(type(instance), include_extras=True)
-    for name, value in {name: checked(kinds[name], state[name]) for name in names}.items():
-        setattr(instance, name, value)
+def require_fields(kind: type, state: Mapping[str, Any]) -> None:
+    """Raise unless each value of a state is strictly of the type that a dataclass, its owner, gives the field."""
+    kinds = get_type_hints(kind, include_extras=True)
+    for name, value in state.items():
+        if is_dataclass(kinds[name]):
+            require_fields(kinds[name], value)
+        else:
+            checked(kinds[name], value)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -79,7 +81,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _plain_yaml(text: str) -> Any:
-    """Return the values of YAML without aliases, whose unfolding may be endless; libyaml's recursion is: it is bounded."""
+    """Return the values of YAML without aliases, whose unfolding may be endless; deep ones overflow libyaml's stack."""
     import yaml
 
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0

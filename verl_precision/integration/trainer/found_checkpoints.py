@@ -63,7 +63,9 @@ def mend_tracker(config: DictConfig) -> None:
         return
     found, tracker = checkpoints_in(folder), folder / TRACKER
     roles = [engine.role for engine in engines(config) if engine.trains]
-    said = read_state(tracker, lambda text: text.strip()[:_SHOWN], "Remove it: the newest complete checkpoint is found.")
+    said = read_state(
+        tracker, lambda text: text.strip()[:_SHOWN], "Remove it: the newest complete checkpoint is found."
+    )
     complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
     if said and said in map(str, complete):
         return

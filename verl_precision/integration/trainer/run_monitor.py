@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
-from verl_precision.base.state import read_state
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
+from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
