@@ -5,6 +5,7 @@ it is a regular one, not too large, UTF-8, and JSON or YAML of plain values; the
 more or less, no text for a number, and neither NaN nor infinity.
 """
 
+import functools
 import json
 import os
 import reprlib
@@ -56,7 +57,12 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
 
 def checked(kind: Any, value: Any) -> Any:
     """Return a plain value as one of a type; raise ValueError for another, strictly, and for NaN and infinity."""
-    return TypeAdapter(kind, config=STRICT).validate_python(value)
+    return _adapter(kind).validate_python(value)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=STRICT)
 
 
 def require_fields(kind: type, state: Mapping[str, Any]) -> None:
