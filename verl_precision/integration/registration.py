@@ -1,10 +1,9 @@
-"""What verl loads: importing this module registers everything this package offers, once per process.
+"""Importing this module registers everything this package offers, once per process.
 
-verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
-workers, vLLM workers), and logs a failure at DEBUG only. So nothing heavy is imported here: each registration waits for
-the verl module it belongs to (a post-import hook) and runs at once if that module is there already. A registration that
-fails, or a host symbol that differs from its entry in the ledger, fails each import of that module; and where this
-module itself fails, the process ends.
+verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process (driver, Ray workers, vLLM
+workers). So nothing heavy is imported here: each registration waits for the verl module it belongs to (a post-import
+hook) and runs at once if that module is there already. A registration that fails, or a host symbol that differs from
+its entry in the ledger, fails each import of that module.
 """
 
 import logging
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import wrapt
 
 from verl_precision import __version__
-from verl_precision.base.errors import RegistrationError, VerlPrecisionError, ending_the_process
+from verl_precision.base.errors import RegistrationError, VerlPrecisionError
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
@@ -111,5 +110,4 @@ def _register_all() -> None:
     logger.info("verl_precision %s loaded into verl %s", __version__, verl.__version__)
 
 
-with ending_the_process("the plugin (VERL_USE_EXTERNAL_PLUGINS=none is verl without it)"):
-    _register_all()
+_register_all()
