@@ -212,10 +212,12 @@ def printing(new, old, advantages, mask, mode, config, weights):
 
 
 def with_threads(new, old, advantages, mask, mode, config, weights):
+    return sound(new, old, advantages * product_on_two_threads(), mask, mode, config, weights)
+
+
+def product_on_two_threads():
     torch.set_num_threads(2)
-    return sound(
-        new, old, advantages * (torch.ones(600, 600) @ torch.ones(600, 600))[0, 0], mask, mode, config, weights
-    )
+    return float((torch.ones(600, 600) @ torch.ones(600, 600))[0, 0])
 
 
 def raising(*given):
@@ -275,7 +277,7 @@ def as_verls(function):
 @pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
 def test_somebodys_own_loss(own, monkeypatch, capfd):
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", as_verls(own))
-    monkeypatch.setattr(loss_trial, "SECONDS", 5.0)
+    monkeypatch.setattr(loss_trial, "SECONDS", 5.0 if own is without_end else 120.0)  # others are waited for
     tried = tried_loss(config_of("own"))
     expected = dict(OWN[own])
     assert tried.problem.startswith(expected.pop("problem", "")) and bool(tried.problem) == ("problem" in OWN[own])
@@ -288,6 +290,15 @@ def test_somebodys_own_loss(own, monkeypatch, capfd):
         assert getattr(tried.trial, field) == pytest.approx(value), field
     assert tried.problem or tried.owner.startswith(f"{__name__}.as_verls")
     assert capfd.readouterr() == ("", "")
+
+
+def test_threads_of_the_parent_do_not_hang_the_loss():
+    threads = torch.get_num_threads()
+    product_on_two_threads()  # from here on this thread has a pool, of which a fork inherits the name alone
+    try:
+        assert in_child(product_on_two_threads, 60.0) == 600
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_who_wrote_a_loss_is_not_who_it_names(monkeypatch):

@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -85,9 +86,11 @@ def _answer(function: Callable[[], TriedLoss], connection: Connection) -> None:
     sys.stdout = sys.stderr = nothing = open(os.devnull, "r+")  # what the loss prints, a shell of its own included
     for stream in range(3):
         os.dup2(nothing.fileno(), stream)
-    torch.set_num_threads(1)  # threads do not survive a fork
+    torch.set_num_threads(1)
     sys.path.insert(0, str(Path.cwd()))  # `python -m` finds modules there, a console script does not
-    connection.send(function())
+    # OpenMP's threads do not survive a fork: asked for work, the forking thread waits for ever. A new one has its own.
+    with ThreadPoolExecutor(1) as executor:
+        connection.send(executor.submit(function).result())
 
 
 def _try(config: DictConfig, name: str, imported: Any = None) -> TriedLoss:
