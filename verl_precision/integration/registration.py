@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
-from types import ModuleType
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import wrapt
 
@@ -35,18 +35,6 @@ _handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s")
 # Pass only what no handler of the root logger would show: in verl's workers that ends up at level ERROR.
 _handler.addFilter(lambda record: not any(handler.level <= record.levelno for handler in logging.root.handlers))
 logger.addHandler(_handler)
-
-
-class _Refused:
-    """A finder of modules that refuses one module: it was imported, and what it was imported for has failed."""
-
-    def __init__(self, module: str, error: VerlPrecisionError) -> None:
-        self.module, self.error = module, error
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Raise the error for the module."""
-        if name == self.module:
-            raise self.error
 
 
 class Registration(NamedTuple):
@@ -86,7 +74,12 @@ def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
             problem = f"{module} is there, and what this package adds to it fails: {type(error).__name__}: {error}"
             remedy = "Install a tested release (`verl-precision check` lists them)."
             ours = error if isinstance(error, VerlPrecisionError) else RegistrationError(problem, remedy=remedy)
-            sys.meta_path.insert(0, _Refused(module, ours))
+
+            def find_spec(name: str, path: object = None, target: object = None) -> None:
+                if name == module:
+                    raise ours
+
+            sys.meta_path.insert(0, cast(Any, SimpleNamespace(find_spec=find_spec)))
             raise ours from (None if ours is error else error)
 
     wrapt.register_post_import_hook(call_or_refuse, module)

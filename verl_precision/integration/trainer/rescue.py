@@ -83,7 +83,7 @@ def decide(config: DictConfig, action: Action) -> Rescue:
 
 def _read(folder: Path) -> Rescue | None:
     """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
-    remedy = f"Write it anew, without the line `checksum`; or remove {RESCUE_FILE}: the run goes on as it was."
+    remedy = f"Mend it, and take its line `checksum` out; or remove {RESCUE_FILE}: the run goes on as it was."
     return read_state(folder / RESCUE_FILE, _rescue, remedy)
 
 
