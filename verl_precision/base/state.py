@@ -24,17 +24,18 @@ T = TypeVar("T")
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of a pydantic dataclass that is read back
 MOST_BYTES, _DEEPEST, _SHOWN = 1 << 22, 32, 300
+_adapter = functools.cache(lambda kind: TypeAdapter(kind, config=STRICT))
 
 
 @contextmanager
-def refused_in_words(what: str, remedy: str, allowed: str = "what this version wrote") -> Iterator[None]:
+def refused_in_words(what: str, remedy: str) -> Iterator[None]:
     """Have any error of the code inside, which reads `what`, be a CheckpointStateError: rubbish may raise anything."""
     try:
         yield
     except Exception as error:
         inner = error.problem if isinstance(error, CheckpointStateError) else ""
         problem = f"{what}: {inner}" if inner else f"{what} cannot be read ({_reason(error)})"
-        raise CheckpointStateError(problem, allowed=allowed, remedy=remedy) from error
+        raise CheckpointStateError(problem, allowed="what this version wrote", remedy=remedy) from error
 
 
 def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
@@ -58,11 +59,6 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
 def checked(kind: Any, value: Any) -> Any:
     """Return a plain value as one of a type; raise ValueError for another, strictly, and for NaN and infinity."""
     return _adapter(kind).validate_python(value)
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind, config=STRICT)
 
 
 def require_fields(kind: type, state: Mapping[str, Any]) -> None:
@@ -100,11 +96,8 @@ def _plain_yaml(text: str) -> Any:
 
 def _reason(error: Exception) -> str:
     """Say in one line what was wrong."""
+    said = f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        value = "" if first["type"].startswith("missing") else f"={reprlib.repr(first['input'])}"
-        said = f"{place}{value}: {first['msg']}"
-    else:
-        said = f"{type(error).__name__}: {error}"
+        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {reprlib.repr(first['input'])}"
     return " ".join(said.split())[:_SHOWN]
