@@ -299,7 +299,11 @@ def test_errors_of_every_kind_end_it_and_ours_have_no_traceback(rescued, capsys,
     with pytest.raises(SystemExit):
         call_as_hydra_does(rescued, hook)
     said = capsys.readouterr().err
-    ours = isinstance(error, CheckpointStateError) or hook == "on_run_start" and isinstance(error, ConfigValueError)
+    ours = (
+        isinstance(error, CheckpointStateError | OSError)
+        or hook == "on_run_start"
+        and isinstance(error, ConfigValueError)
+    )
     assert ("Traceback" in said) != ours and str(error) in said
 
 

@@ -124,13 +124,14 @@ def ending_the_process(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = str(error)
-        if not isinstance(error, VerlPrecisionError):
+        said, remedy = str(error), "Nothing goes on unchecked. Mend the file that it names"
+        if isinstance(error, OSError) and error.filename is not None:
+            said = describe(said, remedy=remedy)
+        elif not isinstance(error, VerlPrecisionError):
             traceback.print_exc()
             place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{part}: {type(error).__name__} in {place.name} ({place.filename}:{place.lineno})"
-            remedy = "Nothing goes on unchecked. Mend the file that it names; or report it, with the traceback above."
-            said = describe(f"{where}: {said}", remedy=remedy)
+            said = f"{part}: {type(error).__name__} in {place.name} ({place.filename}:{place.lineno}): {said}"
+            said = describe(said, remedy=f"{remedy}; or report it, with the traceback above")
         print(f"verl_precision: {said}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
