@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import re
+import sys
 from unittest.mock import MagicMock, patch
 
 import forked
@@ -16,10 +17,12 @@ from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
+from verl_precision import plugin
 from verl_precision.base import versions
-from verl_precision.base.errors import EnvironmentMismatchError, RegistrationError
-from verl_precision.integration import registration
+from verl_precision.base.errors import RegistrationError
+from verl_precision.integration import registration as loading
 from verl_precision.integration.engine.fsdp_engine import CPU, register_cpu_engines
+from verl_precision.integration.registration import REGISTRATIONS
 
 LOADED = re.compile(r"^INFO.*verl_precision \S+ loaded into verl [\d.]+$", re.M)  # one short line
 
@@ -177,26 +180,69 @@ def load_again(monkeypatch):
     """Load the plugin a second time in this process, as verl does the first time."""
 
     def load() -> None:
-        spec = importlib.util.spec_from_file_location(f"{registration.__package__}.again", registration.__file__)
+        monkeypatch.delitem(sys.modules, loading.__name__)
+        spec = importlib.util.spec_from_file_location("verl_precision.plugin_again", plugin.__file__)
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
-    monkeypatch.setattr(registration.logger, "handlers", [*registration.logger.handlers])
+    monkeypatch.setattr(loading.logger, "handlers", [*loading.logger.handlers])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     return load
 
 
-def test_untested_verl_is_refused_loudly_with_the_range(monkeypatch, caplog, load_again):
+def test_untested_verl_ends_the_process_with_the_range(monkeypatch, capsys, load_again):
     monkeypatch.setitem(versions.TESTED, "verl", SpecifierSet(">=0.1,<0.2"))
-    with pytest.raises(EnvironmentMismatchError, match="<0.2.*VERL_USE_EXTERNAL_PLUGINS=none"):
+    with pytest.raises(SystemExit) as ended:
         load_again()
-    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
-    assert "verl runs WITHOUT it" in record.message and record.exc_info
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "<0.2" in said and "VERL_USE_EXTERNAL_PLUGINS=none" in said
 
 
-def test_platform_name_of_another_package_is_refused_not_overwritten(monkeypatch, caplog, load_again):
+def test_platform_name_of_another_package_is_refused_not_overwritten(monkeypatch, capsys, load_again):
     monkeypatch.setitem(PlatformRegistry._platforms, "cpu", type("Stranger", (PlatformCUDA,), {}))
-    with pytest.raises(RegistrationError, match="already registered by .*Stranger"):
+    with pytest.raises(SystemExit):
         load_again()
-    assert "verl runs WITHOUT it" in caplog.text
+    assert re.search("already registered by .*Stranger", capsys.readouterr().err)
+
+
+LOADING = (
+    *("verl_precision.base.versions.require_tested", "verl_precision.base.versions.installed_version"),
+    *("verl_precision.integration.ledger.modules_to_check", "verl_precision.base.files.table_of"),
+    "wrapt.register_post_import_hook",
+)
+
+
+@pytest.mark.parametrize("function", LOADING)
+def test_whatever_loading_calls_may_raise_and_the_process_ends(monkeypatch, capsys, load_again, function):
+    """verl alone would log it at DEBUG, and go on without this package."""
+    monkeypatch.setattr(function, MagicMock(side_effect=ImportError("planted")))
+    with pytest.raises(SystemExit) as ended:
+        load_again()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "ImportError" in said and "planted" in said and "Traceback" in said
+
+
+def test_a_plugin_that_fails_ends_import_verl(tmp_path):
+    script = "from packaging.specifiers import SpecifierSet\nfrom verl_precision.base import versions\n"
+    done = forked.run(
+        script + "versions.TESTED['verl'] = SpecifierSet('<0.2')\nimport verl\nprint('went on')", tmp_path
+    )
+    assert done.returncode == 1 and "went on" not in done.stdout
+    assert "verl_precision: verl " in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("registration", REGISTRATIONS, ids=lambda each: each.function)
+def test_what_a_registration_raises_fails_each_import_of_its_module(monkeypatch, tmp_path, registration):
+    """As an error that no host takes for a part that is not installed."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "host_part.py").touch()
+    monkeypatch.delitem(sys.modules, "host_part", raising=False)
+    planted = MagicMock(side_effect=ImportError("planted"))
+    monkeypatch.setattr(loading, "resolve_name", lambda name: planted)
+    loading._when_imported("host_part", registration.make)
+    for _ in range(2):
+        with pytest.raises(RegistrationError, match=r"host_part is there.*ImportError: planted"):
+            importlib.import_module("host_part")
 
 
 def test_engine_key_of_another_package_is_refused(monkeypatch):
@@ -239,6 +285,6 @@ def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypa
 def test_vllms_modules_are_wrapped_only_beside_its_cpu_build(on_cpu):
     """Elsewhere verl's own pin decides which vLLM there is, and a changed signature must not stop its import."""
     found = {"installed_version": lambda name: "0.28.0" if on_cpu else None, "require_tested": MagicMock(), "_done": []}
-    with patch.multiple(registration, **found), patch("wrapt.register_post_import_hook") as hook:
-        registration._register_all()
+    with patch.multiple(loading, **found), patch("wrapt.register_post_import_hook") as hook:
+        loading._register_all()
     assert any(call.args[1].startswith("vllm.") for call in hook.call_args_list) == on_cpu

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from rubbish import FOREIGN
 
 from verl_precision.base import owner
 
@@ -72,6 +74,40 @@ def test_a_torn_line_costs_no_other(tmp_path):
     (tmp_path / owner.OWNER_FILE).write_text('{"host": "a')
     assert owner.take(tmp_path) is None
     assert [each.process for each in owner.owners(tmp_path)] == [os.getpid()]
+    owner.release(tmp_path)
+
+
+LINES = *FOREIGN.values(), b"{rubbish}", b"{}", b'{"host": 1, "process": "x", "job": {}, "since": []}'
+
+
+def test_whatever_is_written_into_the_file_of_a_held_folder_it_stays_held(tmp_path, start):
+    """Before it is taken, and while it is held."""
+    path = tmp_path / owner.OWNER_FILE
+    path.write_bytes(b"\n".join(LINES) + b"\n")
+    first, said = start("7")
+    assert said == "None" and owner.take(tmp_path).process == first.pid
+    mine = path.read_bytes()
+    for line in LINES:
+        for content in (mine + line + b"\n", line + b"\n" + mine, line):
+            path.write_bytes(content)
+            holder = owner.take(tmp_path)
+            assert holder is not None and not owner.owned_here(tmp_path), line
+            assert holder.process == (first.pid if content.strip().endswith(mine.strip()) else 0), (
+                "named, or nobody else is"
+            )
+
+
+def test_a_line_of_a_later_version_names_its_owner_and_rubbish_nobody(tmp_path):
+    later = {"host": "h", "process": 7, "job": "j", "since": "s", "user": "u"}
+    content = b"\n".join((b"", *(line for line in LINES if len(line) < 1 << 20), json.dumps(later).encode(), b""))
+    (tmp_path / owner.OWNER_FILE).write_bytes(content)
+    assert [each.job for each in owner.owners(tmp_path)] == ["j"]
+
+
+def test_what_this_process_owns_it_keeps_where_its_line_is_gone(tmp_path):
+    assert owner.take(tmp_path) is None
+    (tmp_path / owner.OWNER_FILE).write_bytes(b"\xff{\n")
+    assert owner.take(tmp_path) is not None and owner.owned_here(tmp_path)
     owner.release(tmp_path)
 
 

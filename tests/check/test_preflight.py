@@ -1,21 +1,33 @@
 """Bad input is refused before Ray or a model starts: setting, value, what is allowed, what to do."""
 
+import ast
+import inspect
 import json
 import os
 import shutil
 import sys
+import textwrap
+import warnings
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import forked
 import psutil
 import pytest
+import ray
 import torch
+import yaml
 from composer import compose_recipe
+from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigValueError
+from rubbish import FOREIGN
 
+from verl_precision.base import owner
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.check import probe
+from verl_precision.check import preflight, probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.integration.rollout.weight_socket import VARIABLE
 from verl_precision.integration.trainer import rescue
@@ -209,6 +221,113 @@ def test_a_run_that_was_rescued_goes_on_as_its_rescue(root, tmp_path, monkeypatc
         assert ended == ["Ray"], "before another one starts"
     (words,) = became
     assert "precision=fp16" in words and f'++trainer.default_local_dir="{tmp_path}/run-rescue"' in words
+
+
+def called_by(hook):
+    """Return the functions that a hook calls, each as its place and its name there."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(PreflightCallback, hook)))))
+    for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        place, _, name = ast.unparse(call).rpartition(".")
+        owner = {"": preflight, "rescue": rescue, "ray": ray}.get(place)
+        if owner is not None and name in vars(owner) and not isinstance(getattr(owner, name), type):
+            yield hook, owner, name
+
+
+COMPLETED = SimpleNamespace(status=JobStatus.COMPLETED)
+HOOKS = {"on_run_start": "on_run_start", "on_job_start": "on_job_start", "_end_well": "on_job_end"}  # Hydra's names
+CALLED = [each for hook in HOOKS for each in called_by(hook)]
+CALLED += [("on_job_start", SignalRequests, "listen"), ("_end_well", SignalRequests, "end")]
+
+
+def call_as_hydra_does(config, *hooks):
+    """Call hooks of a new callback through Hydra, which turns an exception into a warning: here that is an error."""
+    callbacks = Callbacks()
+    callbacks.callbacks = [PreflightCallback()]
+    given = {"on_job_start": {"task_function": None}, "on_job_end": {"job_return": COMPLETED}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for hook in hooks:
+            getattr(callbacks, hook)(config=config, **given.get(hook, {}))
+
+
+@pytest.fixture
+def rescued(config, own_folder, monkeypatch):
+    """A config with which each function is called, and what takes long says nothing; no driver becomes another one."""
+    monkeypatch.setattr(preflight, "find_problems", lambda config: [])
+    monkeypatch.setattr(rescue.os, "execv", lambda *arguments: None)
+    monkeypatch.setattr(SignalRequests, "listen", lambda self: None)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
+    rescue.decide(config, Action("rescue", "k3_growth", 9, 5))
+    yield config
+    owner.release(own_folder)
+
+
+def test_what_the_hooks_call_is_known():
+    assert {name for _, _, name in CALLED} >= {"let_presets_win", "of_run", "become", "claim_folder", "mend_tracker"}
+
+
+@pytest.mark.parametrize(("hook", "place", "name"), CALLED, ids=lambda value: getattr(value, "__name__", value))
+def test_whatever_a_hook_calls_may_raise_and_the_start_ends(rescued, capsys, monkeypatch, hook, place, name):
+    def planted(*arguments, **named):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(place, name, planted)
+    if name == "in_our_words":
+        monkeypatch.setattr(
+            preflight, "measured_mode", MagicMock(side_effect=ConfigValueError("for which it is called"))
+        )
+    before = ["on_run_start", "on_job_start"][: list(HOOKS).index(hook)]
+    with pytest.raises(SystemExit) as ended:
+        call_as_hydra_does(rescued, *before, HOOKS[hook])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and "verl_precision: the preflight: KeyError in planted" in said and "Mend " in said
+
+
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left", "/full"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "rubbish"), RecursionError(),
+    ImportError("gone"), AssertionError(), ConfigValueError("interpolation"), yaml.YAMLError("not YAML"),
+    CheckpointStateError("half a file", remedy="Remove it."),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+@pytest.mark.parametrize("hook", ["on_run_start", "on_job_start"])
+def test_errors_of_every_kind_end_it_and_ours_have_no_traceback(rescued, capsys, monkeypatch, hook, error):
+    def planted(*arguments, **named):
+        raise error
+
+    monkeypatch.setattr(preflight, {"on_run_start": "measured_mode", "on_job_start": "claim_folder"}[hook], planted)
+    with pytest.raises(SystemExit):
+        call_as_hydra_does(rescued, hook)
+    said = capsys.readouterr().err
+    ours = (
+        isinstance(error, CheckpointStateError | OSError)
+        or hook == "on_run_start"
+        and isinstance(error, ConfigValueError)
+    )
+    assert ("Traceback" in said) != ours and str(error) in said
+
+
+def test_a_failed_jobs_own_error_is_not_hidden(rescued, monkeypatch):
+    """Hydra raises it after this hook."""
+    callback = PreflightCallback()
+    callback.on_run_start(rescued)
+    callback.on_job_start(rescued)
+    monkeypatch.setattr(SignalRequests, "_forget", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        callback.on_job_end(rescued, SimpleNamespace(status=JobStatus.FAILED))
+
+
+@pytest.mark.parametrize("content", ["empty", "not UTF-8", "more digits than Python reads", "deep blocks"])
+@pytest.mark.parametrize("name", ["rescue.yaml", "run.yaml", TRACKER])
+def test_rubbish_in_a_runs_folder_ends_its_start(config, own_folder, monkeypatch, capsys, name, content):
+    monkeypatch.setattr(preflight, "find_problems", lambda config: [])
+    monkeypatch.setattr(SignalRequests, "listen", lambda self: None)
+    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
+    (own_folder / name).write_bytes(FOREIGN[content])
+    with pytest.raises(SystemExit):
+        call_as_hydra_does(config, "on_run_start", "on_job_start")
+    said = capsys.readouterr().err
+    assert str(own_folder / name) in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(("end", "left"), [("", None), ("soon", None), ("2500", 1000), ("1000", None)])

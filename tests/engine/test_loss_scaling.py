@@ -1,9 +1,12 @@
 """The scaler in one process: bounds, static mode, underflow, state, refusals; and the report on its steps."""
 
+import contextlib
+import json
 import math
 
 import pytest
 import torch
+from rubbish import FOREIGN, cut, flipped
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
@@ -138,11 +141,42 @@ def test_state_continues_and_settings_stay_those_of_the_config(tmp_path):
     assert other.get_growth_interval() == 3 and other.get_growth_factor() == 1.5
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"scale": "large"}', '{"scale": 1.0}'])
-def test_damaged_state_is_refused(tmp_path, content):
-    (tmp_path / FILE_NAME).write_text(content)
-    with pytest.raises(CheckpointStateError, match=r"loss_scale\.json is not a loss-scale state .*delete it"):
-        load_scaler(scaler_with(), str(tmp_path))
+GOOD = {"scale": 64.0, "growth_tracker": 3, "steps_at_minimum": 0}
+CHANGED = (
+    *({"scale": scale} for scale in ("large", None, True, 0, -1, math.nan, INF, 10**400)),
+    *({"growth_tracker": number} for number in (-5, 1.5, None, 2**31, 1e30, 10**400, math.nan)),
+    *({"steps_at_minimum": number} for number in (-5, 10, 10**9, 0.5, None)),
+    {"version": 2},
+)
+
+
+@pytest.mark.parametrize(
+    "content", [*FOREIGN.values(), b'{"scale": 1.0}', *(json.dumps(GOOD | change).encode() for change in CHANGED)]
+)
+def test_damaged_state_is_refused_and_changes_nothing(tmp_path, content):
+    (tmp_path / FILE_NAME).write_bytes(content)
+    scaler = scaler_with()
+    before = scaler.state_dict()
+    with pytest.raises(CheckpointStateError, match=r"loss_scale\.json.* cannot be read .*delete it"):
+        load_scaler(scaler, str(tmp_path))
+    assert scaler.state_dict() == before
+
+
+def test_a_state_cut_short_or_with_another_bit_is_refused_or_within_the_bounds(tmp_path):
+    content, scaler = json.dumps(GOOD).encode(), scaler_with(growth_interval=5)
+    for damaged in (*cut(content), *flipped(content)):
+        (tmp_path / FILE_NAME).write_bytes(damaged)
+        with contextlib.suppress(CheckpointStateError):
+            load_scaler(scaler, str(tmp_path))
+        state = scaler.state_dict()
+        assert 1 <= state["scale"] <= 2**32 and 0 <= state["growth_tracker"] < 5 and 0 <= scaler.steps_at_minimum < 10
+
+
+def test_an_interval_that_was_shortened_is_over_at_the_next_good_update():
+    """torch grows where the counter equals the interval: beyond it the scale would never grow again."""
+    scaler = scaler_with(growth_interval=2)
+    scaler.load_state_dict(GOOD)
+    assert run(scaler, [1])[0] == [128]
 
 
 def test_state_of_torchs_scaler_is_understood():

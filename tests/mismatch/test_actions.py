@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.mismatch.actions import CURABLE, FAULTS, Action, AlarmActions
 from verl_precision.mismatch.alarm import MismatchAlarm, first_alarms
 from verl_precision.mismatch.remedies import ADVICE
@@ -118,3 +119,15 @@ def test_a_resumed_run_goes_on_where_it_was():
     begun(whole, steps)
     begun(second, steps[4:], first=5)
     assert second.state() == whole.state() and whole.exhausted
+
+
+@pytest.mark.parametrize("change", [
+    {"begun": None}, {"begun": "x"}, {"begun": [1.5]}, {"begun": [float("inf")]}, {"exhausted": 1}, {"exhausted": None},
+    {"persistence": None}, {"persistence": []}, {"persistence": {}}, {"persistence": {"active": "x"}},
+])  # fmt: skip
+def test_a_state_of_something_else_is_refused(change):
+    with pytest.raises(CheckpointStateError, match="cannot be read"):
+        actions().load(actions().state() | change)
+    for nothing in ({}, [], None, "x", -1):
+        with pytest.raises(CheckpointStateError):
+            actions().load(nothing)

@@ -163,7 +163,18 @@ def test_a_resumed_run_raises_what_an_unbroken_one_does(cut):
     assert found == expected and alarm.state_dict() == unbroken.state_dict()
 
 
-@pytest.mark.parametrize("state", [{}, {"k3_growth": {"baseline": "x"}}])
+def state_with(name, **changes):
+    state = MismatchAlarm().state_dict()
+    return state | {name: state[name] | changes}
+
+
+@pytest.mark.parametrize("state", [
+    {}, [], None, {"k3_growth": {"baseline": "x"}}, state_with("k3_growth", later=1),
+    *(state_with("k3_growth", baseline=value) for value in (None, "x", [math.nan] * 40, [math.inf], ["a"], [10**400])),
+    *(state_with("k3_growth", evidence=value) for value in (None, "1", math.nan, math.inf, 10**400, [])),
+    *(state_with("phantom_clipping", since=value) for value in ("x", 1.5, math.inf, [], {})),
+    *(state_with("phantom_clipping", active=value) for value in ("x", 1, None)),
+])  # fmt: skip
 def test_a_foreign_state_is_refused_and_changes_nothing(state):
     alarm = MismatchAlarm()
     feed(alarm, HEALTHY, 1, 40)

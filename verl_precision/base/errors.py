@@ -1,5 +1,7 @@
 """The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
 
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -108,6 +110,30 @@ def after_ctrl_c(text: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(text) from None
+
+
+@contextmanager
+def ending_the_process(part: str) -> Iterator[None]:
+    """End this process, in words, where the code inside raises: hosts only warn of it, and go on without this package.
+
+    An error that nobody foresaw has its traceback above its words; `part` says which part of this package it ended.
+
+    Raises:
+        SystemExit: With code 1, caused by the error; hosts let it pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        said, remedy = str(error), "Nothing goes on unchecked. Mend the file that it names"
+        if isinstance(error, OSError) and error.filename is not None:
+            said = describe(said, remedy=remedy)
+        elif not isinstance(error, VerlPrecisionError):
+            traceback.print_exc()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{part}: {type(error).__name__} in {place.name} ({place.filename}:{place.lineno}): {said}"
+            said = describe(said, remedy=f"{remedy}; or report it, with the traceback above")
+        print(f"verl_precision: {said}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
 
 
 def require(condition: bool, problem: str, remedy: str = "") -> None:

@@ -19,10 +19,15 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import IO
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from verl_precision.base.state import MOST_BYTES, read_state
 
 OWNER_FILE = "owner.txt"
 LEASE_SECONDS = 180.0  # twice the usual lease of NFSv4
@@ -32,10 +37,10 @@ _JOB_IDS = (JOB_ID, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _TAKEN, _NO_LOCKS = (errno.EACCES, errno.EAGAIN), (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("verl_precision")
-_held: dict[tuple[int, Path], IO[str]] = {}  # process and folder -> the locked file; a forked child holds nothing
+_held: dict[tuple[int, Path], IO[bytes]] = {}  # process and folder -> the locked file; a forked child holds nothing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))  # a later version may say more
 class Owner:
     """A process that owns a folder, or has owned it."""
 
@@ -78,21 +83,19 @@ def owned_here(folder: Path) -> bool:
 
 
 def owners(folder: Path) -> list[Owner]:
-    """Return who has owned a folder, the last one last; a line cut short by a full disk is left out."""
+    """Return who has owned a folder, the last one last; what is no whole line of this module's is left out."""
     if owned_here(folder):
-        return _owners(_held[_key(folder)])
-    path = folder / OWNER_FILE
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return _owners(file)
+        text = _text(_held[_key(folder)])
+    else:
+        text = read_state(folder / OWNER_FILE, str, "Remove it, if no run is at work there.") or ""
+    return [owner for owner in map(_owner, text.splitlines(keepends=True)) if owner is not None]
 
 
 def _take(folder: Path) -> Owner | None:
     if owned_here(folder):
-        return owners(folder)[-1]
+        return _last(_held[_key(folder)])
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / OWNER_FILE).open("a+")  # NFS locks only a file that is open for writing
+    file = (folder / OWNER_FILE).open("ab+")  # NFS locks only a file that is open for writing
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -100,20 +103,34 @@ def _take(folder: Path) -> Owner | None:
             file.close()
             raise
         if error.errno in _TAKEN:
-            with file:  # its owner may not have written its line yet
-                return (_owners(file) or [Owner("a host", 0, None, "just now")])[-1]
+            with file:
+                return _last(file)
         logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
     since = datetime.now().astimezone().isoformat(timespec="seconds")
     mine = Owner(socket.gethostname(), os.getpid(), this_job(), since)
-    file.write("\n" + json.dumps(asdict(mine)) + "\n")  # the last line may have been cut short
+    file.write(f"\n{json.dumps(asdict(mine))}\n".encode())  # the last line may have been cut short
     file.flush()
     _held[_key(folder)] = file
     return None
 
 
-def _owners(file: IO[str]) -> list[Owner]:
-    file.seek(0)
-    return [Owner(**json.loads(line)) for line in file if line.startswith("{") and line.endswith("}\n")]
+def _text(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_BYTES))
+    return file.read(MOST_BYTES).decode(errors="replace")
+
+
+def _owner(line: str) -> Owner | None:
+    """Return the owner that a line names; None where it is cut short, or rubbish."""
+    try:
+        return Owner(**json.loads(line)) if line.endswith("}\n") else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _last(file: IO[bytes]) -> Owner:
+    """Return the owner of a locked file: it may not have written its line yet, or something is written behind it."""
+    lines = _text(file).rstrip().splitlines() or [""]
+    return _owner(lines[-1] + "\n") or Owner("a host", 0, None, "a time that nobody knows")
 
 
 def _key(folder: Path) -> tuple[int, Path]:

@@ -4,6 +4,7 @@
 Ray task a node, in the working directory and environment that verl's own workers will have there.
 """
 
+import contextlib
 import importlib
 import os
 import re
@@ -154,7 +155,8 @@ def look_here(paths: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a `Node` that it knows itself, all but name, GPUs and failure."""
     versions = installed_versions()
     if "verl" in versions:
-        importlib.import_module("verl")
+        with contextlib.suppress(SystemExit):  # of our plugin, whose words are on that host; here it is not loaded
+            importlib.import_module("verl")
     sizes: dict[str, int | None] = {}
     for path in paths:
         real = os.path.expanduser(path)

@@ -72,7 +72,10 @@ def _entry_point() -> str:
 
 
 def _plugin() -> str:
-    importlib.import_module("verl")
+    try:
+        importlib.import_module("verl")
+    except SystemExit as ended:
+        raise EnvironmentMismatchError(f"it fails to load, which ends every start: {ended.__cause__}") from ended
     if (plugin := sys.modules.get(PLUGIN)) is not None:
         return "; ".join(plugin.registered())
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")

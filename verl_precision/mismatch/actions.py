@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from verl_precision.base.state import refused_in_words, require_fields
 from verl_precision.mismatch.drift_detector import Persistence
 from verl_precision.mismatch.settings import AlarmSettings
 
@@ -66,5 +67,9 @@ class AlarmActions:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""
-        self.begun, self.exhausted = [int(step) for step in state["begun"]], bool(state["exhausted"])
-        self._persistence.load(state["persistence"])
+        with refused_in_words("the state of what the alarm did", "Remove it, with the alarm's, to begin anew."):
+            own = {name: state[name] for name in ("begun", "exhausted")}
+            require_fields(AlarmActions, own)
+            require_fields(Persistence, state["persistence"])
+            self._persistence.load(state["persistence"])
+            self.begun, self.exhausted = [*own["begun"]], own["exhausted"]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
+from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.state import refused_in_words, require_fields
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.drift_detector import EVERY, Growth, Persistence
 from verl_precision.mismatch.remedies import ADVICE, Advice
@@ -152,15 +153,10 @@ class MismatchAlarm:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state; one that cannot be read raises `CheckpointStateError`, and nothing is changed."""
         fresh = MismatchAlarm(self.settings)
-        try:
+        with refused_in_words("the state of the mismatch alarm", "Remove it to begin with a new baseline."):
             for name, detector in fresh._detectors.items():
+                require_fields(type(detector), state[name])
                 detector.load(state[name])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointStateError(
-                f"the state of the mismatch alarm cannot be read ({error!r})",
-                allowed="what state_dict() returned",
-                remedy="Remove it to begin with a new baseline.",
-            ) from error
         self._growing, self._persisting = fresh._growing, fresh._persisting
 
     def _alarm(

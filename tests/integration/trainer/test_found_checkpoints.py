@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from omegaconf import DictConfig
+from rubbish import FOREIGN
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, find_latest_ckpt_path
 
 from verl_precision.base.errors import CheckpointStateError
@@ -59,7 +60,9 @@ def test_half_a_checkpoint_is_told_from_a_whole_one(tmp_path, damage):
     assert is_complete(path, contents=["model", "hf_model"]) is (damage in ("half of a shard", "optimizer removed"))
 
 
-@pytest.mark.parametrize("said", [None, "", "140", "120", "words"])
+@pytest.mark.parametrize(
+    "said", [None, "", "140", "120", "words", "-3", "100.0", "1" + "0" * 400, "\u0661\u0660\u0660", "²"]
+)
 def test_an_unusable_tracker_names_the_newest_complete_checkpoint_and_this_is_said(config, folder, said, caplog):
     """verl alone: ValueError, or from scratch beside an intact checkpoint, or from half a one."""
     if said is not None:
@@ -67,7 +70,7 @@ def test_an_unusable_tracker_names_the_newest_complete_checkpoint_and_this_is_sa
     mend_tracker(config)
     assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_100")
     assert "complete checkpoint, global_step_100 (not complete: global_step_120)" in caplog.text
-    assert ("is not there" if said is None else f"says {said!r}") in caplog.text
+    assert ("is not there" if said is None else f"says {said[:20]!r}"[:-1]) in caplog.text
     assert not list(folder.glob(".*")), "written at once, or not at all"
 
 
@@ -81,6 +84,28 @@ def test_an_asynchronous_run_goes_on_where_the_prompts_under_way_are(config, fol
     (folder / TRACKER).unlink()
     mend_tracker(config)
     assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_20")
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_rubbish_tracker_is_mended_where_that_can_be_and_else_refused(config, folder, content):
+    (folder / TRACKER).write_bytes(content)
+    if len(content) < 1 << 20:
+        mend_tracker(config)
+        assert (folder / TRACKER).read_text() == "100"
+    for step in (20, 100):
+        shutil.rmtree(folder / f"global_step_{step}")
+    for name in ("global_step_\u0663", "global_step_03", "global_step_" + "9" * 200):
+        (folder / name).mkdir()
+    (folder / TRACKER).write_bytes(content)
+    with pytest.raises(CheckpointStateError) as refused:
+        mend_tracker(config)
+    assert str(folder / TRACKER) in str(refused.value) and len(str(refused.value)) < 1000
+
+
+def test_a_folder_in_the_place_of_the_tracker_is_refused(config, folder):
+    (folder / TRACKER).mkdir()
+    with pytest.raises(CheckpointStateError, match="cannot be read .*Remove it"):
+        mend_tracker(config)
 
 
 @pytest.mark.parametrize("change", [

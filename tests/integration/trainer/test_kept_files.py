@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import verl  # noqa: F401 - loads the plugin
+from rubbish import FOREIGN
 from verl.utils.tracking import FileLogger, Tracking
 
 from verl_precision.integration.trainer import kept_files
@@ -62,6 +63,22 @@ def test_a_run_from_scratch_starts_a_series_and_the_former_one_is_kept(files):
     train(started(0), range(1, 2), 3.0)
     assert series(files.metrics) == [(1, 3)]
     assert series(files.superseded) == [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
+
+
+def test_a_line_that_is_no_row_is_kept_aside_and_costs_no_other(files):
+    train(started(0), range(1, 3), 1.0)
+    lines = (
+        *(line.replace(b"\n", b" ") for line in FOREIGN.values()),
+        b'{"step": "2"}',
+        b'{"step": NaN}',
+        b'{"step": null}',
+    )
+    with files.metrics.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+    train(started(2), range(3, 4), 2.0)
+    assert series(files.metrics) == [(1, 1), (2, 1), (3, 2)]
+    aside = files.superseded.read_bytes()
+    assert all(line in aside for line in lines)
 
 
 def test_a_step_that_was_saved_and_not_logged_has_its_row_and_else_verls_counts(files):

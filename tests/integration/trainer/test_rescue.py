@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from rubbish import FOREIGN, cut, flipped
 
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.integration.trainer import rescue
 from verl_precision.integration.trainer.rescue import RESCUE_FILE, Rescue
 from verl_precision.mismatch.actions import Action
@@ -78,3 +81,36 @@ def test_a_rescue_that_has_a_checkpoint_of_its_own_goes_on_from_that(decided):
     checkpoint(Path(decided.folder), 7)
     words = rescue.arguments(GIVEN, decided, chosen=["precision"])
     assert '++trainer.resume_mode="auto"' in words and not any("resume_from_path" in word for word in words)
+
+
+def test_a_file_cut_short_or_with_another_bit_is_refused_or_says_the_same(decided):
+    """A letter of it is another folder."""
+    parent = Path(decided.parent)
+    asked = config(parent)
+    content = (parent / RESCUE_FILE).read_bytes()
+    for damaged in (*cut(content), *flipped(content, bits=1)):
+        (parent / RESCUE_FILE).write_bytes(damaged)
+        try:
+            assert rescue.of_run(asked) == decided, damaged
+        except CheckpointStateError as refused:
+            assert str(parent / RESCUE_FILE) in str(refused) and "remove rescue.yaml" in str(refused)
+
+
+FIELDS = {"parent": "p", "alarm": "a", "step": 3, "since_step": 2, "checkpoint": None, "precision": "fp16", "name": "n"}
+FIELDS |= {"folder": "f"}
+
+
+@pytest.mark.parametrize("content", [*FOREIGN.values(), *(yaml.safe_dump(FIELDS | change).encode() for change in (
+    {"new": 1}, {"precision": "fp8"}, {"step": "3"}, {"step": 3.0}, {"name": None}, {"checkpoint": 4}, {"folder": []},
+    {"checksum": "crc32 00000000"}, {"checksum": None, "later": 1},
+))], ids=lambda content: repr(content[-24:]))  # fmt: skip
+def test_rubbish_ends_the_start_of_its_parent_and_its_own(tmp_path, content):
+    (tmp_path / RESCUE_FILE).write_bytes(content)
+    for ask in (rescue.of_run, rescue.is_rescue):
+        with pytest.raises(CheckpointStateError, match=r"rescue\.yaml cannot be read"):
+            ask(config(tmp_path))
+
+
+def test_a_file_written_by_hand_needs_no_checksum(tmp_path):
+    (tmp_path / RESCUE_FILE).write_text(yaml.safe_dump(FIELDS))
+    assert rescue.of_run(config(tmp_path)) == Rescue(**FIELDS)

@@ -9,11 +9,13 @@ import pytest
 import yaml
 from composer import compose_recipe
 from omegaconf import OmegaConf
+from rubbish import FOREIGN, cut, flipped
 
 from verl_precision.base import owner
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.integration.trainer import run_identity
+from verl_precision.integration.trainer.run_settings import RunSettings, as_record, changed_settings
 
 SANITY = "recipes/sanity/sanity.yaml"
 DATA = "recipes/data/stand_in.jsonl"
@@ -112,8 +114,39 @@ def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
     with pytest.raises(SystemExit):  # while it is named; with a name of the user's own, while it is claimed
         claim()
     assert "run.yaml cannot be read" in capsys.readouterr().err
-    with pytest.raises(ConfigurationError, match=r"run\.yaml cannot be read"):
+    with pytest.raises(CheckpointStateError, match=r"run\.yaml cannot be read.*trainer\.default_local_dir"):
         claim("trainer.experiment_name=own")
+
+
+SETTINGS = {"data.seed": 1, "lr": 1e-6, "off": None, "path": "m"}
+RUN = RunSettings(SETTINGS, frozenset({"lr", "path"}), {"path": "ab"}, "0" * 8)
+CHANGES = (
+    *({"version": 2}, {"chosen": None}, {"chosen": ["x"]}, {"content": {"path": 1}}, {"content": {"x": "y"}}),
+    *({"digest": "x"}, {"digest": 12345678}, {"settings": {1: 2}}),
+)
+RUBBISH = *FOREIGN.values(), *(yaml.safe_dump(as_record(RUN) | change).encode() for change in CHANGES)
+
+
+@pytest.mark.parametrize("content", RUBBISH, ids=lambda content: repr(content[:24]))
+def test_rubbish_is_nobodys_record(tmp_path, content):
+    (tmp_path / run_identity.RUN_FILE).write_bytes(content)
+    with pytest.raises(CheckpointStateError, match=r"run\.yaml cannot be read"):
+        run_identity.run_in(tmp_path)
+
+
+def test_a_record_cut_short_or_with_another_bit_is_refused_or_keeps_what_was_chosen(tmp_path):
+    path = tmp_path / run_identity.RUN_FILE
+    content = yaml.safe_dump(as_record(RUN), sort_keys=False).encode()
+    path.write_bytes(content)
+    assert run_identity.run_in(tmp_path) == RUN
+    for damaged in (*cut(content), *flipped(content, bits=2)):
+        path.write_bytes(damaged)
+        try:
+            found = run_identity.run_in(tmp_path)
+        except CheckpointStateError:
+            continue
+        if not changed_settings(found, RUN):  # a path with the same content is the same
+            assert found.chosen == RUN.chosen and found.settings["lr"] == 1e-6, damaged
 
 
 NOTHING = "trainer.save_freq=-1", "checkpoint.every_minutes=0"

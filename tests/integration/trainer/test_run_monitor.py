@@ -1,5 +1,6 @@
 """What is asked, measured, taken, judged, kept and shown; a failing measurement costs nothing but itself."""
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -7,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from rubbish import FOREIGN, cut, flipped
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
@@ -360,6 +362,24 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     resumed.load(str(tmp_path))
     assert resumed.alarm.active == judge.alarm.active
     resumed.load(str(tmp_path / "nothing here"))
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_memory_that_cannot_be_read_ends_the_start_by_name(tmp_path, content):
+    (tmp_path / ALARM_FILE).write_bytes(content)
+    with pytest.raises(CheckpointStateError, match=r"mismatch_alarm\.json.* cannot be read .*(remove|Remove) it"):
+        monitor().load(str(tmp_path))
+
+
+def test_a_memory_cut_short_or_with_another_bit_is_refused_or_goes_on(tmp_path):
+    judged(judge := monitor())
+    judge.save(str(tmp_path), {})
+    content, resumed = (tmp_path / ALARM_FILE).read_bytes(), monitor()
+    for damaged in (*cut(content), *flipped(content, bits=1)):
+        (tmp_path / ALARM_FILE).write_bytes(damaged)
+        with contextlib.suppress(CheckpointStateError):
+            resumed.load(str(tmp_path))
+            judged(resumed)
 
 
 def test_on_alarm_stop_returns_the_error_that_ends_the_run():

@@ -5,7 +5,9 @@ import json
 import pytest
 import yaml
 from composer import compose_recipe
+from rubbish import FOREIGN
 
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.integration.trainer.run_identity import RUN_FILE
 from verl_precision.integration.trainer.run_monitor import STEP_METRICS
 from verl_precision.integration.trainer.run_settings import as_record, settings_of_run
@@ -55,3 +57,12 @@ def test_a_model_of_the_hub_is_named(checkpoint):
 def test_what_is_not_known_is_not_claimed(checkpoint):
     text = parts(model_card(checkpoint, "fp32", "every weight fits FP16"))[1]
     assert "| not recorded |" in text and "trained in" not in text and "```yaml" not in text
+
+
+@pytest.mark.parametrize("content", [*FOREIGN.values(), *(
+    f'{{"mismatch/k3_kl": {value}}}'.encode() for value in ("NaN", "Infinity", "1e400", '"x"', "null", "true", 10**400)
+)], ids=lambda content: repr(content[:24]))  # fmt: skip
+def test_metrics_that_cannot_be_read_are_refused_by_name(checkpoint, content):
+    (checkpoint / STEP_METRICS).write_bytes(content)
+    with pytest.raises(CheckpointStateError, match=r"step_metrics\.json cannot be read .*Remove it"):
+        model_card(checkpoint, "fp16", "")

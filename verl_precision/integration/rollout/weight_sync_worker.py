@@ -76,12 +76,12 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         model: Any = self.model_runner.model
         adapter_only, by_layer = bool(peft_config and base_sync_done), False
         self._without_adapter = 0 if adapter_only else self._without_adapter + 1
-        problems = [] if self._sync_index == 0 else self._old_encoder_outputs()
-        parameters: set[str] = set()
+        problems, parameters = list[str](), set[str]()
         records: dict[str, LayerRecord] = {}
         try:
             with ExitStack() as stack:
                 try:
+                    problems += self._old_encoder_outputs() if self._sync_index else []
                     by_layer = not adapter_only and not self._is_quantised()
                     if by_layer:
                         parameters = {name for name, _ in model.named_parameters()}
@@ -89,7 +89,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                         _collect_loaded(model, sync)
                         stack.callback(delattr, model, "load_weights")
                 except Exception as error:  # raised once the sender has been answered
-                    sync.failure = error.with_traceback(None)
+                    sync.failure = self._failure("looking at the model", error)
                 super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
                 if sync.failure is not None:
                     raise sync.failure
@@ -141,17 +141,17 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
                 sync.received[name] = tensor.dtype
                 if sync.digests is not None:
                     sync.digests.add(name, tensor)
-            if tensors:
-                sync.loading = f"a tensor from {tensors[0][0]} to {tensors[-1][0]}"
-            if peft_config and base_sync_done:
-                sync.adapter = dict(tensors)
+            sync.loading = f"a tensor from {tensors[0][0]} to {tensors[-1][0]}" if tensors else sync.loading
+            sync.adapter = dict(tensors) if peft_config and base_sync_done else sync.adapter
             sync.report.seconds += time.perf_counter() - start
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
-            # Without its frames: they hold views of the transfer buffer, and the sender would wait for its release.
-            logger.error("weight sync %d: loading failed\n%s", self._sync_index, traceback.format_exc())
-            why = f"{sync.loading}: {type(error).__name__}: {error}"
-            sync.failure = WeightSyncError(f"Weight sync {self._sync_index} did not take: {why}. {SYNC_HELP}")
+            sync.failure = self._failure(sync.loading, error)
+
+    def _failure(self, doing: str, error: Exception) -> WeightSyncError:
+        """Return an error without its frames: they hold views of the transfer buffer, and the sender waits for them."""
+        logger.error("weight sync %d: %s failed\n%s", self._sync_index, doing, traceback.format_exc())
+        return WeightSyncError(f"Weight sync {self._sync_index} did not take: {doing}: {error!r}. {SYNC_HELP}")
 
     def _apply_buffer_updates_all_models(self, buffer_updates: list, main_named_buffers: dict) -> int:
         """Set buffers as verl does; on CPU later, since a layer-wise reload would put the old values back."""

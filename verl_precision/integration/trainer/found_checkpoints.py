@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.files import write_file
+from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import FSDP, engines
 from verl_precision.integration.trainer.kept_files import MARK, STEP, checkpoints_in
 
@@ -28,6 +29,7 @@ logger = logging.getLogger("verl_precision")
 
 LAST_FILE, QUEUE = "data.pt", "transfer_queue"
 TRACKER = "latest_checkpointed_iteration.txt"
+_SHOWN = 80  # characters of a tracker; a step has fewer
 _SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt$")
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # of `checkpoint.load_contents`
 
@@ -61,9 +63,11 @@ def mend_tracker(config: DictConfig) -> None:
         return
     found, tracker = checkpoints_in(folder), folder / TRACKER
     roles = [engine.role for engine in engines(config) if engine.trains]
-    said = tracker.read_text(errors="replace").strip() if tracker.exists() else None
+    said = read_state(
+        tracker, lambda text: text.strip()[:_SHOWN], "Remove it: the newest complete checkpoint is found."
+    )
     complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
-    if said and said.isdecimal() and int(said) in complete:
+    if said and said in map(str, complete):
         return
     if config.trainer.v1.trainer_mode not in ("sync", "vp_sync"):  # verl says nothing where it finds no queue
         complete = [step for step in complete if (found[step] / QUEUE).is_dir()]

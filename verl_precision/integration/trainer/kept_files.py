@@ -26,7 +26,7 @@ from verl_precision.integration.ledger import set_within, wrapping
 logger = logging.getLogger("verl_precision")
 
 MARK = "KEEP"
-STEP = re.compile(r"global_step_(\d+)$")
+STEP = re.compile(r"global_step_(0|[1-9][0-9]*)\Z")
 # The step of the checkpoint that the run goes on from; None: verl's own behaviour.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 
@@ -86,13 +86,16 @@ def metrics_path(project_name: str, experiment_name: str) -> Path:
 
 def _rows(path: Path) -> list[tuple[float, bytes]]:
     """Return step and line of each row; a line that is no row, as a killed run may leave one, comes last of all."""
-    rows = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            rows.append((json.loads(line)["step"], line + b"\n"))
-        except (ValueError, KeyError, TypeError):
-            rows.append((float("inf"), line + b"\n"))
-    return rows
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [(_step(line), line + b"\n") for line in lines]
+
+
+def _step(line: bytes) -> float:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return math.inf
+    return step if isinstance(step, int) or isinstance(step, float) and step == step else math.inf
 
 
 def _pending(file: Any) -> Path:

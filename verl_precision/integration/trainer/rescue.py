@@ -13,15 +13,18 @@ import logging
 import os
 import re
 import sys
+import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from pydantic.dataclasses import dataclass
 
 from verl_precision.base.files import write_file
+from verl_precision.base.state import STRICT, read_state
 from verl_precision.integration.trainer.found_checkpoints import is_complete
 from verl_precision.integration.trainer.kept_files import MARK, checkpoints_in
 from verl_precision.mismatch.actions import Action
@@ -35,7 +38,7 @@ PRESETS = {"fp16": {"precision": "fp16"}, "exact": {"arithmetic": "exact"}}
 logger = logging.getLogger("verl_precision.mismatch")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Rescue:
     """What was decided, as its file has it."""
 
@@ -44,7 +47,7 @@ class Rescue:
     step: int  # at which it acted
     since_step: int  # at which the trouble began
     checkpoint: str | None  # from which the rescue goes on; None: from the start
-    precision: str
+    precision: Literal["fp16", "exact"]
     name: str  # of the rescue
     folder: str  # of the rescue
 
@@ -72,24 +75,40 @@ def decide(config: DictConfig, action: Action) -> Rescue:
         name=f"{config.trainer.experiment_name}-rescue",
         folder=f"{folder}-rescue",
     )
+    content = yaml.safe_dump({"checksum": _checksum(asdict(rescue)), **asdict(rescue)}, sort_keys=False)
     for place in (folder, Path(rescue.folder)):
-        write_file(place / RESCUE_FILE, yaml.safe_dump(asdict(rescue), sort_keys=False), replace=True)
+        write_file(place / RESCUE_FILE, content, replace=True)
     return rescue
+
+
+def _read(folder: Path) -> Rescue | None:
+    """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
+    remedy = f"Mend it, and take its line `checksum` out; or remove {RESCUE_FILE}: the run goes on as it was."
+    return read_state(folder / RESCUE_FILE, _rescue, remedy)
+
+
+def _rescue(content: dict[str, Any]) -> Rescue:
+    if content.pop("checksum", None) not in (None, _checksum(content)):
+        raise ValueError("its checksum is not that of its content")
+    return Rescue(**content)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"crc32 {zlib.crc32(json.dumps(content).encode()):08x}"
 
 
 def of_run(config: DictConfig) -> Rescue | None:
     """Return the rescue with which a run's command goes on; None for a run without one, and for the rescue itself."""
-    path = Path(config.trainer.default_local_dir).absolute() / RESCUE_FILE
-    if OmegaConf.select(config, _ON_ALARM) != "rescue" or not path.is_file():
+    if OmegaConf.select(config, _ON_ALARM) != "rescue":
         return None
-    return Rescue(**yaml.safe_load(path.read_text()))
+    return _read(Path(config.trainer.default_local_dir).absolute())
 
 
 def is_rescue(config: DictConfig) -> bool:
     """Return whether a run is one that a rescue began."""
     folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".").absolute()
-    path = folder / RESCUE_FILE
-    return path.is_file() and yaml.safe_load(path.read_text())["folder"] == str(folder)
+    found = _read(folder)
+    return found is not None and found.folder == str(folder)
 
 
 def goes_on(rescue: Rescue) -> bool:

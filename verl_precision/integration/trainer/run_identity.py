@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base import owner
 from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
+from verl_precision.base.state import read_state
 from verl_precision.integration.trainer.kept_files import metrics_path
 from verl_precision.integration.trainer.rescue import RESCUE_FILE
 from verl_precision.integration.trainer.run_settings import (
@@ -90,10 +91,10 @@ def claim_folder(config: DictConfig) -> None:
     if known is None:
         if beside:
             logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
-        write_file(folder / RUN_FILE, yaml.safe_dump({**as_record(run), **_replaced(config)}))
+        write_file(folder / RUN_FILE, yaml.safe_dump({**as_record(run), **_replaced(config)}, sort_keys=False))
     elif run.content.items() - known.content.items():  # before a model was downloaded
         record = {**as_record(known), **_replaced(config), "content": {**known.content, **run.content}}
-        write_file(folder / RUN_FILE, yaml.safe_dump(record), replace=True)
+        write_file(folder / RUN_FILE, yaml.safe_dump(record, sort_keys=False), replace=True)
 
 
 def _replaced(config: DictConfig) -> dict[str, Any]:
@@ -113,12 +114,7 @@ def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSett
 
 def run_in(folder: Path) -> RunSettings | None:
     """Return the run that a folder belongs to, or None where it says nothing."""
-    path = folder / RUN_FILE
-    try:
-        return settings_of_record(yaml.safe_load(path.read_text())) if path.exists() else None
-    except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
-        words = filled(_WORDS["unreadable"], path=path, error=type(error).__name__, file=RUN_FILE)
-        raise ConfigurationError(setting=_FOLDER, value=str(folder), **words) from error
+    return read_state(folder / RUN_FILE, settings_of_record, _WORDS["unreadable"])
 
 
 def _runs_beside(folder: Path) -> dict[Path, RunSettings]:

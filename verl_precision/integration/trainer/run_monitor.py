@@ -18,6 +18,7 @@ from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
+from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.engine.arithmetic.chosen import IN_CONFIG
 from verl_precision.integration.engine import measurement
@@ -244,11 +245,14 @@ class RunMonitor:
 
     def load(self, folder: str) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""
-        path = Path(folder) / ALARM_FILE
-        if path.is_file():
-            state = json.loads(path.read_text())
-            self.alarm.load_state_dict(state)
-            self.acting.load(state)
+        remedy = "Restore it; or remove it, to begin with a new baseline."
+        read_state(Path(folder) / ALARM_FILE, self._take_over, remedy)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        if unknown := state.keys() - self.alarm.state_dict().keys() - {"actions"}:
+            raise ValueError(f"this version has no {min(unknown)}")
+        self.alarm.load_state_dict(state)
+        self.acting.load(state)
 
     def _add(self, key: str, found: Any) -> None:
         self._sets = merge_by_name([self._sets, {key: found}])

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import pydantic
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from pydantic.fields import FieldInfo
@@ -24,6 +25,7 @@ from pydantic.fields import FieldInfo
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
+from verl_precision.base.state import STRICT
 
 _KNOWN = table_of(__file__)
 IDENTITY_BLOCKS, IDENTITY_TRAINER_KEYS = _KNOWN["blocks"], _KNOWN["trainer"]
@@ -67,20 +69,34 @@ def settings_of_run(config: DictConfig) -> RunSettings:
     return RunSettings(settings, frozenset(chosen), content, digest)
 
 
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
+class _Record:
+    """A record in the order in which it is written: where it was cut short, the digest is missing or no digest."""
+
+    settings: dict[str, Any]
+    chosen: list[str]
+    content: dict[str, str]
+    digest: str = pydantic.Field(pattern=r"^[0-9a-f]{8}$")
+    replaced_by_presets: Any = None  # for people
+
+
 def settings_of_record(record: Mapping[str, Any]) -> RunSettings:
     """Return the run of a record of `run_identity`, but for settings that are ignored today.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: If it is none.
+        TypeError, ValueError: If it is none.
     """
-    settings = {k: v for k, v in record["settings"].items() if IGNORED_SETTINGS.isdisjoint(k.split("."))}
-    return RunSettings(settings, frozenset(record["chosen"]), dict(record["content"]), str(record["digest"]))
+    read = _Record(**record)
+    if lost := {*read.chosen, *read.content} - read.settings.keys():
+        raise ValueError(f"it has no setting {min(lost)}, which it names")
+    settings = {k: v for k, v in read.settings.items() if IGNORED_SETTINGS.isdisjoint(k.split("."))}
+    return RunSettings(settings, frozenset(settings.keys() & read.chosen), read.content, read.digest)
 
 
 def as_record(run: RunSettings) -> dict[str, Any]:
     """Return plain values of a run, for `settings_of_record`."""
-    chosen = sorted(run.chosen)
-    return {"digest": run.digest, "settings": dict(run.settings), "chosen": chosen, "content": dict(run.content)}
+    settings, content = dict(sorted(run.settings.items())), dict(sorted(run.content.items()))
+    return {"settings": settings, "chosen": sorted(run.chosen), "content": content, "digest": run.digest}
 
 
 def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:

@@ -3,14 +3,15 @@
 A card is published. So no folder of this machine is in it: of an absolute path only its last part.
 """
 
-import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from verl_precision.base.dtypes import long
+from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
 from verl_precision.integration.trainer.run_identity import run_in
 from verl_precision.integration.trainer.run_monitor import STEP_METRICS
@@ -28,8 +29,8 @@ def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
     """
     run = run_in(checkpoint.parent)
     settings = dict(run.settings) if run is not None else {}
-    path = checkpoint / STEP_METRICS
-    metrics = json.loads(path.read_text()) if path.is_file() else {}
+    numbers = partial(checked, dict[str, float])
+    metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it: the card then says less.") or {}
     name, step = checkpoint.parent.name, checkpoint.name.removeprefix("global_step_")
     rows = [
         ("dtype of the weights", f"{long(dtype)}, each rounded once; {verdict}"),

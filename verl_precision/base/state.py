@@ -1,0 +1,103 @@
+"""Small files in which one start leaves its state to the next: read back as they were written, or refused in words.
+
+A killed process, a full disk, an editor or another version may have left anything in them. So a file is read whole, if
+it is a regular one, not too large, UTF-8, and JSON or YAML of plain values; then its content is taken strictly: no key
+more or less, no text for a number, and neither NaN nor infinity.
+"""
+
+import functools
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from verl_precision.base.errors import CheckpointStateError
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of a pydantic dataclass that is read back
+MOST_BYTES, _DEEPEST, _SHOWN = 1 << 22, 32, 300
+_adapter = functools.cache(lambda kind: TypeAdapter(kind, config=STRICT))
+
+
+@contextmanager
+def refused_in_words(what: str, remedy: str) -> Iterator[None]:
+    """Have any error of the code inside, which reads `what`, be a CheckpointStateError: rubbish may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        inner = error.problem if isinstance(error, CheckpointStateError) else ""
+        problem = f"{what}: {inner}" if inner else f"{what} cannot be read ({_reason(error)})"
+        raise CheckpointStateError(problem, allowed="what this version wrote", remedy=remedy) from error
+
+
+def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
+    """Return what `read` makes of a file's JSON or YAML, or else of its text; None where there is no file.
+
+    Raises:
+        CheckpointStateError: If it cannot be opened or understood, or `read` raises.
+    """
+    with refused_in_words(str(path), remedy):
+        try:
+            content = _bytes_of(path)
+        except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                raise
+            return None
+        if path.suffix not in (".json", ".yaml"):
+            return read(content.decode(errors="replace"))
+        return read((_plain_yaml if path.suffix == ".yaml" else json.loads)(content.decode()))
+
+
+def checked(kind: Any, value: Any) -> Any:
+    """Return a plain value as one of a type; raise ValueError for another, strictly, and for NaN and infinity."""
+    return _adapter(kind).validate_python(value)
+
+
+def require_fields(kind: type, state: Mapping[str, Any]) -> None:
+    """Raise unless each value of a state is strictly of the type that a dataclass, its owner, gives the field."""
+    kinds = get_type_hints(kind, include_extras=True)
+    for name, value in state.items():
+        if is_dataclass(kinds[name]):
+            require_fields(kinds[name], value)
+        else:
+            checked(kinds[name], value)
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Return the content of a small regular file; nothing else is waited for, or read without an end."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+    return content
+
+
+def _plain_yaml(text: str) -> Any:
+    """Return the values of YAML without aliases, whose unfolding may be endless; deep ones overflow libyaml's stack."""
+    import yaml
+
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+    for event in yaml.parse(text, loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has an alias, or more levels than this package writes")
+    return yaml.load(text, loader)
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what was wrong."""
+    said = f"{type(error).__name__}: {error}"
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {reprlib.repr(first['input'])}"
+    return " ".join(said.split())[:_SHOWN]
