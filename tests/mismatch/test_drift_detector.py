@@ -96,15 +96,3 @@ def test_persistence_fires_only_after_that_many_in_a_row_or_a_share(marks, steps
             assert mark and marks[check.since] and (run or (returns and shared))
     copy.load(json.loads(json.dumps(check.state())))
     assert copy == check
-
-
-@pytest.mark.parametrize(("marks", "run"), [("..xx", 2), ("..xxx.", 1), ("..xxx", 0), ("", 0)])
-def test_a_state_of_before_the_share_goes_on(marks, run):
-    """A run of three: two marks and the next one, or two without after three, end or begin it."""
-    check, active = Persistence(3, returns=True), "xxx" in marks
-    since = marks.find("x") if "x" in marks else None
-    check.load({"run": run, "since": since, "active": active})
-    rest = "...." if active else "xxx"[run:]
-    fired = [step for step, mark in enumerate(rest, len(marks)) if check.update(step, mark == "x")]
-    assert check.active != active and fired == [] if active else fired == [len(marks) + len(rest) - 1]
-    assert active or check.since == (since if run else len(marks))

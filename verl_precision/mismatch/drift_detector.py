@@ -53,14 +53,9 @@ class Persistence:
         return {"recent": copy(self.recent), "since": self.since, "active": self.active}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a state, also one of before `recent`: a run, while active one of measurements without."""
-        self.active = bool(state["active"])
-        self.since = since = state["since"] if self.active else None
-        if "recent" in state:
-            self.recent = [None if each is None else int(each) for each in state["recent"]]
-        else:
-            run = int(state["run"])
-            self.recent = [since, *[None] * run] if self.active else [state["since"]] * run
+        """Take over a state."""
+        self.recent, self.active = [*state["recent"]], state["active"]
+        self.since = state["since"] if self.active else None
 
 
 @dataclass
@@ -139,5 +134,4 @@ class Growth:
         self.baseline = [float(x) for x in state["baseline"]][: self.baseline_steps]
         self.evidence = min(float(state["evidence"]), float(self.evidence_steps))
         self.since, self.active = state["since"], bool(state["active"])
-        if "returning" in state:  # not so in a state of before
-            self.returning.load(state["returning"])
+        self.returning.load(state["returning"])
