@@ -1,7 +1,9 @@
 """The file of kept tokens: nothing is lost or altered, a torn record is none, a resume cuts, its size is bounded."""
 
 import dataclasses
+import os
 import string
+import zlib
 
 import numpy as np
 import pytest
@@ -143,6 +145,60 @@ def test_a_resume_cuts_later_steps_and_what_is_torn_and_keeps_them_aside(path):
     cut_after(path, 3)
     assert path.read_bytes() == before, "nothing is later"
     assert index_of(path, len(before) + 1) == ([], 0), "a reader that was further is told to begin anew"
+
+
+def test_a_damaged_header_is_said_and_a_run_begins_a_new_file_beside_it(path):
+    """Every bit at its begin, and a bit of every fourth byte, flipped: no reader raises another error, none is lost."""
+    append(path, [response(1), response(2)])
+    whole, begin = path.read_bytes(), index_of(path)[0][0].offset
+    for bit in (*range(8 * 30), *range(8 * 30, 8 * begin, 33)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert steps_in(path) == [1, 2], "what is damaged says nothing about the records"
+        except ConfigurationError as error:
+            assert "header is damaged" in str(error) or "its version is" in str(error)
+            with pytest.raises(ConfigurationError):
+                response_at(path, begin)
+            aside = cut_after(path, 1)
+            assert aside.read_bytes() == damaged and not path.exists()
+            aside.unlink()
+        else:
+            assert cut_after(path, 1) is None and steps_in(path) == [1]
+        append(path, [response(5)])
+        assert steps_in(path)[-1] == 5
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"VPTOKENS", b"\0" * 4000, b"VPTOKENS\xff\xff\xff\xff" + b"[" * 9000, b'VPTOKENS\x10\0\0\0{"version": 222}',
+])  # fmt: skip
+def test_a_run_begins_beside_what_is_no_file_of_kept_tokens(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match="kept_tokens.bin"):
+        index_of(path)
+    assert cut_after(path, 0).read_bytes() == content
+    append(path, [response(1)])
+    assert steps_in(path) == [1]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_refused_and_left(path, make):
+    make(path)
+    for read in (index_of, lambda path: response_at(path, 0), lambda path: cut_after(path, 0)):
+        with pytest.raises(ConfigurationError, match="kept_tokens.bin'?: it is no regular file"):
+            read(path)
+    assert os.path.lexists(path)
+
+
+def test_a_record_of_no_length_ends_the_list(path):
+    append(path, [response(1)])
+    whole, begin = bytearray(path.read_bytes()), index_of(path)[0][0].offset
+    size = kept_tokens._HEAD.size + whole[begin + kept_tokens._HEAD.size - 2]
+    whole[begin + 4 : begin + 8] = bytes(4)
+    whole[begin + size : begin + size + 4] = zlib.crc32(whole[begin : begin + size]).to_bytes(4, "little")
+    path.write_bytes(whole)
+    assert steps_in(path) == []
 
 
 def test_a_run_from_scratch_keeps_the_former_one_aside(path):

@@ -3,13 +3,51 @@
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError, fault_of_error
+
+LARGEST = 2**31  # bytes of a file that is read; metrics of 100,000 steps have a third of it
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Have whatever is raised inside say in words that this file cannot be read; that it is not there stays."""
+    try:
+        yield
+    except (VerlPrecisionError, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise _unreadable(path, f"it cannot be read ({fault_of_error(error)})") from error
+
+
+@contextmanager
+def open_regular(path: Path, mode: str = "rb", most: float = LARGEST) -> Iterator[BinaryIO]:
+    """Yield a file, open in a binary mode; what is raised inside names it, as in `naming_file`.
+
+    A FIFO, a socket, a device, a folder, or a link to one, is not opened: nothing waits for it or fills memory.
+
+    Raises:
+        FileNotFoundError: If it is not there.
+        ConfigurationError: If it is no regular file, has more than `most` bytes, or cannot be read.
+    """
+    with naming_file(path):
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise _unreadable(path, "it is no regular file, and was not opened")
+        if found.st_size > most:
+            raise _unreadable(path, f"it has {found.st_size} bytes, of which at most {most:.0f} are read")
+        with open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            yield cast(BinaryIO, file)
+
+
+def _unreadable(path: Path, problem: str) -> ConfigurationError:
+    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Mend it, or move it away.")
 
 
 def table_of(module: str, name: str = "") -> Any:

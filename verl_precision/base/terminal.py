@@ -10,6 +10,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+# What a terminal obeys, what turns the direction of a line, and halves of characters, which no file can hold.
+_UNSEEN = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return a line as a terminal may have it: a character that is not to be seen is written as \x1b."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
 
 class _Words:
     """A cell in which a word that is wider than the column folds after a dot, a slash or an underscore."""
@@ -50,7 +58,8 @@ def terminal_table(
         heading, side = (column, "left") if number < words else (column.replace(" ", "\n"), "right")
         table.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
     for number, row in enumerate(rows):
-        cells: list[RenderableType] = [*map(_Words, row[:words]), *map(Text, row[words:])]
+        shown = ["\n".join(map(printable, cell.split("\n"))) for cell in row]
+        cells: list[RenderableType] = [*map(_Words, shown[:words]), *map(Text, shown[words:])]
         table.add_row(*cells, style="red" if number in red else None)
     return table
 
@@ -61,4 +70,4 @@ def paragraph(text: str, console: Console, indent: str = "") -> str:
     fold = textwrap.TextWrapper(
         width, indent, indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
     )
-    return "\n".join(map(fold.fill, text.splitlines()))
+    return "\n".join(fold.fill(printable(line)) for line in text.splitlines())

@@ -1,6 +1,8 @@
 """The verbs `compare`, `report` and `watch`: make runs, and look at them."""
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +10,8 @@ from typer import Argument, BadParameter, Exit, Option
 
 from verl_precision.base.errors import RunFailedError, after_ctrl_c
 from verl_precision.cli.verb import FIGURES, console, errors, say, silence_third_party, verb
+
+_LARGE = 20_000_000  # bytes of a file that takes seconds to read
 
 
 @verb("compare", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
@@ -89,14 +93,37 @@ def report(
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
-    The page needs no network and no other file. The same page of runs that still train: verl-precision watch.
+    The page needs no network and no other file. The same page of runs that still train: verl-precision watch. A run
+    that cannot be read is named, and the exit code is 1; the page has the others.
     """
     curves = _expected_curves(expected, estimator)
     from verl_precision.tools.runs.page import page, write_page
     from verl_precision.tools.runs.read import read_runs
 
-    write_page(output, page(read_runs(runs), expected=curves), force)
+    with _progress() as show:
+        found = read_runs(runs, show)
+    write_page(output, page(found, expected=curves), force)
     say(f"wrote {output}: open it in a browser")
+    problems = [each.problem for each in found if each.problem]
+    for problem in problems:
+        say(problem, errors, "red")
+    raise Exit(bool(problems))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Path, int, int], None]]:
+    """Lend what shows on a terminal how much of a large file has been read."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID
+
+    columns, tasks = ("reading", BarColumn(), DownloadColumn()), dict[Path, TaskID]()
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+
+        def show(path: Path, done: int, size: int) -> None:
+            if path not in tasks:
+                tasks[path] = progress.add_task("", total=size, visible=size > _LARGE)
+            progress.update(tasks[path], completed=done)
+
+        yield show
 
 
 def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any]:
@@ -134,12 +161,13 @@ def watch(
     open. A click on a curve leads to the tokens of that step, if the run has kept some (mismatch.keep_tokens=16).
 
     The address has a secret token, and only this machine can ask for it. From another machine, use the SSH line that is
-    printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a path cannot be read.
+    printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a run cannot be read.
     """
     curves = _expected_curves(expected, estimator)
     from verl_precision.tools.runs.live import Live
 
-    live = Live(runs, curves)
+    with _progress() as show:
+        live = Live(runs, curves, on_progress=show)
     if once:
         from verl_precision.tools.runs.standing import standings_table
 
@@ -151,7 +179,7 @@ def watch(
                 say(f"{each.run.name}: {alarm}")
             if each.problem:
                 say(each.problem, errors)
-        raise Exit(1 if any(each.problem for each in found) else 0)
+        raise Exit(any(each.stands.state == "unreadable" for each in found))
     from verl_precision.tools.runs.server import serve
 
     def say_where(address: str) -> None:

@@ -42,6 +42,6 @@ def unpacked(part: bytes, dtype: np.dtype, count: int) -> np.ndarray:
         pressed, size = PLANE.unpack_from(part, at)
         at += PLANE.size + size
         plane = part[at - size : at]
-        planes.append(zlib.decompress(plane) if pressed else plane)
+        planes.append(zlib.decompressobj().decompress(plane, count + 1) if pressed else plane)
     whole = np.frombuffer(b"".join(planes), "u1").reshape(dtype.itemsize, count)
     return whole.T.copy().view(dtype).reshape(count)

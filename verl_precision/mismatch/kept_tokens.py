@@ -10,8 +10,11 @@ Reading needs NumPy alone. What other estimators would have decided: `decisions.
 
 import itertools
 import json
+import math
 import os
+import re
 import struct
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import open_regular
 from verl_precision.mismatch.kept_bytes import LONGEST_TEXT, PLANE, packed, unpacked, utf8, word_bytes
 
 FILE, VERSION = "kept_tokens.bin", 1
@@ -28,7 +32,7 @@ NOT_OURS, KEPT, CLIPPED, PHANTOM, MASKED, TRUNCATED, UNKNOWN = DECISIONS = (
     *("not the policy's", "kept", "clipped", "phantom-clipped", "masked", "truncated", "not known"),
 )
 REASONS = ("largest weight", "largest gap", "random")
-LONGEST_IDENTITY = 200  # bytes of UTF-8
+LONGEST_IDENTITY, _LONGEST_HEADER = 200, 4096  # bytes of UTF-8
 # Arrays of a body: of the prompt's tokens, and of the response's; those of a shadow are absent where none ran.
 ARRAYS = {
     "prompt_ids": "<i4", "token_ids": "<i4", "rollout_log_probs": "<f4", "log_probs": "<f4", "shadow_log_probs": "<f4",
@@ -115,7 +119,7 @@ def index_of(path: Path, start: int = 0) -> tuple[list[KeptSummary], int]:
     Raises:
         ConfigurationError: If the file is none of kept tokens, or of another version.
     """
-    with path.open("rb") as file:
+    with open_regular(path, most=math.inf) as file:
         size = os.fstat(file.fileno()).st_size
         if size < start:
             return [], 0
@@ -125,24 +129,18 @@ def index_of(path: Path, start: int = 0) -> tuple[list[KeptSummary], int]:
 
 
 def response_at(path: Path, offset: int) -> KeptResponse:
-    """Return the response whose record begins at byte `offset`.
-
-    Raises:
-        ConfigurationError: If there is no whole record.
-    """
-    with path.open("rb") as file:
+    """Return the response whose record begins at byte `offset`; refused is one that is not whole, or damaged."""
+    with open_regular(path, most=math.inf) as file:
         _first(file, path)
         found = next(_records(file, offset, os.fstat(file.fileno()).st_size), None)
         if found is None:
             raise _refused(path, f"no whole record begins at byte {offset}", "Read the list again: a resume cuts it.")
         summary, end = found
-        file.seek(offset)
-        head = _HEAD.unpack(file.read(_HEAD.size))
-        file.seek(offset + _HEAD.size + head[-1] + _CRC.size)
         body = file.read(end - file.tell())
-    if zlib.crc32(body) != head[2]:
-        raise _refused(path, f"the record at byte {offset} is damaged", "Look at another response.")
-    return _with_body(summary, body)
+        file.seek(offset)
+        if zlib.crc32(body) != _HEAD.unpack(file.read(_HEAD.size))[2]:
+            raise _refused(path, f"the record at byte {offset} is damaged", "Look at another response.")
+        return _with_body(summary, body)
 
 
 def append(path: Path, responses: Sequence[KeptResponse]) -> int:
@@ -177,16 +175,20 @@ def largest_step(
     return responses * (_HEAD.size + 2 * _CRC.size + LONGEST_IDENTITY + of_meta + tokens)
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Move the records after a step, and bytes that are no whole record, to `<file>.superseded`; 0: all of them."""
+def cut_after(path: Path, step: int) -> Path | None:
+    """Move the records after a step, and bytes that are no whole record, to `<file>.superseded`; 0: all of them.
+
+    A file that does not begin as one of this version is moved as a whole: its new path is returned. It was left by a
+    run that was killed early, is damaged, or another version's. One that is no regular file is refused.
+    """
     if not path.exists():
-        return
-    with path.open("rb+") as file:
+        return None
+    with open_regular(path, "rb+", most=math.inf) as file:
         size = os.fstat(file.fileno()).st_size
-        if size < len(_header()):  # killed while it wrote the header
-            file.truncate(0)
-            return
-        end = start = _first(file, path)
+        try:
+            end = start = _first(file, path)
+        except ConfigurationError:
+            return path.rename(path.with_name(f"{path.name}.damaged_{time.time_ns()}"))
         for summary, after in _records(file, start, size):
             if summary.step > step:
                 break
@@ -198,6 +200,7 @@ def cut_after(path: Path, step: int) -> None:
                 aside.flush()
                 os.fsync(aside.fileno())
             file.truncate(end)
+    return None
 
 
 def record_of(response: KeptResponse) -> bytes:
@@ -240,15 +243,15 @@ def _header() -> bytes:
 def _first(file: BinaryIO, path: Path) -> int:
     """Return where the first record begins."""
     begin = file.read(len(_MAGIC) + _CRC.size)
-    if begin.startswith(_MAGIC) and len(begin) == len(_MAGIC) + _CRC.size:
-        (length,) = _CRC.unpack(begin[len(_MAGIC) :])
-        text = file.read(length)
-        if len(text) == length:
-            version = json.loads(text)["version"]
-            if version == VERSION:
-                return file.tell()
-            raise _refused(path, f"its version is {version}", "Read it with the verl-precision that wrote it.")
-    raise _refused(path, "it is no file of kept tokens", "Set mismatch.keep_tokens for a run to keep some.")
+    length = int.from_bytes(begin[len(_MAGIC) :], "little")
+    text = file.read(min(length, _LONGEST_HEADER))
+    version = re.fullmatch(rb'\{"version": (\d+)\b.*\}', text, re.DOTALL)
+    if not begin.startswith(_MAGIC) or len(text) < length or version is None:
+        problem = "it is no file of kept tokens, or its header is damaged"
+        raise _refused(path, problem, "Set mismatch.keep_tokens for a run to keep some.")
+    if int(version[1]) != VERSION:
+        raise _refused(path, f"its version is {int(version[1])}", "Read it with the verl-precision that wrote it.")
+    return file.tell()
 
 
 def _records(file: BinaryIO, start: int, size: int) -> Iterator[tuple[KeptSummary, int]]:
@@ -259,7 +262,8 @@ def _records(file: BinaryIO, start: int, size: int) -> Iterator[tuple[KeptSummar
         magic, length, _, step, reason, tokens, reward, *numbers, identity_length = _HEAD.unpack(head)
         rest = file.read(identity_length + _CRC.size)
         identity, crc = rest[:identity_length], rest[identity_length:]
-        if magic != _RECORD or start + length > size or crc != _CRC.pack(zlib.crc32(head + identity)):
+        shortest = _HEAD.size + len(rest)
+        if magic != _RECORD or not shortest <= length <= size - start or crc != _CRC.pack(zlib.crc32(head + identity)):
             return
         log_weight, gap, lost, damage, turns, version = numbers
         summary = KeptSummary(

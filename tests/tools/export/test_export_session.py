@@ -1,6 +1,8 @@
 """What is refused, by name, and leaves nothing behind; a model of several files. Ranks: tests/engine/ranks.py."""
 
 import json
+import os
+import pickle
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -48,6 +50,39 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_pat
     with pytest.raises(ConfigurationError, match=words):
         export_checkpoint(checkpoint(**settings), dtype, tmp_path / "out" / "model", print)
     assert not list(tmp_path.glob("out/*"))
+
+
+SHARD = "model_world_size_1_rank_0.pt"
+
+
+class _Calls:
+    def __reduce__(self):
+        return os.mkdir, ("called",)
+
+
+@pytest.mark.parametrize(("file", "content", "words"), [
+    *(("fsdp_config.json", text, "fsdp_config.json'?: it cannot be read") for text in (
+        b"", b'{"world_size": 1', b"[]", b"{}", b'{"world_size": "two"}', b'{"world_size": null}', b"\xff\xfe",
+        b"[" * 99_999,
+    )),
+    *(("fsdp_config.json", b'{"world_size": %d}' % size, f"model_world_size_{size}_rank_0.pt is missing") for size in (
+        0, -3, 10**12,
+    )),
+    *((SHARD, content, f"{SHARD} is not whole, or holds something else") for content in (
+        b"", b"rubbish", b"PK\3\4" + b"\0" * 900, pickle.dumps(_Calls()), pickle.dumps({"a": _Calls()}),
+        pickle.dumps([1]), pickle.dumps({"a": 1}),
+    )),
+    (SHARD, None, f"{SHARD} is not whole"),
+])  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_nothing_in_it_is_called(
+    checkpoint, tmp_path, monkeypatch, file, content, words
+):
+    monkeypatch.chdir(tmp_path)
+    path = checkpoint() / "actor" / file
+    path.write_bytes(path.read_bytes()[:-2000] if content is None else content)
+    with pytest.raises(ConfigurationError, match=words):
+        export_checkpoint(path.parent, "fp16", tmp_path / "out" / "model", print)
+    assert not list(tmp_path.glob("out/*")) and not (tmp_path / "called").exists()
 
 
 def test_what_fp16_cannot_hold_is_exported_in_bf16(checkpoint, tmp_path):

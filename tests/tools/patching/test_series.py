@@ -8,7 +8,7 @@ import sys
 import pytest
 from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
-from verl_precision.base.errors import PatchError
+from verl_precision.base.errors import PatchError, VerlPrecisionError
 from verl_precision.base.files import shipped_folder
 from verl_precision.tools.patching.series import State, available, load_series
 from verl_precision.tools.patching.tree import files_to_change, open_tree, require_permission
@@ -69,6 +69,14 @@ def test_release_without_series_is_refused_with_those_there_are(release, opened,
     (release / "verl/version/version").write_text("1.2.4\n")
     with pytest.raises(PatchError, match=r"verl 1\.2\.4 has no series here; nothing was touched\. Allowed: 1\.2\.3"):
         opened(release)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe1.2.3", b"1.2.3\n" * 10_000, b"1.2.3\0"])
+def test_a_file_that_is_no_version_is_named_and_not_printed(release, opened, content):
+    (release / "verl/version/version").write_bytes(content)
+    with pytest.raises(VerlPrecisionError, match="version") as refused:
+        opened(release)
+    assert len(str(refused.value)) < 600
 
 
 def test_both_states_are_recognised_and_what_lies_between(release, opened):

@@ -13,7 +13,7 @@ import pytest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import AGREEMENT
 from verl_precision.mismatch.metric_names import ALPHA, BETA, PHANTOM_CLIPPED, PROBS_PEARSON
-from verl_precision.tools.runs.contents import measured
+from verl_precision.tools.runs.contents import Columns
 from verl_precision.tools.runs.figures import Plot, draw
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.panels import PANELS, points_of
@@ -153,7 +153,10 @@ def test_rows_added_one_by_one_give_the_curves_of_the_figures(root):
             for panel in PANELS
             for label, metric in panel.metrics.items()
         }
-        assert measured(run) == {name: points for name, points in expected.items() if points}
+        columns = Columns()
+        for row in run.rows:
+            columns.add(row)
+        assert columns.points() == {name: points for name, points in expected.items() if points}
 
 
 def test_runs_without_any_metric_of_the_report_and_too_many_runs_are_refused():

@@ -54,7 +54,8 @@ class TokenRecorder:
     def begin(self, step: int) -> None:
         """Cut off what is of steps after a checkpoint's (0: from scratch), as the metrics file does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept_tokens.cut_after(self.path, step)
+        if damaged := kept_tokens.cut_after(self.path, step):
+            logger.warning("%s did not begin as kept tokens of this version do: it is now %s", self.path, damaged)
         text = "mismatch.keep_tokens=%d: at most %.2f MB a step in %s"
         logger.warning(text, self._keep, self.most / 1e6, self.path)
         free = shutil.disk_usage(self.path.parent).free

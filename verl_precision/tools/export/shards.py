@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import open_regular
 
 PEFT_PREFIX = "base_model.model."
 # LoRA of a matrix: base + alpha/r B A. Other kinds of adapters have other names.
@@ -38,8 +39,9 @@ class SavedModel:
         if not described.is_file() or not (folder / "huggingface" / "config.json").is_file():
             problem = "no FSDP checkpoint of verl's is there: it has fsdp_config.json and huggingface/"
             raise _refused(checkpoint, problem)
-        model = cls(folder, json.loads(described.read_text())["world_size"])
-        for rank in range(model.world_size):
+        with open_regular(described) as file:
+            model = cls(folder, int(json.load(file)["world_size"]))
+        for rank in range(max(1, model.world_size)):
             if not model.file(rank).is_file():
                 raise _refused(checkpoint, f"{model.file(rank).name} is missing")
         return model
@@ -51,7 +53,16 @@ class SavedModel:
     @cached_property
     def _ranks(self) -> list[dict[str, Any]]:
         options: dict[str, Any] = {"map_location": "cpu", "mmap": True, "weights_only": True}
-        return [torch.load(self.file(rank), **options) for rank in range(self.world_size)]
+        loaded = []
+        for rank in range(self.world_size):
+            try:
+                loaded.append(torch.load(self.file(rank), **options))
+                if not all(isinstance(each, Tensor) for each in loaded[-1].values()):
+                    raise TypeError("not a state dict")
+            except Exception as error:  # torch has many, and its words offer to run what is in the file
+                problem = f"{self.file(rank).name} is not whole, or holds something else than tensors by name"
+                raise _refused(self.folder, problem) from error
+        return loaded
 
     @cached_property
     def _adapters(self) -> dict[str, dict[str, str]]:

@@ -130,7 +130,7 @@ def _git_apply(folder: Path, patch: Path, options: list[str]) -> None:
         "GIT_CONFIG_SYSTEM": os.devnull,
     }
     command = ["git", "apply", "--whitespace=nowarn", *options, str(patch)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode:
         raise PatchError(f"{patch.name} does not apply; nothing was touched. git says: {done.stderr.strip()}")
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.base.errors import PatchError
+from verl_precision.base.files import open_regular
 from verl_precision.tools.patching.series import Series, State, sha256
 
 _VERSION = Path("verl", "version", "version")
@@ -41,7 +42,8 @@ def open_tree(path: Path, series_by_version: dict[str, Series]) -> Tree:
             f"TREE={path}: unknown tree, {version} does not exist. Allowed is a folder that holds `verl/`: a checkout, "
             f"an unpacked release, or a folder of installed packages.{hint}"
         )
-    found = version.read_text().strip()
+    with open_regular(version, most=200) as file:
+        found = file.read().decode().strip()
     if found not in series_by_version:
         raise PatchError(
             f"TREE={root}: verl {found} has no series here; nothing was touched. Allowed: "

@@ -7,6 +7,7 @@ fork_server     on a CPU, Ray's workers as forks of one process that has importe
                 `fork_client` (stands in for `python`) and `fork_template` (the process that forks)
 failure_report  why a run failed, from its log
 read            the metrics of a run, from any logger's files, and on from where they were left
+rows            the rows of a metrics file, a console log or TensorBoard events; else the line that is none
 expected        the curves of the paper's figures, and of a run's recipe
 panels          which metrics are shown, under which titles and in which colours
 figures         metrics over steps as PNG: those of `compare`

@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from verl_precision.base.terminal import printable
 from verl_precision.mismatch.alarm import Alarm
 from verl_precision.mismatch.metric_names import ACTOR, PROBS_PEARSON
-from verl_precision.tools.runs.panels import PANELS, Panel, points_of
+from verl_precision.tools.runs.panels import PANELS, Panel, layer_of, mean, points_of
 from verl_precision.tools.runs.read import REWARD, Run
 from verl_precision.tools.runs.standing import Points, Standing, curve_key
 
@@ -87,21 +87,14 @@ def _place_of(key: str) -> Place:
     for panel, label, metric in _all():
         for which, name in enumerate(metric.split(" or ")):
             if name.endswith("_*"):
-                if key.startswith(name[:-1]):
-                    return curve_key(panel, label), which, int(key.rpartition("_")[2]), False
+                if (layer := layer_of(key, name)) is not None:
+                    return curve_key(panel, label), which, layer, False
             elif key in (name, ACTOR + name):
                 return curve_key(panel, label), which, None, prefixed and key != name
     return _NOWHERE
 
 
-def measured(run: Run) -> Points:
-    """Return every curve of a run that has points."""
-    columns = Columns()
-    for row in run.rows:
-        columns.add(row)
-    return columns.points()
-
-
+@np.errstate(over="ignore", invalid="ignore")
 def thinned(steps: Sequence[int], rows: Sequence[Sequence[float]], buckets: int = BUCKETS) -> list[list[float]]:
     """Return a long curve in so many buckets of steps: steps, means, lows, highs.
 
@@ -138,7 +131,7 @@ def series_of(seeds: Sequence[Mapping[int, float]]) -> Series:
         steps = sorted({step for points in seeds for step in points})
         values = [[points[step] for points in seeds if step in points] for step in steps]
         finite = [[value for value in each if math.isfinite(value)] or [math.nan] for each in values]
-        rows = [[fmean(each) if all(map(math.isfinite, each)) else math.nan for each in values]]
+        rows = [[mean(each) if all(map(math.isfinite, each)) else math.nan for each in values]]
         rows += [[min(each) for each in finite], [max(each) for each in finite]]
     if len(steps) > 2 * BUCKETS:
         shown, *rows = thinned(steps, rows)
@@ -167,11 +160,11 @@ def run_content(
         "name": run.name,
         "curve": run.curve,
         "colour": colour,
-        "path": str(run.path),
+        "path": printable(str(run.path)),
         "notes": list(run.notes),
         "problem": problem,
         "first": int(run.rows[0]["step"]) if run.rows else None,
-        "standing": asdict(stands),
+        "standing": {key: wire(found) if isinstance(found, float) else found for key, found in asdict(stands).items()},
         "alarms": [{**asdict(alarm), "seen": wire(alarm.seen), "shown": alarm.metric in shown} for alarm in alarms],
         "actions": actions_of(points),
         "baselineMissing": baseline_missing,
@@ -206,7 +199,8 @@ def panels_content() -> list[dict[str, Any]]:
 def expected_content(curves: Iterable[Run]) -> list[dict[str, Any]]:
     """Return the expected curves of the reward."""
     return [
-        {"name": each.name, "path": str(each.path), "points": series_of([points_of(each, REWARD)])} for each in curves
+        {"name": each.name, "path": printable(str(each.path)), "points": series_of([points_of(each, REWARD)])}
+        for each in curves
     ]
 
 
@@ -236,6 +230,7 @@ def csv_of(panel: Panel, runs: Mapping[str, Points]) -> str:
     return out.getvalue()
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def summary_of(curves: Points) -> Summary:
     """Return of each curve mean, first, last, smallest and largest value, which leave NaN out, and their number."""
     found: Summary = {}

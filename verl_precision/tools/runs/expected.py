@@ -8,9 +8,12 @@ from typing import Any
 import yaml
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import open_regular
 from verl_precision.tools.runs.read import REWARD, Rows, Run
+from verl_precision.tools.runs.rows import step_of
 
 EXPECTED, EXPECTED_COLUMNS = "expected.csv", ("precision", "estimator", "step", "reward")
+_MOST, _DEEPEST = 2**24, 100  # bytes of a file beside a run; levels of Hydra's
 
 
 def read_expected(path: Path, estimator: str) -> list[Run]:
@@ -29,12 +32,13 @@ def _expected_curves(path: Path) -> dict[str, list[Run]]:
     """Return the curves of each estimator."""
     found: dict[str, dict[str, Rows]] = {}
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-        for row in csv.DictReader(lines):
-            rows = found.setdefault(row["estimator"], {}).setdefault(row["precision"], [])
-            rows.append({"step": float(row["step"]), REWARD: float(row["reward"])})
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        problem = f"it cannot be read ({error!r})"
+        with open_regular(path, most=_MOST) as file:
+            lines = [line for line in file.read().decode().splitlines() if not line.startswith("#")]
+            for row in csv.DictReader(lines):
+                rows = found.setdefault(str(row["estimator"]), {}).setdefault(str(row["precision"]), [])
+                rows.append({"step": step_of(float(row["step"])), REWARD: float(row["reward"])})
+    except (OSError, ConfigurationError) as error:
+        problem = f"it cannot be read ({(error.__cause__ or error)!r})"
         allowed = f"a CSV file with the columns {', '.join(EXPECTED_COLUMNS)}, such as recipes/sanity/{EXPECTED}"
         raise ConfigurationError(problem, setting="--expected", value=str(path), allowed=allowed) from error
     return {
@@ -51,24 +55,32 @@ def expected_of(recipe: Path, folder: Path) -> list[Run]:
     path = recipe.parent / EXPECTED
     if not path.is_file():
         return []
-    choices = (hydra_of(folder, "hydra.yaml") or {})["hydra"]["runtime"]["choices"]
-    return [] if choices["scale"].startswith("cpu") else _expected_curves(path).get(choices["estimator"], [])
+    choices = at(hydra_of(folder, "hydra.yaml"), "hydra", "runtime", "choices")
+    scale, estimator = at(choices, "scale"), at(choices, "estimator")
+    if not isinstance(scale, str) or not isinstance(estimator, str) or scale.startswith("cpu"):
+        return []
+    return _expected_curves(path).get(estimator, [])
 
 
 def expected_by_recipe(source: Path) -> list[Run]:
     """Return the expected curves of the recipe that Hydra's copy in a run's folder names; none where none is known."""
     folder = source if source.is_dir() else source.parent
-    hydra = (hydra_of(folder, "hydra.yaml") or {}).get("hydra", {})
-    places = [
-        Path(each["path"]) for each in hydra.get("runtime", {}).get("config_sources", ()) if each["schema"] == "file"
-    ]
-    known = {"scale", "estimator"} <= hydra.get("runtime", {}).get("choices", {}).keys()
-    recipes = [place / f"{hydra['job']['config_name']}.yaml" for place in places]
+    hydra = at(hydra_of(folder, "hydra.yaml"), "hydra")
+    sources, name = at(hydra, "runtime", "config_sources"), at(hydra, "job", "config_name")
+    places = [each for each in sources if at(each, "schema") == "file"] if isinstance(sources, list) else []
+    recipes = (Path(str(at(place, "path")), f"{name}.yaml") for place in places)
     found = next((recipe for recipe in recipes if recipe.is_file()), None)
-    return expected_of(found, folder) if found is not None and known else []
+    return [] if found is None else expected_of(found, folder)
 
 
-def hydra_of(folder: Path, name: str) -> dict[str, Any] | None:
+def at(content: Any, *keys: str) -> Any:
+    """Return what stands below some keys, one below the other; None where nothing does."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
+
+
+def hydra_of(folder: Path, name: str) -> Any:
     """Return what Hydra has written about a run in its folder; None where it has not."""
     for path in (folder / "hydra" / ".hydra" / name, folder / ".hydra" / name):
         if path.is_file():
@@ -77,7 +89,12 @@ def hydra_of(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _yaml(path: Path, _changed: int) -> dict[str, Any] | None:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content = yaml.load(path.read_text(), Loader=loader)  # safe, and fast where it can be
-    return content if isinstance(content, dict) else None
+def _yaml(path: Path, _changed: int) -> Any:
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0  # safe, and fast where it can be
+    with open_regular(path, most=_MOST) as file:
+        text = file.read().decode()
+        for event in yaml.parse(text, Loader=loader):  # some ten thousand levels would end this process
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"line {event.start_mark.line + 1}: more than {_DEEPEST} levels, or an alias")
+        return yaml.load(text, Loader=loader)

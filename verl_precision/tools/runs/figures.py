@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, filterfalse, product
-from statistics import fmean
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import LineStyleType
 
-from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, colours_of, parts_of, points_of
+from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, colours_of, mean, parts_of, points_of
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.figures import GREY, new_figure, style
 
@@ -127,7 +126,7 @@ def _draw_curves(axes: Axes, plot: Plot, colours: Mapping[str, str]) -> tuple[di
     lines: list[Line2D] = []
     for name, _, dashes, values in series:
         steps, marker = list(values), "o" if len(values) <= MARKED else ""
-        means = [shown(fmean(seeds)) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
+        means = [shown(mean(seeds)) if all(map(math.isfinite, seeds)) else math.nan for seeds in values.values()]
         look: dict[str, Any] = {"color": colours[name], "linestyle": dashes, "marker": marker}
         lines += axes.plot(steps, means, linewidth=1.6, markersize=2.8, **look)
         if max(map(len, values.values())) > 1:

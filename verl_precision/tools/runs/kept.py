@@ -1,11 +1,12 @@
 """The kept tokens of a run as the page shows them: a list of responses, and one response with its decisions."""
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, fault_of_error
 from verl_precision.mismatch.kept_tokens import (
     DECISIONS,
     FILE,
@@ -29,8 +30,9 @@ class KeptList:
 
     def __init__(self, source: Path) -> None:
         """Take the run's metrics, or the folder of them."""
-        own = source / FILE if source.is_dir() else beside(source)
-        self.path = own if own.exists() or source.suffix == ".jsonl" or source.is_dir() else source.with_name(FILE)
+        folder = os.path.isdir(source)
+        own = source / FILE if folder else beside(source)
+        self.path = own if folder or source.suffix == ".jsonl" or os.path.exists(own) else source.with_name(FILE)
         self.problem = ""  # why the file cannot be read, in words
         self._lock = threading.Lock()
         self._found: list[KeptSummary] = []
@@ -55,7 +57,7 @@ class KeptList:
             except FileNotFoundError:
                 self._found, self._next, self.problem = [], 0, ""
             except (ConfigurationError, OSError) as error:
-                self._found, self._next, self.problem = [], 0, str(error)
+                self._found, self._next, self.problem = [], 0, fault_of_error(error)
             return before != (self._next, self.problem)
 
     def listed(self, step: int | None, order: str, start: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from verl_precision.tools.runs.failure_report import reason
 RUN_MARK = "VERL_PRECISION_RUN"
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
 STAGES = table_of(__file__, "stages.yaml")
-TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d+)")
+TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
 
 
 class Progress(NamedTuple):

@@ -2,11 +2,13 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, fault_of_error
+from verl_precision.base.terminal import printable
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.tools.runs.contents import (
     Columns,
@@ -21,70 +23,97 @@ from verl_precision.tools.runs.contents import (
 from verl_precision.tools.runs.expected import expected_by_recipe
 from verl_precision.tools.runs.kept import KeptList
 from verl_precision.tools.runs.panels import colours_of
-from verl_precision.tools.runs.read import Follower, Run, names_of, sources_in
+from verl_precision.tools.runs.read import Follower, OnProgress, Run, names_of, sources_in
 from verl_precision.tools.runs.standing import Points, Standing, standing, total_steps
+
+_NEEDED = ("file", "rows", "standing", "curves")  # parts without which there is nothing to show
 
 
 class LiveRun:
-    """One run, or a place where one may begin."""
+    """One run, or a place where one may begin. Whatever its files hold is the problem of this run, and no error.
 
-    def __init__(self, number: int, source: Path, begun: bool) -> None:
-        self.number, self.source = number, source
-        self.follower = Follower(source) if begun else None
+    Without its metrics a run is unreadable; without what lies beside them it is shown all the same.
+    """
+
+    def __init__(self, number: int, source: Path, follower: Follower | None, expected: Sequence[Run] | None) -> None:
+        """Take what reads its metrics, and the curves to compare it with: None for those of its recipe."""
+        self.number, self.source, self.follower = number, source, follower
         self.kept = KeptList(source)
-        self.problem = ""  # why it cannot be read, in words
         self.run = Run(source.name, source, [])
+        self.expected: Sequence[Run] = expected or []
+        self.stands = Standing("waiting", now={})
+        self._by_recipe = expected is None
+        self._total: int | None = None
+        self._faults: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
         self.points: Points = {}
         self.summary: Summary = {}
         self.alarms: list[Alarm] = []
-        self.expected: list[Run] = []
-        self.stands = Standing("waiting", now={})
         self._judge, self._columns, self._known = MismatchAlarm(), Columns(), 0
-        self._total: int | None = None
+
+    @contextmanager
+    def noting(self, part: str) -> Iterator[None]:
+        """Whatever is raised inside is a fault of this part of this run."""
+        self._faults.pop(part, None)
+        try:
+            yield
+        except Exception as error:
+            self._faults[part] = fault_of_error(error)
+            if part in _NEEDED:
+                self._forget()
 
     @property
-    def baseline_missing(self) -> int:
-        """Return the steps that the alarm still wants before it looks for growth."""
-        return self._judge.baseline_missing
+    def problem(self) -> str:
+        """Return what of it cannot be read, and why, a line for each."""
+        return "\n".join(map(printable, filter(None, (self.run.problem, *self._faults.values(), self.kept.problem))))
 
     def read_on(self, name: str) -> bool:
         """Read what is new under a name; return whether there is anything."""
-        renamed, had = name != self.run.name, self.problem
-        first: int | None = None
-        if self.follower is not None:
-            try:
-                first, self.problem = self.follower.read_on(), ""
-            except (VerlPrecisionError, OSError) as error:
-                self.problem, first = str(error), 0
-            except ValueError as error:  # the source vanished between two looks at it
-                self.problem, first = repr(error), 0
-            if first is not None or renamed:
-                self.run = self.follower.run(name)
-        elif renamed:
-            self.run = Run(name, self.source, [])
+        renamed, had, first = name != self.run.name, self.problem, None
+        with self.noting("file"):
+            first = self.follower.read_on() if self.follower else None
+        if new := first is not None or renamed or had != self.problem:
+            self.run = self.follower.run(name) if self.follower else Run(name, self.source, [])
         if first is not None:
-            self._total = total_steps(self.source) if self.run.rows else None
-            self._go_on_from(first)
-        return first is not None or renamed or had != self.problem
+            self.take(self.run, first)
+        return new
 
-    def _go_on_from(self, first: int) -> None:
-        """Take in the rows that are new; all of them, where an earlier one has changed."""
-        if first < self._known:
-            self._judge, self._known, self.alarms, self._columns = MismatchAlarm(), 0, [], Columns()
-        for row in self.run.rows[self._known :]:
-            self.alarms += self._judge.update(int(row["step"]), row)
-            self._columns.add(row)
-        self._known, self.points = len(self.run.rows), self._columns.points()
-        self.summary = summary_of(self.points)
+    def take(self, run: Run, first: int = 0) -> None:
+        """Take in the rows of a run from the first that has changed, and what lies beside them."""
+        self.run, self._total = run, None
+        with self.noting("rows"):
+            if first < self._known:
+                self._forget()
+            for row in run.rows[self._known :]:
+                self.alarms += self._judge.update(int(row["step"]), row)
+                self._columns.add(row)
+            self._known, self.points = len(run.rows), self._columns.points()
+            self.summary = summary_of(self.points)
+        with self.noting("length"):
+            self._total = total_steps(self.source) if run.rows else None
+        with self.noting("expected"):
+            if self._by_recipe:
+                self.expected = expected_by_recipe(self.source) if run.rows else []
 
-    def look(self, now: float, expected: Sequence[Run]) -> bool:
-        """Judge where the run stands; return whether the state is another one."""
-        former = self.stands.state
-        age = now - self.follower.written if self.follower is not None else None
-        self.stands = standing(self.run, self.points, self._total, age and max(0.0, age), expected)
-        if self.problem:
+    def look(self, now: float | None) -> bool:
+        """Judge where the run stands; return whether the state, or what it has kept, is another one. None: recorded."""
+        former, kept, age = self.stands.state, self.kept.read_on(), None
+        with self.noting("standing"):
+            if now is not None and self.follower is not None:
+                age = max(0.0, now - self.follower.written)
+            self.stands = standing(self.run, self.points, self._total, age, self.expected)
+        if self.run.problem or any(part in self._faults for part in _NEEDED):
             self.stands = Standing("unreadable", now={})
-        return self.stands.state != former
+        return kept or self.stands.state != former
+
+    def content(self, colour: str, problem: str = "") -> dict[str, Any]:
+        """Return what the page shows of the run, but for its curves."""
+        return run_content(
+            self.number, self.run, self.points, self.summary, self.alarms, self._judge.baseline_missing, self.stands,
+            colour, self.kept.count, self.problem or problem,
+        )  # fmt: skip
 
 
 class Live:
@@ -94,12 +123,20 @@ class Live:
         paths: Files and folders of runs, and folders in which runs may begin.
         expected: Curves of the expected reward; without, those of the recipe of each run.
         pause_seconds: Files are not looked at again before so many seconds have gone.
+        on_progress: Is told of every part of a file that has been read.
 
     Raises:
-        ConfigurationError: If a path is not there, is given twice, or several files in it could be meant.
+        ConfigurationError: If a path is not there or is given twice.
     """
 
-    def __init__(self, paths: Sequence[Path], expected: Sequence[Run] = (), pause_seconds: float = 0.5) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        expected: Sequence[Run] = (),
+        pause_seconds: float = 0.5,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self._on_progress = on_progress
         self.paths = [path.absolute() for path in paths]
         self._given, self._pause = expected, pause_seconds
         self._lock = threading.Lock()
@@ -110,11 +147,7 @@ class Live:
         self._curves: dict[str, dict[str, Series]] = {}
         self._changed: dict[str, int] = {}  # of each curve, in which version
         self._problems: dict[Path, str] = {}
-        try:  # later, no path is refused
-            names_of([source for path in paths for source in sources_in(path) or [path]])
-        except OSError as error:
-            problem = f"it cannot be read ({error.strerror})"
-            raise ConfigurationError(problem, setting="FOLDER", value=str(error.filename)) from error
+        names_of([source for path in paths for source in sources_in(path) or [path]])  # later, no path is refused
         self._read_on()
 
     def runs(self) -> list[LiveRun]:
@@ -142,21 +175,14 @@ class Live:
             colours = colours_of([run.run for run in runs], again=True)
             return {
                 "version": self._version,
-                "runs": [
-                    run_content(
-                        run.number, run.run, run.points, run.summary, run.alarms, run.baseline_missing, run.stands,
-                        colours[run.run.curve], run.kept.count, run.problem or self._problems.get(run.source, ""),
-                    )
-                    for run in runs
-                ],
+                "runs": [run.content(colours[run.run.curve], self._problems.get(run.source, "")) for run in runs],
                 "curves": {name: found for name, found in self._curves.items() if self._changed[name] > since},
                 "expected": expected_content(self._expected()),
                 "missing": missing({run.run.name: run.points for run in runs if run.points}),
-            }  # fmt: skip
+            }
 
     def _expected(self) -> list[Run]:
-        own = {(curve.name, curve.path): curve for run in self._runs.values() for curve in run.expected}
-        return list(self._given) or list(own.values())
+        return list({(each.name, each.path): each for run in self._runs.values() for each in run.expected}.values())
 
     def _read_on(self) -> None:
         if time.monotonic() - self._looked < self._pause:
@@ -166,8 +192,8 @@ class Live:
             self._problems.pop(path, None)
             try:
                 sources = sources_in(path)
-            except (ConfigurationError, OSError) as error:  # several files, or the folder has gone
-                self._problems[path] = str(error)
+            except (ConfigurationError, OSError) as error:  # it has gone
+                self._problems[path] = fault_of_error(error)
                 sources = [each for each, run in self._runs.items() if run.follower and path in (each, *each.parents)]
             found |= dict.fromkeys(sources, True) or {path: False}
         gone = [run for run in self._runs.values() if found.get(run.source) is not (run.follower is not None)]
@@ -176,7 +202,8 @@ class Live:
         names = dict(zip(found, names_of(list(found)), strict=True))
         for source, begun in found.items():
             if source not in self._runs:
-                self._runs[source] = LiveRun(self._count, source, begun)
+                follower = Follower(source, self._on_progress) if begun else None
+                self._runs[source] = LiveRun(self._count, source, follower, self._given or None)
                 self._count += 1
         self._runs = {source: self._runs[source] for source in found}
         stale = {run.run.curve for run in gone}
@@ -184,8 +211,7 @@ class Live:
             former = run.run.curve
             if run.read_on(names[source]):
                 stale |= {former, run.run.curve}
-                run.expected = [] if self._given or not run.run.rows else expected_by_recipe(source)
-            if run.kept.read_on() | run.look(time.time(), self._given or run.expected):
+            if run.look(time.time()):
                 stale.add("")  # no curve
         if stale:
             self._version += 1
@@ -194,7 +220,7 @@ class Live:
 
     def _draw(self, stale: set[str]) -> None:
         for name in stale:
-            if own := [run.points for run in self._runs.values() if run.run.curve == name]:
-                self._curves[name], self._changed[name] = curves_of(own), self._version
-            else:
-                self._curves.pop(name, None)
+            self._curves.pop(name, None)
+            if own := [run for run in self._runs.values() if run.run.curve == name]:
+                with own[0].noting("curves"):
+                    self._curves[name], self._changed[name] = curves_of([run.points for run in own]), self._version

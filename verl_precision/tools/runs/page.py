@@ -14,22 +14,17 @@ from markupsafe import Markup
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
-from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.contents import (
     csv_of,
     curves_of,
     expected_content,
-    measured,
     missing,
     panels_content,
-    run_content,
-    summary_of,
 )
-from verl_precision.tools.runs.kept import KeptList
+from verl_precision.tools.runs.live import LiveRun
 from verl_precision.tools.runs.panels import PANELS, colours_of
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.runs.standing import standing, total_steps
 from verl_precision.tools.show.pages import mark_of, render
 
 # By this line an earlier report is known, which may be written over.
@@ -42,45 +37,41 @@ POLICY = (
 )
 
 
-def page(runs: list[Run], settings: AlarmSettings | None = None, expected: Sequence[Run] = ()) -> str:
+def page(runs: list[Run], expected: Sequence[Run] = ()) -> str:
     """Return the report about runs with different names; those of one arm are one curve in the figures.
 
-    The alarm runs over the recorded metrics with these settings. Expected curves (`read_expected`) are drawn beside the
-    reward. Refused are runs without any of the metrics shown, and too many runs.
+    The alarm runs over the recorded metrics. Expected curves (`read_expected`) are drawn beside the reward. Refused are
+    runs without any of the metrics shown, and too many runs.
     """
-    settings = settings or AlarmSettings()
-    points = {run.name: measured(run) for run in runs}
+    shown = [LiveRun(number, run.path, None, expected) for number, run in enumerate(runs)]
+    for each, run in zip(shown, runs, strict=True):
+        each.take(run)
+        each.look(None)
+    points = {each.run.name: each.points for each in shown}
     if not any(points.values()):
         problem, value = "none of the metrics of the report is there", ", ".join(str(run.path) for run in runs)
         allowed = "metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)"
         remedy = "Name the run's own metrics file."
         raise ConfigurationError(problem, setting="RUN", value=value, allowed=allowed, remedy=remedy)
-    colours, contents = colours_of(runs), []
-    for number, run in enumerate(runs):
-        judge, kept = MismatchAlarm(settings), KeptList(run.path)
-        alarms = [alarm for row in run.rows for alarm in judge.update(int(row["step"]), row)]
-        stands = standing(run, points[run.name], total_steps(run.path), None, expected)
-        kept.read_on()
-        of_run = alarms, judge.baseline_missing, stands, colours[run.curve], kept.count
-        contents.append(run_content(number, run, points[run.name], summary_of(points[run.name]), *of_run))
+    colours = colours_of(runs)
     of_curve = {run.curve: [points[each.name] for each in runs if each.curve == run.curve] for run in runs}
     state = {
         "version": 1,
-        "runs": contents,
+        "runs": [each.content(colours[each.run.curve]) for each in shown],
         "curves": {name: curves_of(own) for name, own in of_curve.items()},
         "expected": expected_content(expected),
-        "missing": missing(points),
+        "missing": missing({name: found for name, found in points.items() if found}),
     }
-    return _page("report", settings, state, {panel.name: csv_of(panel, points) for panel in PANELS})
+    return _page("report", state, {panel.name: csv_of(panel, points) for panel in PANELS})
 
 
 def live_page() -> str:
     """Return the page that asks its server for everything."""
-    return _page("watch", AlarmSettings(), None, {})
+    return _page("watch", None, {})
 
 
-def _page(verb: str, settings: AlarmSettings, state: Mapping[str, Any] | None, tables: Mapping[str, str]) -> str:
-    content = {"panels": panels_content(), "baseline": settings.baseline_steps, "state": state, "csv": tables}
+def _page(verb: str, state: Mapping[str, Any] | None, tables: Mapping[str, str]) -> str:
+    content = {"panels": panels_content(), "baseline": AlarmSettings().baseline_steps, "state": state, "csv": tables}
     data = json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     names = [run["name"] for run in state["runs"]] if state else ["live"]
     # No text of a run can end the block that it stands in.

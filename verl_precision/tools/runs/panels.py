@@ -1,8 +1,8 @@
 """Which metrics are shown, under which titles and in which colours: of the page and of the figures alike."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
-from statistics import fmean
 from typing import NamedTuple
 
 from verl_precision.base.errors import ConfigurationError
@@ -34,11 +34,23 @@ PANELS = tuple(Panel(**known) for known in _PANELS)
 REWARD = PANELS[0]
 
 
+def layer_of(name: str, metric: str) -> int | None:
+    """Return the layer of which `metric`, which ends in `_*`, has this name; None where the name is another one's."""
+    begin, _, layer = name.rpartition("_")
+    return int(layer) if f"{begin}_*" == metric and re.fullmatch("[0-9]{1,9}", layer) else None
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return a mean, which may be infinite or NaN: of infinities and of the largest numbers `fmean` is an error."""
+    found = list(values)
+    return sum(found) / len(found)
+
+
 def points_of(run: Run, metric: str) -> dict[int, float]:
     """Return a metric of a run by step, or by layer; where it was not measured there is no point, NaN stays."""
     if metric.endswith("_*"):
-        names = sorted({name for row in run.rows for name in row if name.startswith(metric[:-1])})
-        return {int(name.rpartition("_")[2]): fmean(row[name] for row in run.rows if name in row) for name in names}
+        names = sorted({name for row in run.rows for name in row if layer_of(name, metric) is not None})
+        return {int(name.rpartition("_")[2]): mean(row[name] for row in run.rows if name in row) for name in names}
     for key in metric.split(" or "):
         found = {int(row["step"]): value for row in run.rows if (value := keys.value_of(row, key)) is not None}
         if found:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import psutil
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,7 +22,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, fault_of_error
+from verl_precision.base.terminal import printable
 from verl_precision.mismatch.kept_tokens import KeptResponse
 from verl_precision.tools.runs.contents import csv_of
 from verl_precision.tools.runs.kept import ORDERS, other_decisions, response_content, text_of
@@ -135,15 +137,27 @@ def serve(live: Live, host: str, port: int, say: Callable[[str], None]) -> None:
         remedy = "Give another --port, or --port 0 for any that is free."
         raise ConfigurationError(problem, setting="--port", value=port, remedy=remedy) from error
     token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
-    name = f"[{host}]" if ":" in host else host
     config = uvicorn.Config(
-        application(live, token, [*LOCAL, name]),
+        application(live, token, hosts_of(host)),
         log_level="warning", access_log=False, server_header=False, lifespan="off", ws="none",
         timeout_graceful_shutdown=1,
     )  # fmt: skip
-    say(f"http://{name}:{port}/{token}/")
+    say(f"http://{hosts_of(host)[-1]}:{port}/{token}/")
     with listening:
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def hosts_of(host: str) -> list[str]:
+    """Return the names under which a server that listens on a host is asked, last the one to say.
+
+    Where other machines can ask, these are this one's names and addresses, and nobody else's (DNS rebinding).
+    """
+    names = [] if host in ("0.0.0.0", "::", "") else [host]
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        own = [each for some in psutil.net_if_addrs().values() for each in some]
+        addresses = (each.address.partition("%")[0] for each in own if each.family in (socket.AF_INET, socket.AF_INET6))
+        names = [*addresses, socket.getfqdn(), socket.gethostname(), *names]
+    return [*LOCAL, *(f"[{name}]" if ":" in name else name for name in names)]
 
 
 def _refusing(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
@@ -152,8 +166,10 @@ def _refusing(answer: Callable[[Request], Response]) -> Callable[[Request], Resp
     def endpoint(request: Request) -> Response:
         try:
             return answer(request)
-        except (ConfigurationError, OSError) as error:
-            return PlainTextResponse(str(error), 409)
+        except HTTPException:
+            raise
+        except Exception as error:  # whatever the files of a run hold
+            return PlainTextResponse(printable(fault_of_error(error)), 409)
 
     return endpoint
 

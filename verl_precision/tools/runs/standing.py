@@ -3,6 +3,7 @@
 Judged by what the run itself has written: its metrics, its log beside them, and Hydra's copy of its config.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,12 @@ from typing import Literal
 
 from rich.table import Table
 
-from verl_precision.tools.runs.expected import hydra_of
+from verl_precision.base.files import open_regular
+from verl_precision.tools.runs.expected import at, hydra_of
 from verl_precision.tools.runs.launch import TOTAL_STEPS
 from verl_precision.tools.runs.panels import PANELS, Panel
 from verl_precision.tools.runs.read import Run
+from verl_precision.tools.runs.rows import LARGEST_STEP
 from verl_precision.tools.show.tables import number_text, percent_text, terminal_table
 
 State = Literal["waiting", "running", "finished", "stopped growing", "recorded", "unreadable"]
@@ -24,7 +27,7 @@ Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step
 RECENT = 20  # steps that say how long one takes
 # A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
 PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
-_STEP_SECONDS, _TAIL = "step_time/step", 2**16
+_STEP_SECONDS, _LONGEST, _TAIL = "step_time/step", 1e9, 2**16  # of a step; seconds; bytes of a log
 # What stands at the top: title, the curves of which the first that is measured is shown, and how.
 NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...] = (
     ("reward", ("reward/reward",), "number"),
@@ -62,7 +65,7 @@ def standing(run: Run, points: Points, total: int | None, age: float | None, exp
     if not run.rows:
         return Standing("waiting", now={})
     step = int(run.rows[-1]["step"])
-    seconds = [value for value in list(points.get(_STEP_SECONDS, {}).values())[-RECENT:] if value == value]
+    seconds = [value for value in list(points.get(_STEP_SECONDS, {}).values())[-RECENT:] if 0 <= value < _LONGEST]
     typical = median(seconds) if seconds else None
     left = typical * (total - step) if typical is not None and total is not None and total > step else None
     state: State = "running"
@@ -100,14 +103,14 @@ def _now(points: Points, step: int, expected: Sequence[Run]) -> dict[str, str]:
 def total_steps(source: Path) -> int | None:
     """Return the steps of a whole run, by the newest log beside its metrics, or by its config; None if neither says."""
     folder = source if source.is_dir() else source.parent
-    for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True):
-        with log.open("rb") as file:
+    logs = {log: log.stat().st_mtime for log in folder.glob("*.log") if log.is_file()}
+    for log in sorted(logs, key=logs.__getitem__, reverse=True):
+        with open_regular(log, most=math.inf) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            if said := TOTAL_STEPS.findall(file.read().decode(errors="replace")):
+            if said := TOTAL_STEPS.findall(file.read(_TAIL).decode(errors="replace")):
                 return int(said[-1])
-    trainer = (hydra_of(folder, "config.yaml") or {}).get("trainer")
-    total = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
-    return total if isinstance(total, int) else None
+    total = at(hydra_of(folder, "config.yaml"), "trainer", "total_training_steps")
+    return total if isinstance(total, int) and abs(total) < LARGEST_STEP else None
 
 
 def duration_text(seconds: float | None) -> str:

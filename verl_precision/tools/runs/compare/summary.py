@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
+from verl_precision.tools.runs.panels import mean
 from verl_precision.tools.runs.read import REWARD, Rows
 from verl_precision.tools.show.tables import number_text, terminal_table, write_json
 
@@ -66,13 +67,13 @@ def summarise(
     return Summary(
         precision=precision,
         steps=len(rows),
-        reward_first=fmean(of[REWARD][:window]),
-        reward_last=fmean(of[REWARD][-window:]),
+        reward_first=mean(of[REWARD][:window]),
+        reward_last=mean(of[REWARD][-window:]),
         reward_steps=window,
         length_first=of[LENGTH][0],
         length_last=of[LENGTH][-1],
-        log_prob_gap=fmean(of[LOG_PROB_GAP]),
-        k3_kl=fmean(of[K3_KL]),
+        log_prob_gap=mean(of[LOG_PROB_GAP]),
+        k3_kl=mean(of[K3_KL]),
         pearson_last=of[PROBS_PEARSON][-1],
         seconds_per_step=median(of[STEP_SECONDS]),
         seconds_total=seconds_total,
@@ -89,7 +90,7 @@ def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
     """
     found, firsts = {}, dict[str | None, tuple[str, float, float]]()
     for arm, runs in by_arm(summaries).items():
-        gap, k3 = fmean(run.log_prob_gap for run in runs), fmean(run.k3_kl for run in runs)
+        gap, k3 = mean(run.log_prob_gap for run in runs), mean(run.k3_kl for run in runs)
         first, first_gap, first_k3 = firsts.setdefault(runs[0].estimator, (arm, gap, k3))
         if arm != first and k3 > _ROUNDING_K3:
             found[f"{first}/{arm}"] = {"log_prob_gap": first_gap / gap, "k3_kl": first_k3 / k3}
@@ -124,7 +125,7 @@ class PassBar:
         `reward` is the mean of the last steps, `since` the step from whose end on the mean has stayed above, or None.
         """
         rewards = [row[REWARD] for row in rows]
-        means = [fmean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
+        means = [mean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
         below = [index for index, mean in enumerate(means) if not mean > self.above]  # NaN is not above
         first = below[-1] + 1 if below else 0
         since = rows[first]["step"] if first < len(rows) else None
@@ -187,5 +188,5 @@ def _times(ratio: float) -> str:
 
 def _cell(values: list[float], text: str) -> str:
     numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-    shown = (fmean(values), min(numbers), max(numbers)) if len(values) > 1 else values
+    shown = (mean(values), min(numbers), max(numbers)) if len(values) > 1 else values
     return "\n".join(map(text.format, shown))

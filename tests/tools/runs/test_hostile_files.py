@@ -1,0 +1,397 @@
+"""One bad run does not take the others: whatever its files are or hold, it says so, and the others are shown whole."""
+
+import gzip
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from verl_precision.mismatch.kept_tokens import FILE
+from verl_precision.tools.runs.live import Live
+from verl_precision.tools.runs.read import REWARD, read_runs, sources_in
+from verl_precision.tools.runs.server import application, hosts_of
+
+STEPS = [1, 2, 3, 4]
+LAYER = "mismatch/routing_agreement/layer_"
+
+
+def row(step, /, **more) -> bytes:
+    """Return a row whose step and values are written as they are given, JSON or not."""
+    data = {REWARD: 0.25, "mismatch/k3_kl": 1e-4, "timing_s/step": 2.0} | more
+    values = ",".join(f"{json.dumps(key)}:{value}" for key, value in data.items())
+    return f'{{"step":{step},"data":{{{values}}}}}\n'.encode()
+
+
+def every(**more) -> bytes:
+    """Return the rows of a run of which each has these values."""
+    return b"".join(row(step, **more) for step in STEPS)
+
+
+HEALTHY = every()
+THREE = HEALTHY[: HEALTHY.index(row(4))]
+
+
+def linked(target: str):
+    return lambda path: path.symlink_to(target)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        os.chdir(path.parent)  # the name of a socket is short
+        one.bind(path.name)
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 3 * 2**30)
+
+
+# What stands in place of a file, whose name is said.
+NO_FILES = {
+    "fifo": os.mkfifo,
+    "zeros without end": linked("/dev/zero"),
+    "terminal": linked("/dev/tty"),
+    "folder": Path.mkdir,
+    "link to a folder": linked("."),
+    "nothing": linked("/nonexistent/file"),
+    "itself": lambda path: path.symlink_to(path),
+    "socket": listening,
+    "more than is read": sparse,
+}
+# A line after three healthy ones, which is the fourth.
+FOURTH_LINES = {
+    "a number of 500 digits": row(4, a="7" * 500),
+    "a number of 6000 digits": row(4, a="7" * 6000),
+    "a step of 6000 digits": row("7" * 6000),
+    "deep brackets": row(4, a="[" * 90_000 + "]" * 90_000),
+    "deep braces": row(4, a='{"a":' * 90_000 + "1" + "}" * 90_000),
+    "brackets that are not closed": b"[" * 200_000 + b"\n",
+    "step nan": row("NaN"),
+    "step infinite": row("-Infinity"),
+    "step 1e999": row("1e999"),
+    "step beyond whole numbers": row(2**53),
+    "step in words": row('"four"'),
+    "step null": row("null"),
+    "step a list": row("[4]"),
+    "no step": b'{"data":{"a":1}}\n',
+    "no data": b'{"step":4}\n',
+    "data null": b'{"step":4,"data":null}\n',
+    "data a list": b'{"step":4,"data":[1,2]}\n',
+    "data a word": b'{"step":4,"data":"words"}\n',
+    "a list": b"[4]\n",
+    "a number": b"4\n",
+    "null": b"null\n",
+    "two rows": row(4)[:-1] + b"," + row(5),
+    "the end of a row": b'"data":{}}\n',
+    "a comma": row(4)[:-1] + b",\n",
+    "single quotes": b"{'step': 4, 'data': {}}\n",
+    "latin-1": '{"step":4,"data":{"ä":1}}\n'.encode("latin-1"),
+    "zeros": b"\0" * 512 + b"\n",
+    "a page of an error": b"<html><body>502 Bad Gateway</body></html>\n",
+    "a conflict": b"<<<<<<< HEAD\n",
+    "too long": row(4, a="1" + " " * 2**24),
+    "one control character": row(4)[:9] + b"\x01" + row(4)[9:],
+}
+# Of a whole file, the line at fault.
+WHOLE_FILES = {
+    "utf-16": (HEALTHY.decode().encode("utf-16"), 1),
+    "gzip": (gzip.compress(HEALTHY) + b"\n", 1),
+    "a document in place of rows": (b"[" + HEALTHY.replace(b"\n", b",")[:-1] + b"]\n", 1),
+    "a table": (b"step,reward\n1,0.5\n", 1),
+    "after blank lines": (HEALTHY + b"\n\n\nrubbish\n", 8),
+    "after more rows than are parsed at once": (b"".join(map(row, range(1, 1203))) + row("NaN") + row(1204), 1203),
+}
+# Unusual, and rows all the same.
+READABLE = {
+    "no time is finite": every(**{"timing_s/step": "Infinity"}),
+    "times below zero": every(**{"timing_s/step": "-1e308"}),
+    "times beyond all": every(**{"timing_s/step": "1e308"}),
+    "no time is a number": every(**{"timing_s/step": "NaN"}),
+    "rewards of either sign": b"".join(row(each, **{REWARD: f"{'-' * (each % 2)}1e308"}) for each in range(1, 900)),
+    "rewards without end": b"".join(row(each, **{REWARD: f"{'-' * (each % 2)}Infinity"}) for each in range(1, 900)),
+    "no reward": b"".join(row(each, **{REWARD: "NaN"}) for each in range(1, 900)),
+    "1e999": every(**{"mismatch/k3_kl": "1e999"}),
+    "a step among the data": every(step="NaN"),
+    "another step among the data": every(step=77),
+    "half a character": every(**{"\ud800": 1}),
+    "a key that a terminal obeys": every(**{"\x1b]0;owned\x07": 1}),
+    "a key as long as a page": every(**{"k" * 10_000: 1}),
+    "layer in words": every(**{LAYER + "first": 1, LAYER: 1}),
+    "layer beyond numbers": every(**{LAYER + "9" * 5000: 1}),
+    "layers beside the largest number": every(**{LAYER + "1": "1.7e308"}),
+    "words, lists and tables": every(a='"word"', b="[1]", c='{"d":[2]}'),
+    "byte order mark": b"\xef\xbb\xbf" + HEALTHY,
+    "windows": HEALTHY.replace(b"\n", b"\r\n"),
+    "backwards": b"".join(HEALTHY.splitlines(keepends=True)[::-1]),
+    "everything twice": HEALTHY + HEALTHY,
+    "blank lines": HEALTHY.replace(b"\n", b"\n \t\n\n"),
+    "a row that is being written": HEALTHY + row(5)[:20],
+    "zeros after a crash": HEALTHY + b"\0" * 4096,
+    "brackets that are being written": HEALTHY + b"[" * 10,
+    "steps below zero": b"".join(row(step - 9) for step in STEPS) + HEALTHY,
+    "a scale below zero": every(**{"precision/loss_scale": -1, "precision/skipped_steps": "1e308"}),
+    "a canary of infinity": every(**{"weight_sync/canary_gap": "Infinity", "weight_sync/canary_bound": "NaN"}),
+}
+
+
+def hydra(name: str, content) -> dict[str, bytes]:
+    return {f".hydra/{name}": content if isinstance(content, bytes) else yaml.safe_dump(content).encode()}
+
+
+def run_of(recipe, choices=("1x8_h100", "grpo"), schema="file", place: object = "{}/recipe") -> dict:
+    sources = [{"schema": schema, "path": place}]
+    runtime = {"config_sources": sources, "choices": dict(zip(("scale", "estimator"), choices, strict=True))}
+    return {"hydra": {"job": {"config_name": recipe}, "runtime": runtime}}
+
+
+CURVE = b"precision,estimator,step,reward\n"
+# Beside healthy metrics: what is written, and the name of the file that is said; none where nothing is amiss.
+BESIDE = {
+    "config cut": (hydra("config.yaml", b"trainer: {total_training_steps: 1"), "config.yaml"),
+    "config empty": (hydra("config.yaml", b""), None),
+    "config not in UTF-8": (hydra("config.yaml", b"\xff\xfe\x00a"), "config.yaml"),
+    "config of zeros": (hydra("config.yaml", b"\0" * 100), "config.yaml"),
+    "config deep in brackets": (hydra("config.yaml", b"[" * 60_000), "config.yaml"),
+    "config deep in lines": (hydra("config.yaml", b"- " * 60_000 + b"a"), "config.yaml"),
+    "config that grows": (hydra("config.yaml", b"a: &a [1]\nb: [*a, *a]\n"), "config.yaml"),
+    "config that merges": (hydra("config.yaml", b"a: &a {b: 1}\nc: {<<: [*a, *a]}\n"), "config.yaml"),
+    "config that calls": (hydra("config.yaml", b"a: !!python/object/apply:os._exit [3]\n"), "config.yaml"),
+    "config with tabs": (hydra("config.yaml", b"trainer:\n\ta: 1\n"), "config.yaml"),
+    "config twice": (hydra("config.yaml", b"a: 1\n---\nb: 1\n"), "config.yaml"),
+    "config a list": (hydra("config.yaml", [1]), None),
+    "trainer a word": (hydra("config.yaml", {"trainer": "word"}), None),
+    **{
+        f"{steps!r:.20} steps": (hydra("config.yaml", {"trainer": {"total_training_steps": steps}}), None)
+        for steps in (True, -5, 0, 1.5, "ten", [3], 10**400, 2**60, None)
+    },
+    "hydra null": (hydra("hydra.yaml", {"hydra": None}), None),
+    "hydra a list": (hydra("hydra.yaml", {"hydra": [1]}), None),
+    "hydra cut": (hydra("hydra.yaml", b'hydra: {job: {config_name: "re'), "hydra.yaml"),
+    "hydra without a job": (hydra("hydra.yaml", {"hydra": {"runtime": run_of("a")["hydra"]["runtime"]}}), None),
+    "hydra without a runtime": (hydra("hydra.yaml", {"hydra": {"job": {"config_name": "a"}}}), None),
+    "sources a word": (hydra("hydra.yaml", {"hydra": {"runtime": {"config_sources": "word"}}}), None),
+    "sources of words": (hydra("hydra.yaml", {"hydra": {"runtime": {"config_sources": ["word", None, 3]}}}), None),
+    "a path that is a number": (hydra("hydra.yaml", run_of("recipe", place=7)), None),
+    "a path with a zero": (hydra("hydra.yaml", run_of("recipe", place="/a\0b")), None),
+    "a recipe that is a list": (hydra("hydra.yaml", run_of(["recipe"])), None),
+    "a recipe with a long name": (hydra("hydra.yaml", run_of("r" * 5000)), "File name too long"),
+    "choices that are lists": (hydra("hydra.yaml", run_of("recipe", ([1], [2]))) | {"expected.csv": CURVE}, None),
+    **{
+        f"expected {name}": (hydra("hydra.yaml", run_of("recipe")) | {"expected.csv": text}, said)
+        for name, text, said in (
+            ("rubbish", b"rubbish\n1,2\n", "expected.csv"),
+            ("empty", b"", None),
+            ("cut", CURVE + b"fp16,grpo,1", "expected.csv"),
+            ("step nan", CURVE + b"fp16,grpo,nan,1\n", "expected.csv"),
+            ("step infinite", CURVE + b"fp16,grpo,1e999,1\n", "expected.csv"),
+            ("reward in words", CURVE + b"fp16,grpo,1,high\n", "expected.csv"),
+            ("reward infinite", CURVE + b"fp16,grpo,1,inf\n", None),
+            ("not in UTF-8", CURVE + b"fp16,gr\xffpo,1,1\n", "expected.csv"),
+            ("with a zero", CURVE + b"fp16,grpo,1\0,1\n", "expected.csv"),
+            ("in a field without end", CURVE + b'"' + b"a" * 200_000, "expected.csv"),
+        )
+    },
+    "log without end": ({"a.log": b"Training Progress:  1%|  | 1/" + b"9" * 5000}, None),
+    "log of no steps": ({"a.log": b"Training Progress:  0%|  | 0/0"}, None),
+    "log of bytes": ({"a.log": bytes(range(256)) * 50}, None),
+    **{
+        f"kept tokens {name}": ({FILE: data}, FILE)
+        for name, data in {
+            "empty": b"",
+            "of zeros": b"\0" * 2000,
+            "rubbish": bytes(range(256)) * 4,
+            "with a header of no JSON": b"VPTOKENS\4\0\0\0xxxx",
+            "with a list as header": b"VPTOKENS\3\0\0\0[1]",
+            "without a version": b"VPTOKENS\2\0\0\0{}",
+            "not in UTF-8": b"VPTOKENS\2\0\0\0\xff\xff",
+            "of a later version": b'VPTOKENS\x12\0\0\0{"version": 77   }',
+            "with a header without end": b"VPTOKENS\xff\xff\xff\xff" + b"{" * 100,
+            "with a version of many digits": b"VPTOKENS\xe8\3\0\0" + b'{"version": ' + b"9" * 987 + b"}",
+        }.items()
+    },
+}
+# In place of metrics.jsonl: what is the run's only file, and what is said of it; none where it is no run's file.
+ALONE = {
+    "log of steps without end": ({"a.log": b"step:" + b"9" * 400 + b" - a:1\n"}, None),
+    "log with a step among the values": ({"a.log": b"step:1 - step:nan - critic/score/mean:0.5\n"}, None),
+    "log with a line too long": ({"a.log": b"step:1 - a:1\n" + b"x" * (2**24 + 9)}, "line 2 has more than"),
+    "log of bytes": ({"a.log": b"step:1 - critic/score/mean:0.5\n" + bytes(range(256))}, None),
+    "lines end in CR": ({"a.jsonl": HEALTHY.replace(b"\n", b"\r")}, None),
+    "memory of a process": ({"a.jsonl": linked("/proc/self/mem")}, None),
+    "events of rubbish": ({"events.out.tfevents.1.a": bytes(range(256)) * 9}, None),
+    "events empty": ({"events.out.tfevents.1.a": b""}, None),
+    "two files of metrics": ({"a.jsonl": HEALTHY, "b.jsonl": HEALTHY}, "several files could be meant"),
+}
+CASES = {
+    **{f"line: {name}": ({"metrics.jsonl": THREE + line}, "line 4") for name, line in FOURTH_LINES.items()},
+    **{f"file: {name}": ({"metrics.jsonl": data}, f"line {at}:") for name, (data, at) in WHOLE_FILES.items()},
+    **{f"metrics: {name}": ({"metrics.jsonl": make}, "metrics.jsonl") for name, make in NO_FILES.items()},
+    **{f"events: {name}": ({"events.tfevents.1": make}, "tfevents") for name, make in NO_FILES.items()},
+    **{f"alone: {name}": case for name, case in ALONE.items()},
+    **{f"readable: {name}": ({"metrics.jsonl": data}, None) for name, data in READABLE.items()},
+    **{f"beside: {name}": ({"metrics.jsonl": HEALTHY} | files, said) for name, (files, said) in BESIDE.items()},
+    **{
+        f"beside: {file}: {name}": ({"metrics.jsonl": HEALTHY, file: make}, FILE if file == FILE else None)
+        for file in ("a.log", ".hydra/config.yaml", ".hydra/hydra.yaml", "recipe/expected.csv", FILE)
+        for name, make in NO_FILES.items()
+    },
+}  # fmt: skip
+# A folder that is no file of events is none; a hole in a file of kept tokens or in a log is read as what it holds; a
+# link that leads nowhere is no file.
+CASES["events: folder"] = CASES["events: link to a folder"] = ({"events.tfevents.1": Path.mkdir}, None)
+for file in (".hydra/config.yaml", ".hydra/hydra.yaml"):
+    CASES[f"beside: {file}: more than is read"] = ({"metrics.jsonl": HEALTHY, file: sparse}, file)
+CASES[f"beside: {FILE}: nothing"] = ({"metrics.jsonl": HEALTHY, FILE: NO_FILES["nothing"]}, None)
+
+
+BAD = {f"run{number:03}": case for number, case in enumerate(CASES)}
+
+
+def build(folder: Path, files: dict) -> None:
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        path = folder / ("recipe" if name == "expected.csv" else "") / name
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, bytes):
+            path.write_bytes(content.replace(b"{}/recipe", os.fsencode(folder / "recipe")))
+        else:
+            content(path)
+    if "expected.csv" in files:
+        (folder / "recipe" / "recipe.yaml").write_text("a: 1")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of every bad run, and of two good ones, the first and the last."""
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("runs")
+    for name, case in BAD.items():
+        build(folder / name, CASES[case][0])
+    for name in ("good", "weighed"):
+        build(folder / name, {"metrics.jsonl": HEALTHY})
+    os.chdir(before)
+    return folder
+
+
+def folder_of(path: str, runs: Path) -> str:
+    """Return the run's folder, given what was read of it."""
+    return Path(path).relative_to(runs).parts[0]
+
+
+def asked(*paths: Path) -> TestClient:
+    return TestClient(application(Live(paths, pause_seconds=0), "token"), base_url="http://localhost")
+
+
+def is_unreadable(case: str) -> bool:
+    return CASES[case][1] is not None and not case.startswith("beside")
+
+
+def test_the_page_shows_every_run_and_says_what_is_wrong_until_it_is_right(runs):
+    client = asked(runs)
+    for steps in (STEPS, STEPS, [*STEPS, 5]):  # it stays said while the others go on
+        (runs / "good" / "metrics.jsonl").write_bytes(HEALTHY + row(5) * (len(steps) - 4))
+        answer = client.get("/token/state")
+        assert answer.status_code == 200, answer.text
+        curves = answer.json()["curves"]
+        found = {folder_of(run["path"], runs): run for run in answer.json()["runs"]}
+        assert curves[found["good"]["curve"]]["reward/reward"][0] == steps
+        assert {found[name]["problem"] for name in ("good", "weighed")} == {""}
+        wrong = []
+        for name, case in BAD.items():
+            files, words = CASES[case]
+            run = found.get(name, {"problem": "", "standing": {"state": ""}})  # a folder without a run's file is none
+            said = words in run["problem"] if words else not run["problem"]
+            right = said and (run["standing"]["state"] == "unreadable") == is_unreadable(case)
+            if "metrics.jsonl" in files and not is_unreadable(case):
+                shown = curves[run["curve"]]["reward/reward"][0]
+                right &= {*STEPS} <= {*shown} or len(shown) > 100
+            wrong += [] if right else [(case, run["standing"]["state"], run["problem"])]
+        assert wrong == []
+    (runs / "good" / "metrics.jsonl").write_bytes(HEALTHY)
+
+
+def test_every_request_is_answered_in_words(runs):
+    client = TestClient(application(Live([runs]), "token"), base_url="http://localhost")
+    for run in [each for each in client.get("/token/state").json()["runs"] if FILE in each["problem"]]:
+        for kind in ("responses", "response", "text", "decisions"):
+            assert client.get(f"/token/{kind}?run={run['id']}&at=0").status_code < 500
+    assert client.get("/token/csv?panel=reward").status_code == 200
+
+
+def test_the_terminal_shows_every_run(runs, typed):
+    code, said = typed("watch", runs, "--once")
+    assert code == 1 and "\x1b" not in said and "weighed" in said
+    for case in filter(is_unreadable, CASES):
+        assert CASES[case][1] in said
+    assert said.count("unreadable") >= len([*filter(is_unreadable, CASES)])
+
+
+def test_a_report_has_every_run_that_can_be_read(runs, typed, tmp_path):
+    names = list(BAD)
+    for start in range(0, len(names), 7):  # a report has eight colours
+        some = {name: BAD[name] for name in names[start : start + 7] if sources_in(runs / name)}
+        code, said = typed("report", runs / "good", *(runs / name for name in some), "--output", tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text()
+        unread = [case for case in some.values() if is_unreadable(case)]
+        assert "wrote" in said and '/good/metrics.jsonl"' in text and all(CASES[case][1] in said for case in unread)
+        assert code == 1 or not unread
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if is_unreadable(case)][::9])
+def test_alone_it_is_refused_in_words(runs, typed, case):
+    name = next(name for name, each in BAD.items() if each == case)
+    code, said = typed("report", runs / name)
+    assert code == 1 and "Traceback" not in said and CASES[case][1] in said
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # put back at the end
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", NO_FILES)
+def test_what_is_typed_is_no_regular_file(here, typed, file):
+    NO_FILES[file](here / "typed.jsonl")
+    for words in (("watch", here / "typed.jsonl", "--once"), ("report", here / "typed.jsonl")):
+        code, said = typed(*words)
+        assert code == (words[0] == "report" or file != "folder") and "typed.jsonl" in said
+
+
+def test_a_folder_whose_name_a_terminal_would_obey(tmp_path, typed):
+    name = "\x1b]0;owned\x07\r\u202e"
+    build(tmp_path / name, {"metrics.jsonl": HEALTHY})
+    build(tmp_path / os.fsdecode(b"\xff\xfe"), {"metrics.jsonl": THREE + b"rubbish\n"})
+    build(tmp_path / "good", {"metrics.jsonl": HEALTHY})
+    code, said = typed("watch", tmp_path, "--once")
+    assert code == 1 and "\\x1b" in said and not {*name} & {*said} - {*"]0;owned"}
+    client = asked(tmp_path)
+    assert len(client.get("/token/state").json()["runs"]) == 3
+    assert "\\x1b]0;owned" in client.get("/token/csv?panel=reward").text
+    code, said = typed("report", tmp_path, "--output", tmp_path / "page.html")
+    assert code == 1 and "\x1b" not in said + (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(("host", "names"), [
+    ("0.0.0.0", {socket.gethostname(), "127.0.0.1"}), ("::", {socket.gethostname(), "[::1]"}),
+    ("192.0.2.7", {socket.gethostname(), "192.0.2.7"}), ("127.0.0.1", {"localhost", "127.0.0.1"}),
+])  # fmt: skip
+def test_a_server_is_asked_by_the_names_of_its_machine_and_by_no_other(tmp_path, host, names):
+    hosts = hosts_of(host)
+    assert names <= {*hosts} and hosts[-1] in names and "*" not in hosts
+    assert (socket.gethostname() in hosts) == (host != "127.0.0.1")
+    app = application(Live([tmp_path]), "token", hosts)
+    for name, code in ((hosts[-1], 200), ("evil.example", 400), (f"{hosts[-1]}.evil.example", 400)):
+        answer = TestClient(app, base_url="http://localhost").get("/token/state", headers={"host": name})
+        assert answer.status_code == code
+
+
+def test_how_much_has_been_read_is_told(tmp_path):
+    build(tmp_path / "run", {"metrics.jsonl": b"".join(row(step) for step in range(1, 1300))})
+    told = []
+    read_runs([tmp_path], lambda path, done, size: told.append((path.name, done, size)))
+    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert len(told) == 3 and told[-1] == ("metrics.jsonl", size, size) and told == sorted(told)
