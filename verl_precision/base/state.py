@@ -23,7 +23,7 @@ from verl_precision.base.errors import CheckpointStateError
 T = TypeVar("T")
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of a pydantic dataclass that is read back
-MOST_BYTES, _DEEPEST, _SHOWN = 1 << 22, 32, 300
+MOST_BYTES, _DEEPEST, _SHOWN = 1 << 22, 100, 300
 _adapter = functools.cache(lambda kind: TypeAdapter(kind, config=STRICT))
 
 
@@ -53,7 +53,7 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
             return None
         if path.suffix not in (".json", ".yaml"):
             return read(content.decode(errors="replace"))
-        return read((_plain_yaml if path.suffix == ".yaml" else json.loads)(content.decode()))
+        return read((plain_yaml if path.suffix == ".yaml" else json.loads)(content.decode()))
 
 
 def checked(kind: Any, value: Any) -> Any:
@@ -82,7 +82,7 @@ def _bytes_of(path: Path) -> bytes:
     return content
 
 
-def _plain_yaml(text: str) -> Any:
+def plain_yaml(text: str) -> Any:
     """Return the values of YAML without aliases, whose unfolding may be endless; deep ones overflow libyaml's stack."""
     import yaml
 
@@ -90,7 +90,7 @@ def _plain_yaml(text: str) -> Any:
     for event in yaml.parse(text, loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-            raise ValueError("it has an alias, or more levels than this package writes")
+            raise ValueError(f"line {event.start_mark.line + 1}: an alias, or more than {_DEEPEST} levels")
     return yaml.load(text, loader)
 
 

@@ -5,15 +5,14 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import open_regular
+from verl_precision.base.state import plain_yaml
 from verl_precision.tools.runs.read import REWARD, Rows, Run
 from verl_precision.tools.runs.rows import step_of
 
 EXPECTED, EXPECTED_COLUMNS = "expected.csv", ("precision", "estimator", "step", "reward")
-_MOST, _DEEPEST = 2**24, 100  # bytes of a file beside a run; levels of Hydra's
+_MOST = 2**24  # bytes of a file beside a run
 
 
 def read_expected(path: Path, estimator: str) -> list[Run]:
@@ -90,11 +89,5 @@ def hydra_of(folder: Path, name: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _yaml(path: Path, _changed: int) -> Any:
-    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0  # safe, and fast where it can be
     with open_regular(path, most=_MOST) as file:
-        text = file.read().decode()
-        for event in yaml.parse(text, Loader=loader):  # some ten thousand levels would end this process
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"line {event.start_mark.line + 1}: more than {_DEEPEST} levels, or an alias")
-        return yaml.load(text, Loader=loader)
+        return plain_yaml(file.read().decode())
