@@ -611,6 +611,23 @@ def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
 
 
 @STRATEGIES
+def test_an_adapter_that_parts_tied_names_is_refused_when_the_engine_is_built(strategy):
+    with pytest.raises(ConfigurationError, match=r"target_modules.*lm_head.weight of the adapter cannot be sent"):
+        make_engine("fp16", architecture="qwen3_tied", lora={**LORA, "target_modules": ["lm_head"]}, strategy=strategy)
+
+
+@STRATEGIES
+def test_an_adapter_that_is_served_is_sent_whole(strategy):
+    """Of a model that FSDP1 has wrapped PEFT returns no tensor of it, and verl would send none."""
+    engine = make_engine("fp16", lora={**LORA, "lora": {}}, strategy=strategy)
+    draw_adapter(engine)
+    held = {name.replace(".default", ""): value for name, value in full_weights(engine).items() if "lora_" in name}
+    found = sent(lambda: engine.get_per_tensor_param(base_sync_done=True))
+    assert len(held) == 56 and found.keys() == held.keys()
+    assert all(torch.equal(value, held[name]) for name, value in found.items())
+
+
+@STRATEGIES
 def test_weights_are_watched_on_their_way_to_the_rollout(strategy):
     """With a manifest and without one. The tiny model's weights are FP32 draws, and an update of 1e-2 crosses."""
     engine = make_engine("fp32", strategy=strategy, send_weight_manifest=strategy == "fsdp2")

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from test_planted_edits import ROWS as EDITED
 from test_tried_loss import PLANTED as TRIED
 from transformers import AutoConfig
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
@@ -27,6 +28,7 @@ from verl_precision.base.files import table_of
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import CASTING
 from verl_precision.check.rules import rule
+from verl_precision.check.rules.adapters import EXPERTS_AS_LINEAR
 from verl_precision.check.rules.attention import ATTENTION
 from verl_precision.check.rules.dropout import ALWAYS_TRAINS
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
@@ -109,7 +111,9 @@ DROPS = Environment(adapter={"lora_dropout": 0.1})
 NO_TEACHER = "DISTILLED distillation.teacher_models.teacher_model.model_path=/no/such"
 TEACHER = {"distillation.teacher_models.teacher_model.model_path": {"model_type": "gemma2"}}
 TIED = Environment(model={"model_type": "qwen3", "tie_word_embeddings": True})
+MOE = Environment(model={"model_type": "qwen3_moe", "num_experts": 8})
 HEAD = "model.target_modules=[q_proj,lm_head]"
+MERGED = f"{LORA} model.lora.merge=True"
 # Name, what is known beyond the config, overrides, whether there is a fault.
 ENVIRONMENTS = [
     *[
@@ -133,14 +137,29 @@ ENVIRONMENTS = [
         True,
     ),
     ("dropout-in-update", DROPS, "", False),
-    ("adapter-on-tied-head", TIED, f"{LORA} {HEAD}", True),
-    ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=.*", True),
-    ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=[embed_tokens]", True),
-    ("adapter-on-tied-head", TIED, f"{LORA} {HEAD} model.exclude_modules=[lm_head]", False),
-    ("adapter-on-tied-head", TIED, f"{LORA} model.target_modules=all-linear", False),
-    ("adapter-on-tied-head", Environment(model={"model_type": "gemma"}), f"{LORA} {HEAD}", True),
-    ("adapter-on-tied-head", Environment(model={"model_type": "qwen3"}), f"{LORA} {HEAD}", False),
+    ("adapter-on-tied-head", TIED, f"{MERGED} {HEAD}", True),
+    ("adapter-on-tied-head", TIED, f"{MERGED} model.target_modules=.* actor.strategy=fsdp2", True),
+    ("adapter-on-tied-head", TIED, f"{MERGED} model.target_modules=[embed_tokens] actor.strategy=fsdp2", True),
+    ("adapter-on-tied-head", TIED, f"{LORA} {HEAD}", False),
+    ("adapter-on-tied-head", TIED, f"{MERGED} {HEAD} model.exclude_modules=[lm_head]", False),
+    ("adapter-on-tied-head", TIED, f"{MERGED} model.target_modules=all-linear", False),
+    ("adapter-on-tied-head", Environment(model={"model_type": "gemma"}), f"{MERGED} {HEAD}", True),
+    ("adapter-on-tied-head", Environment(model={"model_type": "qwen3"}), f"{MERGED} {HEAD}", False),
     ("adapter-on-tied-head", Environment(model={"tie_word_embeddings": True}), f"{HEAD} model.lora_rank=0", False),
+    ("adapter-not-served", TIED, f"{LORA} {HEAD}", False),
+    ("adapter-not-served", Environment(model={"model_type": "gemma"}), f"{LORA} {HEAD}", True),
+    ("adapter-not-served", MOE, f"{LORA} model.target_modules=all-linear", True),
+    ("adapter-not-served", MOE, f"{LORA} model.target_modules=[q_proj,down_proj]", True),
+    ("adapter-not-served", MOE, f"{LORA} +model.target_parameters=[mlp.experts.down_proj]", True),
+    ("adapter-not-served", MOE, f"{LORA} model.target_modules=[q_proj,gate]", False),
+    ("adapter-not-served", MOE, f"{MERGED} model.target_modules=all-linear", False),
+    ("adapter-not-served", TIED, f"{LORA} model.target_modules=all-linear", False),
+    ("adapter-not-served", Environment(model={"model_type": "qwen3_vl_moe", "num_experts": 8}), LORA, False),
+    ("adapter-not-wrapped", Environment(model={"model_type": "qwen3"}), f"{LORA} {HEAD} actor.strategy=fsdp2", True),
+    ("adapter-not-wrapped", TIED, f"{LORA} {HEAD} actor.strategy=fsdp2", False),
+    ("adapter-not-wrapped", TIED, f"{LORA} model.target_modules=[embed_tokens] actor.strategy=fsdp2", False),
+    ("adapter-not-wrapped", TIED, f"{LORA} model.target_modules=[embed_tokens] actor.strategy=fsdp", True),
+    ("adapter-not-wrapped", TIED, f"{LORA} {HEAD} actor.strategy=fsdp", False),
     ("router-replay", Environment(model={"model_type": "qwen3"}), "REPLAY", True),
     ("router-replay", Environment(model={"model_type": "qwen3_moe"}), "REPLAY", False),
     ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
@@ -270,6 +289,11 @@ def composed(overrides: str = ""):
 
 def found(overrides: str = "", environment: Environment = NOTHING_KNOWN) -> list[str]:
     return [fault.name for fault in find_faults(composed(overrides), environment)]
+
+
+def test_peft_takes_all_linear_for_the_experts_of_these_types():
+    converted = {kind for kind, like in _MODEL_TO_CONVERSION_PATTERN.items() if like in ("mixtral", "qwen2_moe")}
+    assert converted == set(EXPERTS_AS_LINEAR)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[-1]}")

@@ -122,7 +122,6 @@ def test_a_module_of_its_own():
     ({"use_dora": True}, "use_dora=True"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ({"target_modules": ["embed_tokens"]}, "Embedding"),
-    ({"target_modules": ["lm_head"]}, "tied"),
 ])  # fmt: skip
 def test_an_adapter_that_is_not_merged_alone(changes, words):
     one = random_model(*settings("qwen3_tied"))

@@ -44,7 +44,8 @@ def checkpoint(tmp_path):
     (dict(), "fp8", "--dtype fp8: there is no such dtype. Allowed: .*fp16"),
     (dict(world_size=2), "fp16", "model_world_size_2_rank_1.pt is missing"),
     (dict(only=[ADAPTER]), "fp16", "only the LoRA adapter was saved.*save_lora_only=False"),
-    (dict(only=["x.modules_to_save.default.weight"]), "fp16", "x.modules_to_save.* cannot be merged"),
+    (dict(only=["x", "x.token_adapter.trainable_tokens_delta.default"]), "fp16", "x.token_adapter.* cannot be merged"),
+    (dict(only=["x", ADAPTER]), "fp16", "has a LoRA adapter, and lora_train_meta.json has no lora_alpha"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_path, settings, dtype, words):
     with pytest.raises(ConfigurationError, match=words):

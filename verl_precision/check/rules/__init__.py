@@ -17,6 +17,7 @@
     files           data, the reward function, folders, packages
     tables          numbers and names of tables.yaml, settings that nothing reads, lengths
     v1_trainer      what the V1 trainer does not do, though a setting asks for it
+    adapters        adapters that are not wrapped, sent or served
     belongings      LoRA's modules, the model's shape, the overlong buffer, dynamic sampling's metric
     progress        nothing is trained, nothing is saved, or it is not read again
     mains           verl's mains with a trainer of their own, and settings that another main reads

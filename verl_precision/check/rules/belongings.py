@@ -1,7 +1,6 @@
 """Rules of what belongs together: modules and model, overlong buffer and reward manager, filter and reward."""
 
 import re
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,8 +13,6 @@ MODEL = "actor_rollout_ref.model"
 SHAPING = "reward.reward_kwargs"
 # What a layer's linear modules are called in these architectures of transformers.
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-# Input embeddings and output head, which one matrix may be.
-HEADS = ("lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte")
 LINEAR = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
@@ -29,7 +26,7 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         return
     names = [f"model.layers.0.{name}" for name in LINEAR]
     if isinstance(targets, str):  # a pattern, for the whole name
-        wrong = [] if _matches_one(targets, names) else [targets]
+        wrong = [] if matches_one(targets, names) else [targets]
     else:
         ends = {name.rpartition(".")[2] for name in names} | {"embed_tokens", "lm_head", "gate"}
         wrong = [str(target) for target in targets if str(target).rpartition(".")[2] not in ends]
@@ -37,52 +34,12 @@ def lora_modules(config: DictConfig, environment: Environment) -> Faults:
         yield told("name-unknown modules", environment=environment, wrong=", ".join(wrong))
 
 
-def _matches_one(pattern: str, names: list[str]) -> bool:
+def matches_one(pattern: str, names: list[str]) -> bool:
+    """Return whether a pattern fits one of these names as a whole."""
     try:
         return any(re.fullmatch(pattern, name) for name in names)
     except re.error:  # no pattern at all: PEFT raises it
         return False
-
-
-@rule("adapter-on-tied-head", about="adapters on a tied head")
-def adapter_on_tied_head(config: DictConfig, environment: Environment) -> Faults:
-    """One matrix has two names; an adapter on one of them is no part of what is exported, or sent to the rollout.
-
-    PEFT's `all-linear` leaves the head out. What it was told beside a loaded adapter is not read.
-    """
-    model, adapter = config.actor_rollout_ref.model, environment.adapter
-    loaded = model.get("lora_adapter_path") is not None
-    if (not loaded and not lora_rank(config)) or engines(config)[0].strategy not in FSDP:
-        return
-    targets, excluded = (adapter if loaded else model).get("target_modules"), model.get("exclude_modules")
-    reached = [name for name in HEADS if _reaches(targets, name) and (loaded or not _reaches(excluded, name))]
-    if reached and _is_tied({**environment.model, **(model.get("override_config") or {})}):
-        setting = f"{MODEL}.lora_adapter_path" if loaded else f"{MODEL}.target_modules"
-        yield Fault(
-            setting=setting,
-            problem=f"{' and '.join(name.rpartition('.')[2] for name in reached)} is one matrix with another module "
-            "(tie_word_embeddings): the trainer computes with the adapter there, while an export, and the weights that "
-            "are sent to the rollout, lose it",
-            allowed="all-linear, which leaves the head out, or modules of the layers",
-            remedy="Train an adapter without it." if loaded else f"Set {setting}=all-linear.",
-        )
-
-
-def _reaches(targets: Any, name: str) -> bool:
-    """Return whether PEFT finds a module among targets: a pattern for the whole name, or ends of names."""
-    if isinstance(targets, str):
-        return targets.lower() != "all-linear" and _matches_one(targets, [name])
-    return any(name == str(target) or name.endswith(f".{target}") for target in targets or ())
-
-
-def _is_tied(model: dict[str, Any]) -> bool:
-    """Return whether head and embeddings are one, by `config.json`, or by what its type has where it is silent."""
-    if "tie_word_embeddings" in model or "model_type" not in model:
-        return bool(model.get("tie_word_embeddings"))
-    from transformers import CONFIG_MAPPING
-
-    kind = model["model_type"]
-    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False))
 
 
 @rule("overlong-buffer")

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from peft.tuners import lora
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from verl.utils.device import get_device_name
@@ -90,9 +89,10 @@ def merge_adapters(module: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
     for name, part in module.named_modules():
         if isinstance(part, lora.LoraLayer):
             others = beyond_merging(module.peft_config[part.active_adapters[0]].to_dict())
-            tied = module.config.tie_word_embeddings and name.endswith("lm_head")  # verl merges no adapter there
-            if others or tied or type(part) is not lora.Linear:
-                problem = f"the adapter of {name} ({type(part).__name__}) is not W + s·B·A: {others or 'tied'}"
+            if others or type(part) is not lora.Linear:
+                problem = (
+                    f"the adapter of {name} ({type(part).__name__}) is not W + s·B·A: {others or 'no linear layer'}"
+                )
                 raise refused(problem, "adapters of linear layers, without dropout and variants")
             part.forward = partial(_lora, part)  # type: ignore[method-assign]
             part.merge = partial(_merge, part, inner, dtype)  # type: ignore[method-assign]
@@ -110,12 +110,7 @@ def _adapter(part: Any) -> operations.Adapter:
 def _merge(part: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
     """Merge an adapter in place of PEFT, on its way to the rollout: operands are in `dtype`, as FSDP2 gathers them."""
     weight, (a, b, scale) = part.base_layer.weight, _adapter(part)
-    operands = [(x.full_tensor() if isinstance(x, DTensor) else x).to(dtype) for x in (weight, a, b)]
-    found = operations.merged(operands[0], operands[1], operands[2], scale, inner=inner)
-    if isinstance(weight, DTensor):
-        found = distribute_tensor(found, weight.device_mesh, weight.placements, src_data_rank=None)
-    weight.data.copy_(found)
-    part.merged_adapters.extend(part.active_adapters)
+    weight.data.copy_(operations.merged(weight.to(dtype), a.to(dtype), b.to(dtype), scale, inner=inner))
 
 
 def _linear(part: Any, inner: torch.dtype, x: Tensor, adapter: operations.Adapter | None = None) -> Tensor:

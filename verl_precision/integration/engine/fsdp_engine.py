@@ -18,6 +18,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_precision.base.dtypes import long, torch_dtype
 from verl_precision.base.errors import ConfigurationError, LossScaleError
@@ -32,7 +33,13 @@ from verl_precision.integration.engine.measurement import shadow_known, updates_
 from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.registry import CPU, NVIDIA, register_engine
 from verl_precision.integration.engine.router_replay import RouterReplay
-from verl_precision.integration.engine.weight_export import SentWeights, merged_lora, write_export_dtype
+from verl_precision.integration.engine.weight_export import (
+    SentWeights,
+    adapter_layers,
+    merged_lora,
+    served_lora,
+    write_export_dtype,
+)
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.found_checkpoints import adopt_earlier
 
@@ -50,6 +57,8 @@ class PrecisionFSDPEngine:
     _sent: SentWeights | None = None
     _rate: ScaledLearningRate | None = None  # by the config, or while the alarm asks for it
     _rate_is_set = False
+    sends_weights = True  # to a rollout
+    adapter_layers: dict[str, Any]  # of LoRA, without weights: the actor's
 
     @property
     def _has_precision_config(self) -> bool:
@@ -67,6 +76,9 @@ class PrecisionFSDPEngine:
             return super()._build_fsdp_module(module)
         config = self.engine_config
         if not (config.forward_only or self._is_critic):
+            if self.sends_weights:
+                model = self.model_config
+                self.adapter_layers = adapter_layers(module, bool(model.lora.get("merge")), model.target_modules)
             if config.shadow.enabled:
                 # First: what verl's builder notes about the engine must be, in the end, the actor's.
                 self._shadow = build_shadow(self, module, self._build_verified)
@@ -186,12 +198,16 @@ class PrecisionFSDPEngine:
         if not (self._has_precision_config or self.always_sends_manifest):
             return super().get_per_tensor_param(*args, **kwargs)
         weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if peft_config is not None and kwargs.get("base_sync_done") and self.engine_config.strategy == "fsdp":
+            weights = served_lora(self)
         if self._sent is None:
             self._sent = SentWeights()
         return self._sent.prepared(weights, self), peft_config
 
     def _merged_lora_per_tensor_param(self):
-        return merged_lora(self) if self._has_precision_config else super()._merged_lora_per_tensor_param()
+        if not self._has_precision_config:
+            return super()._merged_lora_per_tensor_param()
+        return unfuse_moe_params(merged_lora(self), self.model_config.hf_config.model_type)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
@@ -204,6 +220,9 @@ class PrecisionFSDPEngine:
             save_scaler(self.scaler, local_path)
         if torch.distributed.get_rank() == 0:
             write_export_dtype(str(Path(local_path) / "huggingface"), long(self.engine_config.compute_dtype))
+            if self.model_config.lora_rank and not self._is_critic:  # verl keeps rank and alpha alone
+                adapter = getattr(self.module, "_fsdp_wrapped_module", self.module).peft_config["default"]
+                adapter.save_pretrained(local_path)
         torch.distributed.barrier()
 
     def load_checkpoint(self, local_path, *args, **kwargs):

@@ -62,7 +62,7 @@ class TrainerEngine:
                 enable_gradient_checkpointing=False,
                 lora_adapter_path=adapter,
                 lora_rank=rank,  # without it verl loads no adapter
-                lora={"merge": True},  # nothing is sent here, but exact arithmetic multiplies by the merged weight
+                lora={"merge": True},  # exact arithmetic multiplies by the merged weight
                 override_config={"attn_implementation": attention},
             ),
             engine_config=PrecisionFSDPConfig(
@@ -78,6 +78,7 @@ class TrainerEngine:
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
             checkpoint_config=CheckpointConfig(),
         )
+        self._engine.sends_weights = False
         self._engine.initialize()
         self._waiting: list[Request] = []
 

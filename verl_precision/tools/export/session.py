@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
@@ -44,25 +43,16 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     saved = SavedModel.find(checkpoint)
     source = saved.folder / "huggingface"
-    skeleton = _skeleton(source)
     report = _range(saved, checkpoint, kind, on_progress)
     with new_folder(output) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
         write_export_dtype(str(folder), long(dtype))
-        _write(saved, skeleton, kind, folder, on_progress)
+        if saved.untied:
+            _untie(folder / "config.json")
+        _write(saved, kind, folder, on_progress)
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
         (folder / CARD).write_text(model_card(step, dtype, report.verdict))
     return report
-
-
-def _skeleton(source: Path) -> Any:
-    """Return the model without weights: transformers asks it under which names a checkpoint has them."""
-    config = transformers.AutoConfig.from_pretrained(source)
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind is None:  # code of its own: names in memory and in files are the same
-        return None
-    with torch.device("meta"):
-        return kind(config)
 
 
 def _range(saved: SavedModel, path: Path, kind: torch.dtype, on_progress: OnProgress) -> CheckpointReport:
@@ -92,8 +82,17 @@ def _overflow(kind: torch.dtype, names: list[str]) -> ConfigurationError:
     )
 
 
-def _write(saved: SavedModel, skeleton: Any, kind: torch.dtype, folder: Path, on_progress: OnProgress) -> None:
+def _untie(path: Path) -> None:
+    settings = json.loads(path.read_text())
+    for described in (settings, settings.get("text_config")):
+        if described:
+            described["tie_word_embeddings"] = False
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _write(saved: SavedModel, kind: torch.dtype, folder: Path, on_progress: OnProgress) -> None:
     """Write the weights, a file at a time."""
+    skeleton = saved.skeleton()
     planned: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
     for name in saved.sources:

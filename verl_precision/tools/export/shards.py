@@ -6,22 +6,29 @@ with `weights_only=True`: nothing in them is executed.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from transformers.pytorch_utils import Conv1D
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import open_regular
-
-PEFT_PREFIX = "base_model.model."
-# LoRA of a matrix: base + alpha/r B A. Other kinds of adapters have other names.
-ADAPTER = re.compile(r"(.*)\.lora_([AB])\.default\.weight")
+from verl_precision.integration.engine.adapters import (
+    OF_ADAPTER,
+    PREFIX,
+    Source,
+    layers_without_weights,
+    sources,
+    unmerged,
+    untied,
+)
 
 
 @dataclass(frozen=True)
@@ -64,59 +71,118 @@ class SavedModel:
                 raise _refused(self.folder, problem) from error
         return loaded
 
+    def skeleton(self) -> Any:
+        """Return the model without weights, which knows how names in memory, and in files, belong together."""
+        config = transformers.AutoConfig.from_pretrained(self.folder / "huggingface")
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        if kind is None:  # code of its own: names in memory and in files are the same
+            return None
+        with torch.device("meta"):
+            return kind(config)
+
     @cached_property
-    def _adapters(self) -> dict[str, dict[str, str]]:
-        """Module -> "A" and "B" -> name of its matrix."""
-        found: dict[str, dict[str, str]] = {}
-        for name in self._ranks[0]:
-            if adapter := ADAPTER.fullmatch(name):
-                found.setdefault(adapter[1], {})[adapter[2]] = name
-            elif "lora_" in name or ".modules_to_save." in name:
+    def _all_sources(self) -> dict[str, Source]:
+        names = list(self._ranks[0])
+        if all(OF_ADAPTER.fullmatch(name) for name in names):
+            problem = f"only the LoRA adapter was saved, not the weights that {names[0]} is added to"
+            remedy = "Train with checkpoint.save_lora_only=False, so that checkpoints hold both."
+            raise _refused(self.folder, problem, remedy)
+        found = sources(names, self._layers(names))
+        if rest := unmerged(found):
+            raise _refused(self.folder, f"{rest[0]} belongs to an adapter of a kind that cannot be merged")
+        return found
+
+    def _layers(self, names: list[str]) -> dict[str, nn.Module]:
+        """Return the layers of the adapter, if there is one, without weights, as PEFT builds them."""
+        on = {
+            (found[1] or "").rstrip(".")
+            for name in names
+            if (found := OF_ADAPTER.fullmatch(name)) and "lora_" in found[2]
+        }
+        if not on:
+            return {}
+        if (model := self.skeleton()) is None:
+            problem = "the adapter is of a model with code of its own, and PEFT needs the model to merge it"
+            raise _refused(self.folder, problem, "Merge it with PEFT's merge_and_unload.")
+        with torch.device("meta"):
+            adapted = get_peft_model(model, self._adapter(on, model))
+        shapes = {name: tensor.shape for name, tensor in adapted.state_dict().items()}
+        for name in names:
+            if OF_ADAPTER.fullmatch(name) and self._ranks[0][name].shape != shapes.get(name):
                 raise _refused(self.folder, f"{name} belongs to an adapter of a kind that cannot be merged")
-        return found
+        return layers_without_weights(adapted)
 
-    @cached_property
-    def _adapter_scale(self) -> float:
-        """Return alpha; r is a side of the matrices."""
+    def _adapter(self, on: set[str], model: Any) -> LoraConfig:
+        """Return the settings of an adapter on these modules: verl saves rank and alpha, this package's engine all."""
+        if (self.folder / "adapter_config.json").is_file():
+            saved: Any = LoraConfig.from_pretrained(str(self.folder))
+            saved.init_lora_weights = saved.inference_mode = False
+            return saved  # type: ignore[no-any-return]
         path = self.folder / "lora_train_meta.json"
-        alpha = json.loads(path.read_text()).get("lora_alpha") if path.is_file() else None
-        if not alpha:
+        known = {}
+        if path.is_file():
+            with open_regular(path) as file:
+                known = json.loads(file.read())
+        if not known.get("lora_alpha"):
             raise _refused(self.folder, "the checkpoint has a LoRA adapter, and lora_train_meta.json has no lora_alpha")
-        return float(alpha)
+        alpha, modules, ranks = known["lora_alpha"], [], {}
+        for name in {_plain(each) for each in on}:
+            module = model.get_submodule(name)
+            if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
+                modules.append(name)
+                continue
+            # Of experts and routers PEFT wraps each parameter, the first innermost; alpha / r is the same everywhere.
+            wrappers = sorted((each for each in on if _plain(each) == name), key=len, reverse=True)
+            own = {key: x for key, x in module.named_parameters(prefix=name, recurse=False) if x.dim() > 1}
+            if len(own) != len(wrappers):
+                problem = f"which of {', '.join(own)} the adapter is on is not known without adapter_config.json"
+                raise _refused(self.folder, problem)
+            for (key, x), wrapper in zip(own.items(), wrappers, strict=True):
+                rows = self._ranks[0][f"{wrapper}.lora_A.default.weight"].shape[0]
+                ranks[key] = rows // (x.shape[0] if x.dim() == 3 else 1)
+        return LoraConfig(
+            r=known["r"], lora_alpha=alpha, target_modules=modules, target_parameters=list(ranks), rank_pattern=ranks,
+            alpha_pattern={key: alpha * rank / known["r"] for key, rank in ranks.items()},
+        )  # fmt: skip
 
     @cached_property
-    def sources(self) -> dict[str, str]:
-        """Name of each tensor of the model -> its name in the shards. Of tied tensors only the first is there."""
-        found, storages = {}, set()
-        for name, saved in self._ranks[0].items():
-            if ADAPTER.fullmatch(name):
-                continue
-            piece = _local(saved)
-            place = (piece.data_ptr(), piece.shape)
-            if piece.numel() and place in storages:
-                continue
-            storages.add(place)
-            found[name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")] = name
-        for module in self._adapters:
-            if f"{module}.base_layer.weight" not in self._ranks[0]:
-                problem = f"only the LoRA adapter was saved, not the weights of {module}"
-                remedy = "Train with checkpoint.save_lora_only=False, so that checkpoints hold both."
-                raise _refused(self.folder, problem, remedy)
-        return found
+    def _tied(self) -> dict[str, str]:
+        """The names that the config ties: each with the one that it is to be equal to."""
+        model, first = self.skeleton(), {}
+        if model is not None:
+            return dict(model.all_tied_weights_keys)
+        places = {name: self._place(source.name) for name, source in self._all_sources.items()}
+        first = {place: name for name, place in reversed(places.items())}
+        return {name: first[place] for name, place in places.items() if first[place] != name}
+
+    def _place(self, name: str) -> tuple[Any, ...]:
+        piece = _local(self._ranks[0][name])
+        return (piece.data_ptr(), piece.shape) if piece.numel() else (name,)
+
+    @cached_property
+    def untied(self) -> bool:
+        """Whether a tensor is no longer the one that the config ties it to."""
+        found = self._all_sources
+
+        def equal(one: str, other: str) -> bool:
+            return self._place(one) == self._place(other) or torch.equal(self._whole(one), self._whole(other))
+
+        return bool(untied(found, self._tied, equal))
+
+    @cached_property
+    def sources(self) -> dict[str, Source]:
+        """What each tensor of the model is made of. Of tied tensors that are equal only one is there."""
+        found = self._all_sources
+        return found if self.untied else {name: found[name] for name in found if self._tied.get(name) not in found}
 
     def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return shape and saved dtype of a tensor of the model."""
-        saved = self._ranks[0][self.sources[name]]
+        saved = self._ranks[0][self.sources[name].name]
         return saved.shape, saved.dtype
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved."""
-        source = self.sources[name]
-        whole, adapter = self._whole(source), self._adapters.get(source.removesuffix(".base_layer.weight"))
-        if adapter is None:
-            return whole
-        a, b = (self._whole(adapter[side]).float() for side in "AB")
-        return whole.float() + self._adapter_scale / a.shape[0] * (b @ a)
+        """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved, or merged in FP32."""
+        return self.sources[name].value(self._whole)
 
     def _whole(self, source: str) -> Tensor:
         first = self._ranks[0][source]
@@ -138,6 +204,10 @@ class SavedModel:
         if whole.shape != first.shape:
             raise _refused(self.folder, f"{source} has shape {tuple(whole.shape)}, not {tuple(first.shape)}")
         return whole
+
+
+def _plain(module: str) -> str:
+    return module.removeprefix(PREFIX).replace(".base_layer", "")
 
 
 def _local(saved: Tensor) -> Tensor:

@@ -53,6 +53,18 @@ def test_an_adapter_is_merged(adapter, tmp_path):
     assert len(load_tokenizer(folder)) == len(load_tokenizer("tiny:qwen3"))
 
 
+def test_a_head_is_merged_apart_from_the_embeddings_that_it_is_tied_to(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3_tied"), dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.save_pretrained(tmp_path / "adapter")
+        folder = merged_copy("tiny:qwen3_tied", str(tmp_path / "adapter"), tmp_path / "merged")
+        found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
 def test_a_folder_without_adapter_is_refused(adapter, tmp_path):
     assert len(adapter_fingerprint(str(adapter))) == 16
     with pytest.raises(ConfigurationError, match=r"--adapter .*: there is no adapter in it.*lora_adapter"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
+from verl_precision.integration.engine.adapters import layers_without_weights, sources, untied
 from verl_precision.tools.engines.model import load_tokenizer, model_location
 
 _WEIGHTS = "*.safetensors"
@@ -60,9 +61,15 @@ def merged_copy(model: str, adapter: str, target: Path) -> str:
 
     if not target.exists():
         base = AutoModelForCausalLM.from_pretrained(model_location(model), dtype=torch.float32)
-        merged: Any = PeftModel.from_pretrained(base, adapter)
+        tied = base.all_tied_weights_keys
+        adapted: Any = PeftModel.from_pretrained(base, adapter)
+        held = adapted.state_dict()
+        found = sources(held, layers_without_weights(adapted))
+        if untied(found, tied, lambda one, other: torch.equal(held[one], held[other])):
+            base.config.tie_word_embeddings = False
         with new_folder(target) as folder:
-            merged.merge_and_unload().save_pretrained(folder)
+            weights = {name: source.value(held.__getitem__) for name, source in found.items()}
+            base.save_pretrained(folder, state_dict=weights)
             load_tokenizer(model).save_pretrained(folder)
     return str(target)
 
