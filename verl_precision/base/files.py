@@ -39,8 +39,11 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` when the block ends without an error.
 
     The folder is created. The file is on the disk before it gets its name. After an error there is no temporary file,
-    and `path` is as it was. A file that exists is an error, unless it may be replaced.
+    and `path` is as it was. A file that exists is an error, unless it may be replaced; a device, pipe or folder is one
+    in any case. Of a link, the file that it names is replaced.
     """
+    require_regular(path)
+    path = path.resolve() if path.is_symlink() else path
     _require_free(path, replace)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
@@ -48,8 +51,13 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
         yield scratch
         with scratch.open("rb+") as written:
             os.fsync(written.fileno())
+        require_regular(path)
         _require_free(path, replace)
         scratch.replace(path)
+    except OSError as error:
+        if error.filename in (None, str(scratch)):
+            error.filename = str(path)
+        raise
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -65,13 +73,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, renamed to it when the block ends, and removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
-    scratch.mkdir()
     try:
+        scratch.mkdir()
         yield scratch
         scratch.rename(path)
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def require_regular(path: Path) -> None:
+    """Refuse to write to what is there and no regular file, by itself or as the end of a link: a device, a pipe."""
+    if path.exists() and not path.is_file():
+        problem, remedy = f"{path}: it is no regular file; nothing was written", "Name another file."
+        raise ConfigurationError(problem, allowed="a regular file, or a new name", remedy=remedy)
 
 
 def _scratch(path: Path) -> Path:

@@ -1,0 +1,38 @@
+"""SIGTERM (`timeout`, docker stop, kill) and SIGHUP (a closed terminal) end a command as Ctrl-C does."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEAF_SECONDS = 60.0  # longer than any cleaning; after them the first signal counts as lost, e.g. in a destructor
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[list[int]]:
+    """Have Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt inside; yield a list that gets its number.
+
+    Those that follow it are not heard: they would break what the first has begun. Signals that are ignored (nohup), or
+    that somebody handles, stay so; in a thread other than the main one nothing changes.
+    """
+    heard: list[int] = []
+    since = -_DEAF_SECONDS
+
+    def hear(number: int, frame: object) -> None:
+        nonlocal since
+        if time.monotonic() - since >= _DEAF_SECONDS:
+            since = time.monotonic()
+            heard[:] = [number]
+            raise KeyboardInterrupt
+
+    free = [each for each in _ENDING if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler)]
+    former = {each: signal.getsignal(each) for each in free if threading.current_thread() is threading.main_thread()}
+    try:
+        for number in former:
+            signal.signal(number, hear)
+        yield heard
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
