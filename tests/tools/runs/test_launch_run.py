@@ -129,6 +129,14 @@ def test_what_a_killed_start_has_left_goes_with_the_next_one(stand_in, tmp_path)
     assert not list(tmp_path.glob("vp-ray-*"))
 
 
+@pytest.mark.parametrize(("name", "there"), [("a b=c,d'e", True), ("pbs.12[3]", False), ("Läufe", False)])
+def test_ray_has_a_folder_that_it_can_work_in(tmp_path, monkeypatch, name, there):
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with launch.scratch_folder("vp-ray-") as folder:
+        assert folder.parent == (tmp_path / name if there else Path("/tmp"))
+
+
 def test_a_folder_with_results_is_never_written_to(tmp_path, root):
     with pytest.raises(FileExistsError):
         launch.run_verl(root / RECIPE, [], tmp_path, print)

@@ -24,11 +24,10 @@ import psutil
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.files import table_of
 from verl_precision.base.overrides import quoted
+from verl_precision.base.owner import RUN_MARK
 from verl_precision.base.signals import ended_by_signals
 from verl_precision.tools.runs.failure_report import reason
 
-# Every process of a run carries this variable, so that exactly those are ended.
-RUN_MARK = "VERL_PRECISION_RUN"
 _OWNER = "owner"  # of a scratch folder: locked while its process lives
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
 STAGES = table_of(__file__, "stages.yaml")
@@ -81,6 +80,7 @@ def run_verl(
     environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     start, process = time.monotonic(), None
     with ended_by_signals(), scratch_folder("vp-ray-", mark) as ray_folder:
+        environment["VLLM_RPC_BASE_PATH"] = str(ray_folder)  # of its sockets
         command = [
             *verl_command(config, overrides),
             "trainer.logger=[console,file]",
@@ -138,6 +138,8 @@ def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
     First go the folders that killed processes have left, with the processes that carry the mark noted there.
     """
     parent, kept = Path(tempfile.gettempdir()), False
+    if re.search(r"[^ -~]|[*?\[]", str(parent)):  # Ray takes ASCII alone, and finds no logs where * means something
+        parent = Path("/tmp")
     for left in parent.glob(f"{prefix}*/{_OWNER}"):
         with contextlib.suppress(OSError):  # its owner lives, or somebody else removes it
             if left.parent.lstat().st_uid == os.getuid():
@@ -175,13 +177,15 @@ def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: fl
 
 
 def end_marked(mark: str) -> None:
-    """End every process whose environment carries the mark: asked first, then killed."""
+    """End every process whose environment carries the mark: asked first, then killed; and remove verl's sockets."""
     for end in (psutil.Process.terminate, psutil.Process.kill, psutil.Process.kill):
         left = marked_processes(mark)  # again: one of them may have started others
         for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
                 end(survivor)
         psutil.wait_procs(left, timeout=5)
+    for socket in Path("/tmp").glob(f"rl-colocate-zmq-{mark[:12]}-*"):
+        socket.unlink(missing_ok=True)
 
 
 def marked_processes(mark: str | None = None) -> list[psutil.Process]:
