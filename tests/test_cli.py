@@ -240,7 +240,7 @@ def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):
 
 @pytest.mark.parametrize(("error", "words"), [
     (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device. Free some space"),
-    (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied. Name a place where you may"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied. Name a place where you may do"),
     (OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"), "a -> b: Invalid cross-device link."),
     (OSError(errno.ENOSPC, "No space left on device"), "the output: No space left on device. Free"),
     (OSError("the hub says nothing"), "the hub says nothing"),

@@ -18,17 +18,17 @@ def ended_by_signals() -> Iterator[list[int]]:
     that somebody handles, stay so; in a thread other than the main one nothing changes.
     """
     heard: list[int] = []
-    since = -_DEAF_SECONDS
+    deaf_until = 0.0
 
     def hear(number: int, frame: object) -> None:
-        nonlocal since
-        if time.monotonic() - since >= _DEAF_SECONDS:
-            since = time.monotonic()
-            heard[:] = [number]
+        nonlocal deaf_until
+        if time.monotonic() >= deaf_until:
+            deaf_until, heard[:] = time.monotonic() + _DEAF_SECONDS, [number]
             raise KeyboardInterrupt
 
-    free = [each for each in _ENDING if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler)]
-    former = {each: signal.getsignal(each) for each in free if threading.current_thread() is threading.main_thread()}
+    ours = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = _ENDING if threading.current_thread() is threading.main_thread() else ()
+    former = {number: handler for number in numbers if (handler := signal.getsignal(number)) in ours}
     try:
         for number in former:
             signal.signal(number, hear)

@@ -51,14 +51,8 @@ class _Verbs(TyperGroup):
             sys.exit(1)
 
 
-_REMEDIES = {
-    errno.ENOSPC: "Free some space there, or name a place on another disk.",
-    errno.EDQUOT: "Free some of your quota there, or name a place on another disk.",
-    errno.EROFS: "Name a place that can be written to.",
-    errno.EACCES: "Name a place where you may do that, or get the rights.",
-    errno.EPERM: "Name a place where you may do that, or get the rights.",
-    errno.EMFILE: "Raise the limit of open files: ulimit -n 65536.",
-}
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there, or name another place.")
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name a place where you may do that.")
 
 
 def _words_of(error: OSError) -> str:

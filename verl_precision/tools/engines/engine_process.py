@@ -37,22 +37,17 @@ class EngineProcess:
         self._log = next(path for number in count() if not (path := logs / f"{name}-{number}.log").exists())
         self._mark, self._in_flight = uuid.uuid4().hex, 0
         self._connection, theirs = Pipe()
-        self._process: subprocess.Popen | None = None
-        try:
-            with theirs, self._log.open("xb") as sink:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "verl_precision.tools.engines.engine_process", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=sink,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, RUN_MARK: self._mark},
-                    start_new_session=True,
-                )
-            self._send(build)
-        except BaseException:
-            self.close()
-            raise
+        with theirs, self._log.open("xb") as sink:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl_precision.tools.engines.engine_process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, RUN_MARK: self._mark},
+                start_new_session=True,
+            )
+        self._send(build)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Hand requests over."""
@@ -82,7 +77,6 @@ class EngineProcess:
             raise self._failure() from None
 
     def _failure(self) -> RunFailedError:
-        assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_SECONDS)  # the pipe closes a little before the process ends
         end_processes(self._process, self._mark)
