@@ -1,5 +1,7 @@
 """A file is there, whole, or it is not."""
 
+import errno
+
 import pytest
 
 from verl_precision.base.errors import ConfigurationError
@@ -34,3 +36,19 @@ def test_after_an_error_everything_is_as_it_was(tmp_path):
         scratch.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_of_a_link_the_file_that_it_names_is_replaced(tmp_path):
+    link, path = tmp_path / "link", tmp_path / "folder" / "file"
+    link.symlink_to(path)
+    for content in ("first", "second"):
+        write_file(link, content, replace=True)
+        assert link.is_symlink() and path.read_text() == content
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_a_disk_refuses_is_said_of_the_file_that_was_meant(tmp_path, named):
+    with pytest.raises(OSError) as caught, new_file(tmp_path / "file") as scratch:
+        scratch.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", *([str(scratch)] if named else []))
+    assert caught.value.filename == str(tmp_path / "file") and not list(tmp_path.iterdir())
