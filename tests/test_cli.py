@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import suppress
+from functools import partial
 from unittest.mock import Mock
 
 import forked
@@ -209,9 +210,9 @@ GAP = "verl_precision.tools.gap"
     ("evaluate m --data x.jsonl --context 8 --dtype fp16", "verl_precision.tools.evaluate.session.evaluate"),
 ])  # fmt: skip
 def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_cleaning(
-    type_in, monkeypatch, number, command, work
+    type_in, monkeypatch, request, number, command, work
 ):
-    cleaned, before = [], [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    cleaned = []
 
     def ended(*arguments):
         try:
@@ -223,9 +224,12 @@ def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_clea
             cleaned.append("all")  # a signal that is heard has been raised by now
 
     monkeypatch.setattr(work, ended)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for each, handler in zip(numbers, map(signal.getsignal, numbers), strict=True):
+        request.addfinalizer(partial(signal.signal, each, handler))
     code, output = type_in(*command.split(), "--output", "OUT")
     assert code == 128 + number and output.startswith("interrupted; every process") and cleaned
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "nor when the process ends"
 
 
 def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):

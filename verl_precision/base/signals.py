@@ -11,11 +11,12 @@ _DEAF_SECONDS = 60.0  # longer than any cleaning; after them the first signal co
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[list[int]]:
+def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
     """Have Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt inside; yield a list that gets its number.
 
     Those that follow it are not heard: they would break what the first has begun. Signals that are ignored (nohup), or
-    that somebody handles, stay so; in a thread other than the main one nothing changes.
+    that somebody handles, stay so; in a thread other than the main one nothing changes. Where the process ends after
+    it, none is heard there either.
     """
     heard: list[int] = []
     deaf_until = 0.0
@@ -35,4 +36,4 @@ def ended_by_signals() -> Iterator[list[int]]:
         yield heard
     finally:
         for number, handler in former.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if heard and process_ends else handler)

@@ -132,7 +132,7 @@ def verb(
                 }
                 given = {each.name: values.pop(each.name) for each in options()}
                 values["given"] = {name: value for name, value in given.items() if name in typed}
-            with ended_by_signals() as heard:
+            with ended_by_signals(process_ends=True) as heard:
                 try:
                     require_packages(name, *needs)
                     function(**values)
