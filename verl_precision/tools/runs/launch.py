@@ -77,10 +77,10 @@ def run_verl(
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
+    environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
     start, process = time.monotonic(), None
     with ended_by_signals(), scratch_folder("vp-ray-", mark) as ray_folder:
-        environment["VLLM_RPC_BASE_PATH"] = str(ray_folder)  # of its sockets
+        environment |= {RUN_MARK: f"{mark}-{ray_folder.name}", "VLLM_RPC_BASE_PATH": str(ray_folder)}  # of its sockets
         command = [
             *verl_command(config, overrides),
             "trainer.logger=[console,file]",
@@ -135,7 +135,7 @@ def stage_of(line: str, current: int) -> int:
 def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
     """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `owner` by then.
 
-    First go the folders that killed processes have left, with the processes that carry the mark noted there.
+    First go the folders that killed processes have left, with the processes that carry the mark and the folder's name.
     """
     parent, kept = Path(tempfile.gettempdir()), False
     if re.search(r"[^ -~]|[*?\[]", str(parent)):  # Ray takes ASCII alone, and finds no logs where * means something
@@ -154,7 +154,7 @@ def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
         with (folder / f"{_OWNER}.new").open("w") as file:
             with contextlib.suppress(OSError):  # on a file system without locks what is left lies there
                 fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(mark)
+            file.write(f"{mark}-{folder.name}")
             file.flush()
             (folder / f"{_OWNER}.new").rename(folder / _OWNER)  # there only once it is locked
             yield folder
@@ -177,9 +177,10 @@ def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: fl
 
 
 def end_marked(mark: str) -> None:
-    """End every process whose environment carries the mark: asked first, then killed; and remove verl's sockets."""
+    """End every process that carries a mark which begins so: asked first, then killed; and remove verl's sockets."""
     for end in (psutil.Process.terminate, psutil.Process.kill, psutil.Process.kill):
-        left = marked_processes(mark)  # again: one of them may have started others
+        if not (left := marked_processes(mark)):  # asked again: one of them may have started others
+            break
         for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
                 end(survivor)
@@ -188,11 +189,11 @@ def end_marked(mark: str) -> None:
         socket.unlink(missing_ok=True)
 
 
-def marked_processes(mark: str | None = None) -> list[psutil.Process]:
-    """Return the live processes whose environment carries the mark, or with None any run's mark."""
+def marked_processes(mark: str = "") -> list[psutil.Process]:
+    """Return the live processes whose environment carries a mark that begins so."""
     found = []
     for process in psutil.process_iter(["environ", "status"]):
         carried = (process.info["environ"] or {}).get(RUN_MARK)  # None: another user's, which is not ours
-        if carried is not None and mark in (None, carried) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if carried is not None and carried.startswith(mark) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found
