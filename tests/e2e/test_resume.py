@@ -6,6 +6,7 @@ second has done twice is bit for bit the same. `make test-matrix` has a job ende
 limit and by kill -9, at random moments, beside one that was never ended.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -206,6 +207,26 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
     assert superseded[0]["weight_sync/weights_digest"] != rows[1]["weight_sync/weights_digest"], "the weights change"
     assert "Resuming from" in (folder / "fp16" / "train-2.log").read_text()
     exports_in_fp16(folder / "fp16" / "checkpoints" / f"global_step_{STEPS}", tmp_path / "export")
+
+
+@pytest.mark.matrix
+def test_compare_ended_at_ten_random_moments_leaves_nothing_and_goes_on(
+    tmp_path, own_processes, hear_ctrl_c, temporary
+):
+    command = [*COMPARE, *SETTINGS, "--output", str(tmp_path)]
+    former, random_moments = None, random.Random(int(os.environ.get("SEED", "48")))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT, signal.SIGKILL) * 2:
+        with subprocess.Popen(command, preexec_fn=hear_ctrl_c) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(random_moments.uniform(0, 150))
+            process.send_signal(number)
+        assert process.returncode in (0, -number, 128 + number)
+        if signal.SIGKILL not in (former, number):
+            assert own_processes() == [] and not list(temporary.glob("vp-*"))
+        former = number
+    subprocess.run(command, check=True)
+    assert own_processes() == [] and not list(temporary.glob("vp-*"))
+    assert any((folder / "summary.json").exists() for folder in (tmp_path / "quickstart").iterdir())
 
 
 def exports_in_fp16(checkpoint: Path, export: Path):
