@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,6 +249,7 @@ def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):
     (OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"), "a -> b: Invalid cross-device link."),
     (OSError(errno.ENOSPC, "No space left on device"), "the output: No space left on device. Free"),
     (OSError("the hub says nothing"), "the hub says nothing"),
+    (shutil.Error([("a", "b", "it is full"), ("c", "d", "it is full")]), "it is full"),
 ])  # fmt: skip
 def test_what_the_system_refuses_is_said_in_words_once(type_in, monkeypatch, error, words):
     monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", Mock(side_effect=error))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -48,16 +49,13 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
     try:
-        yield scratch
-        with scratch.open("rb+") as written:
-            os.fsync(written.fileno())
-        require_regular(path)
-        _require_free(path, replace)
-        scratch.replace(path)
-    except OSError as error:
-        if error.filename in (None, str(scratch)):
-            error.filename = str(path)
-        raise
+        with _meant(path, scratch):
+            yield scratch
+            with scratch.open("rb+") as written:
+                os.fsync(written.fileno())
+            require_regular(path)
+            _require_free(path, replace)
+            scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -74,11 +72,27 @@ def new_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
     try:
-        scratch.mkdir()
-        yield scratch
-        scratch.rename(path)
+        with _meant(path, scratch):
+            scratch.mkdir()
+            yield scratch
+            scratch.rename(path)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _meant(path: Path, scratch: Path) -> Iterator[None]:
+    """Have what the system refuses of a scratch file, or of one without a name, said of the path that is meant."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or str(error.filename).startswith(str(scratch)):
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        if refused := re.search(r"\(os error (\d+)\)", str(error)):  # in the words of Rust, as safetensors has it
+            raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
+        raise
 
 
 def require_regular(path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import table_of
+from verl_precision.base.files import new_folder, table_of
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 _CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
@@ -41,8 +41,10 @@ def settings(architecture: str) -> tuple[str, dict[str, Any]]:
 def build_tiny_model(architecture: str, folder: Path) -> None:
     """Write one of `ARCHITECTURES`, with tokenizer and generation config, into a new folder, in Hugging Face format."""
     model_type, values = settings(architecture)
-    folder.mkdir(parents=True)
-    save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, folder)
+    if os.path.lexists(folder):
+        raise FileExistsError(folder)
+    with new_folder(folder) as scratch:
+        save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, scratch)
 
 
 def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> Any:
