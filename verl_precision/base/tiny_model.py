@@ -7,8 +7,7 @@ surplus vocabulary in the rollout only, which would be a mismatch of its own.
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -69,29 +68,21 @@ def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> No
 
 
 def cached_tiny_model(architecture: str) -> Path:
-    """Return the folder of one of `ARCHITECTURES`, an absolute path; built on first use."""
-    hosts = [version("torch"), version("transformers")]
-    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, hosts])
-    return cached(architecture, identity, lambda folder: build_tiny_model(architecture, folder))
-
-
-def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
-    """Return the cached folder of a model, an absolute path; built on first use, it appears only when complete.
+    """Return the cached folder of one of `ARCHITECTURES`, an absolute path; built on first use.
 
     The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`. The folder's name ends with a digest of
-    `identity`: everything that the content depends on.
+    everything that the content depends on.
     """
+    hosts = [version("torch"), version("transformers")]
+    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, hosts])
     cache = Path(os.environ.get("VERL_PRECISION_CACHE", Path.home() / ".cache" / "verl_precision"))
-    folder = cache / "tiny_models" / f"{name}-{sha256(identity.encode()).hexdigest()[:12]}"
+    folder = cache / "tiny_models" / f"{architecture}-{sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
-            build(Path(scratch) / "model")
-            try:
-                (Path(scratch) / "model").rename(folder)
-            except OSError:
-                if not folder.exists():  # else another process was faster, with the same content
-                    raise
+        try:
+            build_tiny_model(architecture, folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster, with the same content
+                raise
     return folder.resolve()
 
 
