@@ -145,7 +145,8 @@ def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
             if left.parent.lstat().st_uid == os.getuid():
                 with left.open() as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    end_marked(file.read())
+                    if own := file.read():  # every mark begins with an empty one
+                        end_marked(own)
                     shutil.rmtree(left.parent)
     # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
     folder = parent / f"{prefix}{secrets.token_hex(4)}"
