@@ -1,13 +1,18 @@
 """The command line: what a user types, sees, and finds on disk; what is refused, by name, before anything starts."""
 
+import errno
 import importlib.util
 import json
 import logging
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
+from functools import partial
 from unittest.mock import Mock
 
 import forked
@@ -18,7 +23,7 @@ from typer.testing import CliRunner
 from verl_precision import __version__
 from verl_precision.base.errors import RunFailedError
 from verl_precision.cli import app
-from verl_precision.cli.verb import silence_third_party
+from verl_precision.cli.verb import console, silence_third_party
 from verl_precision.tools.runs.page import MARK
 
 
@@ -192,3 +197,109 @@ def test_ctrl_c_says_what_the_verb_says_of_it(type_in, monkeypatch, said, shown)
     interrupted = Mock(side_effect=KeyboardInterrupt(said))
     monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", interrupted)
     assert type_in("tiny-model", "qwen3", "OUT") == (130, shown)
+
+
+GAP = "verl_precision.tools.gap"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("command", "work"), [
+    ("compare recipes/quickstart/quickstart.yaml", "verl_precision.tools.runs.compare.run.compare_runs"),
+    ("mismatch --model m", f"{GAP}.pairs.session.measure_mismatch"),
+    ("explain --model m", f"{GAP}.explain.session.explain"),
+    ("sanity-set x.jsonl --model m", "verl_precision.tools.sanity_set.session.build_sanity_set"),
+    ("evaluate m --data x.jsonl --context 8 --dtype fp16", "verl_precision.tools.evaluate.session.evaluate"),
+])  # fmt: skip
+def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_cleaning(
+    type_in, monkeypatch, request, number, command, work
+):
+    cleaned = []
+
+    def ended(*arguments):
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        finally:
+            for each in (signal.SIGTERM, number):
+                os.kill(os.getpid(), each)
+            cleaned.append("all")  # a signal that is heard has been raised by now
+
+    monkeypatch.setattr(work, ended)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for each, handler in zip(numbers, map(signal.getsignal, numbers), strict=True):
+        request.addfinalizer(partial(signal.signal, each, handler))
+    code, output = type_in(*command.split(), "--output", "OUT")
+    assert code == 128 + number and output.startswith("interrupted; every process") and cleaned
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "nor when the process ends"
+
+
+def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    hang_up = Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", hang_up)
+    try:
+        assert type_in("tiny-model", "qwen3", "OUT")[0] == 0
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device. Free some space"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied. Name a place where you may do"),
+    (OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"), "a -> b: Invalid cross-device link."),
+    (OSError(errno.ENOSPC, "No space left on device"), "the output: No space left on device. Free"),
+    (OSError("the hub says nothing"), "the hub says nothing"),
+    (shutil.Error([("a", "b", "it is full"), ("c", "d", "it is full")]), "it is full"),
+])  # fmt: skip
+def test_what_the_system_refuses_is_said_in_words_once(type_in, monkeypatch, error, words):
+    monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", Mock(side_effect=error))
+    code, output = type_in("tiny-model", "qwen3", "OUT")
+    assert code == 1 and output.startswith(f"error: {words}") and output.count("error") == 1
+
+
+@pytest.mark.parametrize("command", [
+    "report RUN/x/report.html --output OUT", "report RUN --output RUN/x", "tiny-model qwen3 RUN/x",
+    "data aime_2024 --synthetic --output RUN", "recipes RUN", "compare recipes/quickstart/quickstart.yaml --output RUN",
+])  # fmt: skip
+def test_a_file_where_a_folder_is_meant_is_said_in_words(type_in, command):
+    code, output = type_in(*command.split())
+    assert code == 1 and output.startswith("error: ")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("command", ["--help", "watch RUN --once", "report RUN --output OUT"])
+def test_a_full_disk_behind_the_output_is_said_and_of_a_closed_pipe_nothing(
+    type_in, tmp_path, monkeypatch, capsys, closed, command
+):
+    reading, writing = os.pipe()
+    os.close(reading)
+    meant = {"RUN": str(tmp_path / "run.jsonl"), "OUT": str(tmp_path / "out")}
+    monkeypatch.setattr(console, "quiet", False)  # rich makes it so where a pipe is closed
+    with suppress(BrokenPipeError), open(writing, "w") as pipe, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", pipe if closed else full)
+        with pytest.raises(SystemExit) as ended:
+            app([meant.get(word, word) for word in command.split()])
+        monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 1 and (said == "" if closed else said.startswith("error: the output: No space left"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a device", "link to a pipe"])
+@pytest.mark.parametrize("command", ["report RUN --force --output OUT", "data aime_2024 --synthetic --output OUT"])
+def test_nothing_is_written_over_what_is_no_regular_file(type_in, tmp_path, kind, command):
+    target = tmp_path / "out"
+    if command.startswith("data"):
+        target.mkdir()
+        target = target / "aime_2024.parquet"
+    os.mkfifo(tmp_path / "fifo")
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind == "folder":
+        target.mkdir()
+    else:
+        target.symlink_to("/dev/null" if "device" in kind else tmp_path / "fifo")
+    before = target.lstat()
+    code, output = type_in(*command.split())
+    assert code == 1 and "no regular file" in output and "nothing was written" in output
+    assert (target.lstat().st_ino, target.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert len(list(target.parent.iterdir())) == (3 if target.parent == tmp_path else 1), "nothing beside it"

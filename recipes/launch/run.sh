@@ -17,19 +17,25 @@ RECIPE=${1:?give a recipe, e.g. recipes/moe/moe.yaml}
 shift
 OWN=()
 KEPT=()
-if [[ " $* " == *" -- "* ]]; then
-    for PRESET in "$@"; do
+for WORD in "$@"; do # words may have spaces
+    if [[ $WORD == -- ]]; then
+        while [[ $1 != -- ]]; do
+            OWN+=("$1")
+            shift
+        done
         shift
-        [[ $PRESET != -- ]] || break
-        OWN+=("$PRESET")
-    done
-fi
+        break
+    fi
+done
 for PRESET in "${OWN[@]}"; do
-    [[ " $*" == *" ${PRESET%%=*}="* ]] || KEPT+=("$PRESET")
+    for WORD in "$@"; do
+        [[ $WORD != "${PRESET%%=*}="* ]] || continue 2
+    done
+    KEPT+=("$PRESET")
 done
 set -- "${KEPT[@]}" "$@"
 RUN=("$PYTHON" -m verl.trainer.main_ppo
-    --config-dir "$(dirname "$RECIPE")" --config-name "$(basename "$RECIPE" .yaml)" "$@")
+    --config-dir "$(dirname -- "$RECIPE")" --config-name "$(basename -- "$RECIPE" .yaml)" "$@")
 CHECK=("$PYTHON" -m verl_precision.cli check "$RECIPE" "$@")
 if [[ -n $CLUSTER ]]; then
     CHECK+=(--cluster "$CLUSTER")

@@ -1,9 +1,11 @@
 """A file is there, whole, or it is not."""
 
+import errno
+
 import pytest
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import new_file, write_file
+from verl_precision.base.files import new_file, new_folder, write_file
 
 
 @pytest.mark.parametrize("content", ["täxt\n", b"\x00bytes"])
@@ -34,3 +36,29 @@ def test_after_an_error_everything_is_as_it_was(tmp_path):
         scratch.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_of_a_link_the_file_that_it_names_is_replaced(tmp_path):
+    link, path = tmp_path / "link", tmp_path / "folder" / "file"
+    link.symlink_to(path)
+    for content in ("first", "second"):
+        write_file(link, content, replace=True)
+        assert link.is_symlink() and path.read_text() == content
+
+
+FULL = "No space left on device"
+
+
+@pytest.mark.parametrize("new", [new_file, new_folder])
+@pytest.mark.parametrize("error", [
+    lambda scratch: OSError(errno.ENOSPC, FULL),
+    lambda scratch: OSError(errno.ENOSPC, FULL, str(scratch)),
+    lambda scratch: OSError(errno.ENOSPC, FULL, str(scratch / "inside")),
+    lambda scratch: Exception(f"Error while serializing: I/O error: {FULL} (os error {errno.ENOSPC})"),
+])  # fmt: skip
+def test_what_a_disk_refuses_is_said_of_the_path_that_was_meant(tmp_path, new, error):
+    with pytest.raises(OSError) as caught, new(tmp_path / "path") as scratch:
+        raise error(scratch)
+    found = caught.value
+    assert (found.errno, found.strerror, found.filename) == (errno.ENOSPC, FULL, str(tmp_path / "path"))
+    assert not list(tmp_path.iterdir())

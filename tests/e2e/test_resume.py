@@ -6,6 +6,7 @@ second has done twice is bit for bit the same. `make test-matrix` has a job ende
 limit and by kill -9, at random moments, beside one that was never ended.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -157,7 +159,15 @@ def killed_at(said: str, command: list[str]) -> None:
                 process.kill()
 
 
-def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c):
+@pytest.fixture
+def temporary(monkeypatch):
+    """The folder for temporary files; Ray's sockets want a short name."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_sigterm_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c, temporary):
     process = subprocess.Popen(
         [*COMPARE, "--output", tmp_path],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
@@ -171,14 +181,15 @@ def test_ctrl_c_ends_everything_and_says_where_results_are(tmp_path, own_process
         if "FSDP2 worker" in line:  # Ray, TransferQueue and a worker are up
             break
     assert len(own_processes()) > 3, seen
-    process.send_signal(signal.SIGINT)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second changes nothing
+        process.send_signal(number)
     rest, _ = process.communicate(timeout=90)
-    assert process.returncode == 130, seen + rest
+    assert process.returncode == 128 + signal.SIGTERM, seen + rest
     assert "every process of the run has ended" in rest and str(tmp_path) in rest.replace("\n", "")
-    assert own_processes() == []
+    assert own_processes() == [] and not list(temporary.glob("vp-*"))
 
 
-def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_processes):
+def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_processes, temporary):
     """Its run lives on without it, until the same command ends that and goes on from the last checkpoint.
 
     Step 3, which the first run has done after it, is done again: the same weights, bit for bit.
@@ -187,7 +198,7 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
     killed_at("step 3/", command)
     driver = next(process for process in own_processes() if "verl.trainer.main_ppo" in process.cmdline())
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "goes on in" in again.stdout and not psutil.pid_exists(driver.pid)
+    assert "goes on in" in again.stdout and not psutil.pid_exists(driver.pid) and not list(temporary.glob("vp-*"))
     (folder,) = (tmp_path / "quickstart").iterdir()
     rows = assert_one_series(folder / "fp16" / "metrics.jsonl")
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["steps"] == len(rows)
@@ -196,6 +207,28 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
     assert superseded[0]["weight_sync/weights_digest"] != rows[1]["weight_sync/weights_digest"], "the weights change"
     assert "Resuming from" in (folder / "fp16" / "train-2.log").read_text()
     exports_in_fp16(folder / "fp16" / "checkpoints" / f"global_step_{STEPS}", tmp_path / "export")
+
+
+@pytest.mark.matrix
+def test_compare_ended_at_ten_random_moments_leaves_nothing_and_goes_on(tmp_path, own_processes, temporary):
+    def hear_all():  # nohup, and a shell without job control, ignore some
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
+    command = [*COMPARE, *SETTINGS, "--output", str(tmp_path)]
+    former, random_moments = None, random.Random(int(os.environ.get("SEED", "48")))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT, signal.SIGKILL) * 2:
+        with subprocess.Popen(command, preexec_fn=hear_all) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(random_moments.uniform(0, 150))
+            process.send_signal(number)
+        assert process.returncode in (0, -number, 128 + number)
+        if signal.SIGKILL not in (former, number):
+            assert own_processes() == [] and not list(temporary.glob("vp-*"))
+        former = number
+    subprocess.run(command, check=True)
+    assert own_processes() == [] and not list(temporary.glob("vp-*"))
+    assert any((folder / "summary.json").exists() for folder in (tmp_path / "quickstart").iterdir())
 
 
 def exports_in_fp16(checkpoint: Path, export: Path):

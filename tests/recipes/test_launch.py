@@ -41,6 +41,8 @@ def test_run_checks_then_runs(launch):
     assert launch("run.sh", RECIPE, *OVERRIDES, DRY_RUN="1").stdout.splitlines() == check
     own = ["precision=fp16", "scale=cpu", "--", "precision=bf16", "data.seed=7"]  # a script's, and a user's
     assert launch("run.sh", RECIPE, *own, DRY_RUN="1").stdout.splitlines()[4:] == ["scale=cpu", *own[3:]]
+    own = ["precision=fp16", "--", "trainer.default_local_dir='/a -- b precision=bf16'"]  # a path, and no preset
+    assert launch("run.sh", RECIPE, *own, DRY_RUN="1").stdout.splitlines()[4:] == [own[0], own[2]]
 
 
 def test_a_failed_check_stops_the_run(launch, executable):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -77,17 +78,22 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` when the block ends without an error.
 
     The folder is created. The file is on the disk before it gets its name. After an error there is no temporary file,
-    and `path` is as it was. A file that exists is an error, unless it may be replaced.
+    and `path` is as it was. A file that exists is an error, unless it may be replaced; a device, pipe or folder is one
+    in any case. Of a link, the file that it names is replaced.
     """
+    require_regular(path)
+    path = path.resolve() if path.is_symlink() else path
     _require_free(path, replace)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
     try:
-        yield scratch
-        with scratch.open("rb+") as written:
-            os.fsync(written.fileno())
-        _require_free(path, replace)
-        scratch.replace(path)
+        with _meant(path, scratch):
+            yield scratch
+            with scratch.open("rb+") as written:
+                os.fsync(written.fileno())
+            require_regular(path)
+            _require_free(path, replace)
+            scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -103,13 +109,35 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, renamed to it when the block ends, and removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
-    scratch.mkdir()
     try:
-        yield scratch
-        scratch.rename(path)
-    except BaseException:
-        shutil.rmtree(scratch)
+        with _meant(path, scratch):
+            scratch.mkdir()
+            yield scratch
+            scratch.rename(path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _meant(path: Path, scratch: Path) -> Iterator[None]:
+    """Have what the system refuses of a scratch file, or of one without a name, said of the path that is meant."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or str(error.filename).startswith(str(scratch)):
+            error.filename = str(path)
         raise
+    except Exception as error:
+        if refused := re.search(r"\(os error (\d+)\)", str(error)):  # in the words of Rust, as safetensors has it
+            raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
+        raise
+
+
+def require_regular(path: Path) -> None:
+    """Refuse to write to what is there and no regular file, by itself or as the end of a link: a device, a pipe."""
+    if path.exists() and not path.is_file():
+        problem, remedy = f"{path}: it is no regular file; nothing was written", "Name another file."
+        raise ConfigurationError(problem, allowed="a regular file, or a new name", remedy=remedy)
 
 
 def _scratch(path: Path) -> Path:

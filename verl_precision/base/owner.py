@@ -33,6 +33,7 @@ OWNER_FILE = "owner.txt"
 LEASE_SECONDS = 180.0  # twice the usual lease of NFSv4
 _POLL_SECONDS = 5.0
 JOB_ID = "VERL_PRECISION_JOB"  # of a job that makes one run, and is tried again: recipes/launch/rayjob.py sets it
+RUN_MARK = "VERL_PRECISION_RUN"  # every process of a run of `compare` carries it, so that exactly those are ended
 _JOB_IDS = (JOB_ID, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _TAKEN, _NO_LOCKS = (errno.EACCES, errno.EAGAIN), (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

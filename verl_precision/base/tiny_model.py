@@ -7,15 +7,14 @@ surplus vocabulary in the rollout only, which would be a mismatch of its own.
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import table_of
+from verl_precision.base.files import new_folder, table_of
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 _CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
@@ -41,8 +40,10 @@ def settings(architecture: str) -> tuple[str, dict[str, Any]]:
 def build_tiny_model(architecture: str, folder: Path) -> None:
     """Write one of `ARCHITECTURES`, with tokenizer and generation config, into a new folder, in Hugging Face format."""
     model_type, values = settings(architecture)
-    folder.mkdir(parents=True)
-    save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, folder)
+    if os.path.lexists(folder):
+        raise FileExistsError(folder)
+    with new_folder(folder) as scratch:
+        save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, scratch)
 
 
 def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> Any:
@@ -67,29 +68,21 @@ def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> No
 
 
 def cached_tiny_model(architecture: str) -> Path:
-    """Return the folder of one of `ARCHITECTURES`, an absolute path; built on first use."""
-    hosts = [version("torch"), version("transformers")]
-    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, hosts])
-    return cached(architecture, identity, lambda folder: build_tiny_model(architecture, folder))
-
-
-def cached(name: str, identity: str, build: Callable[[Path], None]) -> Path:
-    """Return the cached folder of a model, an absolute path; built on first use, it appears only when complete.
+    """Return the cached folder of one of `ARCHITECTURES`, an absolute path; built on first use.
 
     The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`. The folder's name ends with a digest of
-    `identity`: everything that the content depends on.
+    everything that the content depends on.
     """
+    hosts = [version("torch"), version("transformers")]
+    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, hosts])
     cache = Path(os.environ.get("VERL_PRECISION_CACHE", Path.home() / ".cache" / "verl_precision"))
-    folder = cache / "tiny_models" / f"{name}-{sha256(identity.encode()).hexdigest()[:12]}"
+    folder = cache / "tiny_models" / f"{architecture}-{sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as scratch:
-            build(Path(scratch) / "model")
-            try:
-                (Path(scratch) / "model").rename(folder)
-            except OSError:
-                if not folder.exists():  # else another process was faster, with the same content
-                    raise
+        try:
+            build_tiny_model(architecture, folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster, with the same content
+                raise
     return folder.resolve()
 
 

@@ -81,7 +81,7 @@ def in_child(function: Callable[[], TriedLoss], seconds: float) -> TriedLoss:
 
 
 def _answer(function: Callable[[], TriedLoss], connection: Connection) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_DFL)  # not what this process does at them
     sys.stdout = sys.stderr = nothing = open(os.devnull, "r+")  # what the loss prints, a shell of its own included
     for stream in range(3):

@@ -52,8 +52,9 @@ def compare(
     runs, in the folders grpo-bf16/seed_1 to gspo-fp16/seed_2.
 
     Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
-    Ctrl-C ends every run under way and every process it started. The same command goes on where a comparison was
-    interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
+    Ctrl-C, SIGTERM and SIGHUP end every run under way and every process it started; what a killed start has left goes
+    with the next. The same command goes on where a comparison was interrupted: finished runs are not repeated, and
+    those that were under way resume from their last checkpoints.
     """
     from verl_precision.tools.runs.compare.folder import command_of, comparison_folder
     from verl_precision.tools.runs.compare.run import compare_runs

@@ -1,14 +1,16 @@
 """The base of every verb: the command, its two consoles, quiet libraries, the one handler of errors and Ctrl-C."""
 
+import errno
 import functools
 import inspect
 import logging
 import os
 import pkgutil
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -17,7 +19,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from verl_precision import __version__
-from verl_precision.base.errors import VerlPrecisionError
+from verl_precision.base.errors import VerlPrecisionError, sentence
+from verl_precision.base.signals import ended_by_signals
 from verl_precision.base.terminal import paragraph
 
 
@@ -28,6 +31,37 @@ class _Verbs(TyperGroup):
         if (option := super().get_help_option(ctx)) is not None:
             option.default = False
         return option
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Run what was typed; a disk or a stream that refuses it ends it in words."""
+        try:
+            try:
+                return super().main(*args, **settings)
+            finally:
+                sys.stdout.flush()
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # else whoever read it has ended, and wants no more
+                with suppress(OSError):  # of a terminal that was closed
+                    say(f"error: {_words_of(error)}", errors, "red")
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except OSError:  # nor would it take the rest at the end of the process
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            sys.exit(1)
+
+
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there, or name another place.")
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name a place where you may do that.")
+
+
+def _words_of(error: OSError) -> str:
+    """Return what the system has refused, of which file, and what to do; some libraries' errors have words alone."""
+    if error.errno is None:
+        first = error.args[0] if error.args else ""  # of shutil: of each file its source, its place, and why
+        return str(first[0][-1] if isinstance(first, list) else error) or type(error).__name__
+    names = " -> ".join(dict.fromkeys(str(name) for name in (error.filename, error.filename2) if name is not None))
+    return f"{names or 'the output'}: {sentence(error.strerror or '')} {_REMEDIES.get(error.errno, '')}".rstrip()
 
 
 _LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
@@ -65,7 +99,7 @@ def silence_third_party() -> Iterator[None]:
 def verb(
     name: str, job: str = "", needs: Sequence[str] = (), **settings: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a verb: one of our errors ends it with exit code 1, Ctrl-C with 130.
+    """Make a function a verb: one of our errors ends it with exit code 1, a signal with 128 and its number.
 
     Args:
         name: Name of the verb.
@@ -99,15 +133,17 @@ def verb(
                 }
                 given = {each.name: values.pop(each.name) for each in options()}
                 values["given"] = {name: value for name, value in given.items() if name in typed}
-            try:
-                require_packages(name, *needs)
-                function(**values)
-            except VerlPrecisionError as error:
-                say(f"error: {error}", errors, "red")
-                raise Exit(1) from None
-            except KeyboardInterrupt as interrupt:
-                say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", errors)
-                raise Exit(130) from None
+            with ended_by_signals(process_ends=True) as heard:
+                try:
+                    require_packages(name, *needs)
+                    function(**values)
+                except VerlPrecisionError as error:
+                    say(f"error: {error}", errors, "red")
+                    raise Exit(1) from None
+                except KeyboardInterrupt as interrupt:
+                    with suppress(OSError):  # of a terminal that was closed
+                        say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", errors)
+                    raise Exit(128 + (heard or [signal.SIGINT])[0]) from None
 
         def add(to: Typer, parameters: Sequence[inspect.Parameter], **more: Any) -> None:
             known = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
-from verl_precision.base.errors import ConfigurationError, PatchError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.overrides import quoted
 from verl_precision.cli.verb import errors, say, silence_third_party, verb
 from verl_precision.tools.data.catalog import MODEL, NAMES, TASKS, TEMPLATES, require_options
 
@@ -117,15 +118,12 @@ def patch(
     from verl_precision.tools.patching.change import change_tree, check_tree
     from verl_precision.tools.patching.series import State, list_series
 
-    try:
-        if tree is None:
-            lines = list_series()
-        elif check_:
-            lines = [check_tree(tree)]
-        else:
-            lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
-    except OSError as error:
-        raise PatchError(str(error)) from error
+    if tree is None:
+        lines = list_series()
+    elif check_:
+        lines = [check_tree(tree)]
+    else:
+        lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
     say("\n".join(lines))
 
 
@@ -155,4 +153,4 @@ def tiny_model(
         build_tiny_model(architecture, folder)
     except FileExistsError:
         raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.") from None
-    say(f"wrote {folder}: use it with actor_rollout_ref.model.path={shlex.quote(str(folder))}")
+    say(f"wrote {folder}: use it with {shlex.quote(f'actor_rollout_ref.model.path={quoted(folder)}')}")

@@ -14,6 +14,11 @@ from verl_precision.base.files import write_file
 _PREFIX = "vp-weight-sync-"  # followed by the process that waits for the report
 
 
+def _folder() -> Path:
+    """Return where reports lie: beside vLLM's sockets, for which a run of `compare` has a folder of its own."""
+    return Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
+
+
 @dataclass
 class SyncReport:
     """What one rollout worker could verify of one weight sync."""
@@ -38,14 +43,14 @@ class ReportBox:
     def __init__(self) -> None:
         """Remove files of processes that have ended: nobody reads the report of a run's last sync."""
         self._expected: list[Path] = []
-        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.json"):
+        for left in _folder().glob(f"{_PREFIX}*.json"):
             process = left.name.removeprefix(_PREFIX).partition("-")[0]
             if process.isdigit() and not psutil.pid_exists(int(process)):
                 left.unlink(missing_ok=True)
 
     def new_address(self) -> str:
         """Return the name of a file that does not exist yet, for the report on one weight stream."""
-        path = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}.json"
+        path = _folder() / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}.json"
         self._expected.append(path)
         return str(path)
 

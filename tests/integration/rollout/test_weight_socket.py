@@ -6,6 +6,7 @@ import pytest
 from verl.workers.rollout.vllm_rollout import vllm_rollout
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from verl_precision.base.owner import RUN_MARK
 from verl_precision.integration.rollout import weight_socket
 from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
 
@@ -49,6 +50,12 @@ def test_both_ends_of_a_run_have_one_path_and_another_run_has_another():
     weight_socket.choose_name()
     assert first != sender(EXTENSION) == receiver(VerifiedWeightSyncExtension)
     assert len(first) < 107  # the longest path of a UNIX socket
+
+
+def test_the_run_of_a_comparison_has_the_same_path_at_each_start(monkeypatch):
+    monkeypatch.setenv(RUN_MARK, "0123456789abcdef")
+    weight_socket.choose_name()
+    assert "/rl-colocate-zmq-0123456789ab-" in sender(EXTENSION)
 
 
 def test_other_extensions_keep_verls_path():

@@ -1,5 +1,6 @@
 """A rescue: what it goes on from, its command, and who goes on with it; a real one: tests/e2e/test_acting_alarm.py."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,19 @@ def decided(tmp_path) -> Rescue:
     return rescue.decide(config(tmp_path / "bf16"), ACTION)
 
 
+def read(words: Sequence[str]) -> dict[str, object]:
+    """Return what Hydra reads in overrides, each key once."""
+    parsed = OverridesParser.create().parse_overrides(words)
+    values = {each.key_or_group: each.value() for each in parsed}
+    assert len(values) == len(parsed)
+    return values
+
+
 def test_its_command_is_the_parents_with_each_setting_once(decided):
     words = rescue.arguments(GIVEN, decided, chosen=["precision", "estimator"])
     assert words[:3] == ["--config-name", "collapse", "logit_size=100"] and "precision=fp16" in words
-    parsed = OverridesParser.create().parse_overrides(words[2:])
-    values = {each.key_or_group: each.value() for each in parsed}
-    assert len(values) == len(parsed) and values["mismatch.alarm.on_alarm"] == "log"
+    values = read(words[2:])
+    assert values["mismatch.alarm.on_alarm"] == "log"
     assert values["trainer.resume_from_path"] == decided.checkpoint and values["trainer.resume_mode"] == "resume_path"
     assert values["trainer.experiment_name"] == "bf16-rescue"
 
@@ -80,7 +88,8 @@ def test_a_group_that_the_config_has_no_choice_for_is_added(decided):
 def test_a_rescue_that_has_a_checkpoint_of_its_own_goes_on_from_that(decided):
     checkpoint(Path(decided.folder), 7)
     words = rescue.arguments(GIVEN, decided, chosen=["precision"])
-    assert '++trainer.resume_mode="auto"' in words and not any("resume_from_path" in word for word in words)
+    assert read(words[2:])["trainer.resume_mode"] == "auto"
+    assert not any("resume_from_path" in word for word in words)
 
 
 def test_a_file_cut_short_or_with_another_bit_is_refused_or_says_the_same(decided):
@@ -114,3 +123,13 @@ def test_rubbish_ends_the_start_of_its_parent_and_its_own(tmp_path, content):
 def test_a_file_written_by_hand_needs_no_checksum(tmp_path):
     (tmp_path / RESCUE_FILE).write_text(yaml.safe_dump(FIELDS))
     assert rescue.of_run(config(tmp_path)) == Rescue(**FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["Läufe", "实验", "it's", 'a "b"', "pbs.12[3]", "a,b=c {d}", "back\\slash\\", "new\nline"]
+)
+def test_it_goes_where_it_belongs_whatever_the_folder_is_called(tmp_path, name):
+    checkpoint(tmp_path / name, 4)
+    values = read(rescue.arguments([], rescue.decide(config(tmp_path / name), ACTION), chosen=[]))
+    assert values["trainer.default_local_dir"] == f"{tmp_path / name}-rescue"
+    assert values["trainer.resume_from_path"] == str(tmp_path / name / "global_step_4")

@@ -1,7 +1,10 @@
 """A model that cannot do the job is refused by name; seeds; requests spread over engines on Ray; vLLM's interface."""
 
 import inspect
+import signal
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -97,6 +100,16 @@ def test_engines_that_fit():
     assert engines_that_fit(8) == 8
     with pytest.raises(EnvironmentMismatchError, match=r"has 0\.5 GPU.*another --ray-address"):
         engines_that_fit(0.5)
+
+
+def test_sigterm_is_heard_as_before_although_ray_sets_a_handler_of_its_own(monkeypatch):
+    started = SimpleNamespace(is_initialized=bool, cluster_resources=dict, shutdown=lambda: None)
+    started.init = lambda **_: signal.signal(signal.SIGTERM, lambda *_: None)
+    monkeypatch.setitem(sys.modules, "ray", started)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(EnvironmentMismatchError, match="0 GPU"):
+        RayEngines(None, "local")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_requests_come_back_once_from_two_engines_on_logical_gpus():

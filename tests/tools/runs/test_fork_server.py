@@ -175,6 +175,17 @@ def test_templates_end_with_their_server(start):
     assert psutil.wait_procs([template], timeout=60)[1] == []
 
 
+def test_a_template_ends_with_its_server_while_it_imports(start, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless.py").write_text("import os, time; open('pipe', 'w').write(str(os.getpid())); time.sleep(600)")
+    with fork_server(modules=("endless",)) as python:
+        process = start("", python=f"env -C {tmp_path} {python}", PYTHONPATH=str(tmp_path))
+        template = psutil.Process(int((tmp_path / "pipe").read_text()))
+    assert psutil.wait_procs([template], timeout=60)[1] == []
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+
+
 def test_a_template_without_work_ends_and_the_next_process_starts_another(start):
     with fork_server(modules=("decimal",), idle_seconds=0.0) as python:
         first = psutil.Process(whole(start("", python=python))[0]["parent"])

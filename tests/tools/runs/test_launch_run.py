@@ -9,7 +9,6 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from verl_precision.base.errors import RunFailedError
 from verl_precision.tools.runs import launch
@@ -67,6 +66,77 @@ def test_ctrl_c_leaves_no_folder_of_ray(tmp_path, root, monkeypatch):
     assert len(made) == 1 and not list(tmp_path.glob("vp-ray-*"))
 
 
+# What `compare` does, with a stand-in for verl that ignores Ctrl-C and has a detached child.
+STAND_IN = """
+import pathlib, subprocess, sys, time
+from verl_precision.tools.runs import launch
+child = "import time; time.sleep(600)"
+driver = (
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); time.sleep(600)"
+)
+launch.verl_command = lambda config, overrides: [sys.executable, "-c", driver]
+launch._GRACE_SECONDS = 0.1
+launch.end_processes.__defaults__ = (0.1,)
+folder = pathlib.Path(sys.argv[1])
+mark = launch.uuid.uuid5(launch.uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex
+
+def show(progress):
+    if len(launch.marked_processes(mark)) == 2 and not getattr(show, "said", False):
+        show.said = print(mark, flush=True) is None
+
+try:
+    launch.run_verl(pathlib.Path("x.yaml"), [], folder, show, goes_on=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, hear_ctrl_c, monkeypatch):
+    """Start a run of the stand-in; return its process and its mark, once it is under way."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    command = [sys.executable, str(tmp_path / "stand_in.py"), str(tmp_path / "run")]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def start() -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c, start_new_session=True
+        )
+        return process, process.stdout.readline().strip()
+
+    return start
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]])
+def test_a_signal_ends_every_process_and_leaves_no_folder_and_another_changes_nothing(stand_in, tmp_path, numbers):
+    process, mark = stand_in()
+    for number in numbers:
+        process.send_signal(number)
+    assert process.communicate(timeout=60)[0] == "interrupted\n" and process.returncode == 0
+    assert launch.marked_processes(mark) == [] and not list(tmp_path.glob("vp-ray-*"))
+
+
+def test_what_a_killed_start_has_left_goes_with_the_next_one(stand_in, tmp_path):
+    living, killed = launch.scratch_folder("vp-ray-"), stand_in()
+    with living as folder:
+        killed[0].kill()
+        killed[0].communicate()
+        assert len(launch.marked_processes(killed[1])) == 2 and len(list(tmp_path.glob("vp-ray-*"))) == 2
+        with launch.scratch_folder("vp-ray-") as another:
+            assert launch.marked_processes(killed[1]) == [] and {*tmp_path.glob("vp-ray-*")} == {folder, another}
+    assert not list(tmp_path.glob("vp-ray-*"))
+
+
+@pytest.mark.parametrize(("name", "there"), [("a b=c,d'e", True), ("pbs.12[3]", False), ("Läufe", False)])
+def test_ray_has_a_folder_that_it_can_work_in(tmp_path, monkeypatch, name, there):
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with launch.scratch_folder("vp-ray-") as folder:
+        assert folder.parent == (tmp_path / name if there else Path("/tmp"))
+
+
 def test_a_folder_with_results_is_never_written_to(tmp_path, root):
     with pytest.raises(FileExistsError):
         launch.run_verl(root / RECIPE, [], tmp_path, print)
@@ -96,13 +166,6 @@ def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c, request):
     assert launch.marked_processes(mark) == []
     assert ours.returncode == -signal.SIGINT
     assert theirs.poll() is None, "a process of another run is not ours to end"
-
-
-@pytest.mark.parametrize("name", ["plain-1_2.3", "ratio=shadow", "it's", "a,b", "{a}[b]", "two words", "(x):y"])
-def test_a_folder_may_have_any_name(name, tmp_path):
-    """Hydra reads `=`, `,` and brackets in a value as its own grammar unless it is quoted."""
-    (override,) = OverridesParser.create().parse_overrides([f"hydra.run.dir={launch.quoted(tmp_path / name)}"])
-    assert override.value() == str(tmp_path / name)
 
 
 BUFFER = "Sync replay buffer selected terminal groups with no materializable trajectories"

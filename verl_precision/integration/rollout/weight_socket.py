@@ -10,14 +10,15 @@ import os
 import uuid
 from typing import Any
 
+from verl_precision.base.owner import RUN_MARK
 from verl_precision.integration.ledger import wrapping
 
 VARIABLE = "VERL_PRECISION_WEIGHT_SOCKET"
 
 
 def choose_name() -> None:
-    """Choose the name of this run's sockets, for every process that this one starts."""
-    os.environ[VARIABLE] = uuid.uuid4().hex[:12]
+    """Choose the name of this run's sockets, for every process that this one starts; a mark names those to remove."""
+    os.environ[VARIABLE] = (os.environ.get(RUN_MARK) or uuid.uuid4().hex)[:12]
 
 
 def own_path(path: str) -> str:

@@ -8,7 +8,6 @@ computes what that checkpoint gives in that precision. A later start of the pare
 with the rescue. Without the file, or with another `on_alarm`, the parent goes on as it was.
 """
 
-import json
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic.dataclasses import dataclass
 
 from verl_precision.base.files import write_file
+from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
 from verl_precision.integration.trainer.found_checkpoints import is_complete
 from verl_precision.integration.trainer.kept_files import MARK, checkpoints_in
@@ -127,7 +127,7 @@ def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> li
         settings["trainer.resume_mode"] = "auto"
         settings.pop("trainer.resume_from_path", None)
     presets = PRESETS[rescue.precision]
-    new = {**presets, **{key: json.dumps(value) for key, value in settings.items()}}
+    new = {**presets, **{key: quoted(value) for key, value in settings.items()}}
     left = [each for each in given if re.sub(r"^[+~]+", "", each.partition("=")[0]) not in new]
     signs = {key: "" if key in chosen else "+" for key in presets}
     return [*left, *(f"{signs.get(key, '++')}{key}={value}" for key, value in new.items())]

@@ -1,5 +1,6 @@
 """One engine on each GPU of a Ray cluster, as actors; each is kept full on its own."""
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,10 @@ class RayEngines:
         self._actors: list[Any] = []
         self._polls: dict[Any, int] = {}  # answer to come -> index of its engine
         if self._started_here:
+            heard = signal.getsignal(signal.SIGTERM)
             try:
                 ray.init(address=address, log_to_driver=False)
+                signal.signal(signal.SIGTERM, heard)  # Ray sets a handler of its own
             except (ConnectionError, ValueError) as error:
                 problem = f"--ray-address {address}: no Ray cluster answers there ({error})"
                 allowed = "auto, local, or host:port of a running cluster"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
+from verl_precision.base.files import require_regular
 
 JOURNAL = "journal.jsonl"
 _SHOWN = 120  # characters of a setting in a message
@@ -34,6 +35,7 @@ class Journal:
             CheckpointStateError: If it is no journal.
         """
         self.path = folder / JOURNAL
+        require_regular(self.path)
         if not self.path.exists():
             _require_free(folder, outputs)
             folder.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,8 @@ def serve(folder: str, name: str) -> Order:
         settings = json.load(file)
     owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     owner.connect(os.path.join(folder, "owner.sock"))
+    fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())  # SIGIO ends this process with its owner, while it imports, too
+    fcntl.fcntl(owner, fcntl.F_SETFL, fcntl.fcntl(owner, fcntl.F_GETFL) | os.O_ASYNC)
     # Ray reads it as it is imported, and ends a worker whose raylet has ended; here, whose template has.
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())
     for module in settings["modules"]:
@@ -70,7 +72,7 @@ def serve(folder: str, name: str) -> Order:
     os.rename(f"{path}.new", path)  # there only once it answers
 
     selector = selectors.DefaultSelector()
-    for each in (owner, wake, listening):
+    for each in (wake, listening):
         selector.register(each, selectors.EVENT_READ)
     clients: dict[int, socket.socket] = {}  # by the id of the process that was forked for each
     while True:
@@ -82,10 +84,7 @@ def serve(folder: str, name: str) -> Order:
                     os.unlink(path)
                     os._exit(0)
         for source in (key.fileobj for key, _ in events):
-            if source is owner:
-                os.unlink(path)
-                os._exit(0)
-            elif source is wake:
+            if source is wake:
                 wake.recv(4096)
                 _report_ended(clients, selector)
             elif source is listening:

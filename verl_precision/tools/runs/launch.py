@@ -4,8 +4,10 @@ The processes of a run are known by a mark in their environment, and all of them
 """
 
 import contextlib
+import fcntl
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +23,12 @@ import psutil
 
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.files import table_of
+from verl_precision.base.overrides import quoted
+from verl_precision.base.owner import RUN_MARK
+from verl_precision.base.signals import ended_by_signals
 from verl_precision.tools.runs.failure_report import reason
 
-# Every process of a run carries this variable, so that exactly those are ended.
-RUN_MARK = "VERL_PRECISION_RUN"
+_OWNER = "owner"  # of a scratch folder: locked while its process lives
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
 STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
@@ -45,11 +49,6 @@ def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "verl.trainer.main_ppo", *recipe, *overrides]
 
 
-def quoted(path: Path | str) -> str:
-    """Return a path or text as a value in a Hydra override, whatever characters it has."""
-    return "'" + str(path).replace("'", "\\'") + "'"
-
-
 def run_verl(
     config: Path,
     overrides: Sequence[str],
@@ -68,43 +67,40 @@ def run_verl(
 
     Raises:
         RunFailedError: If verl fails; Ray's logs are kept then and named.
-        KeyboardInterrupt: On Ctrl-C, after every process of the run has ended.
+        KeyboardInterrupt: On Ctrl-C, SIGTERM and SIGHUP, after every process of the run has ended.
     """
     folder.mkdir(parents=True, exist_ok=goes_on)
     starts = len(list(folder.glob("train*.log")))
     log, metrics = folder / (f"train-{starts + 1}.log" if starts else "train.log"), folder / "metrics.jsonl"
-    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
-    ray_folder = Path(tempfile.mkdtemp(prefix="vp-ray-"))
     mark = uuid.uuid5(uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex  # the same at each start of this run
     end_marked(mark)
-    command = [
-        *verl_command(config, overrides),
-        "trainer.logger=[console,file]",
-        f"hydra.run.dir={quoted(folder / 'hydra')}",
-        f"+ray_kwargs.ray_init._temp_dir={ray_folder}",
-        *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python is not None else []),
-    ]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment |= {RUN_MARK: mark, "VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
-    start = time.monotonic()
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-    try:
+    environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
+    start, process = time.monotonic(), None
+    with ended_by_signals(), scratch_folder("vp-ray-", mark) as ray_folder:
+        environment |= {RUN_MARK: f"{mark}-{ray_folder.name}", "VLLM_RPC_BASE_PATH": str(ray_folder)}  # of its sockets
+        command = [
+            *verl_command(config, overrides),
+            "trainer.logger=[console,file]",
+            f"hydra.run.dir={quoted(folder / 'hydra')}",
+            f"+ray_kwargs.ray_init._temp_dir={quoted(ray_folder)}",
+            *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python is not None else []),
+        ]
         try:
+            with log.open("wb") as sink:
+                process = subprocess.Popen(
+                    command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
             _follow(process, log, metrics, start, on_progress)
         finally:
             end_processes(process, mark)
-    except KeyboardInterrupt:
-        shutil.rmtree(ray_folder, ignore_errors=True)  # nobody looks for a cause there
-        raise
+        if process.returncode != 0:
+            (ray_folder / _OWNER).unlink()  # so that it stays
     if process.returncode != 0:
         why = f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}"
         raise RunFailedError(f"{why}\nLog: {log}\nRay's own logs: {ray_folder}/session_latest/logs")
-    shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are still closing may vanish under us
     return time.monotonic() - start
 
 
@@ -135,9 +131,43 @@ def stage_of(line: str, current: int) -> int:
     return next(reached, current)
 
 
-def end_processes(process: subprocess.Popen, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
+@contextlib.contextmanager
+def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
+    """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `owner` by then.
+
+    First go the folders that killed processes have left, with the processes that carry the mark and the folder's name.
+    """
+    parent, kept = Path(tempfile.gettempdir()), False
+    if re.search(r"[^ -~]|[*?\[]", str(parent)):  # Ray takes ASCII alone, and finds no logs where * means something
+        parent = Path("/tmp")
+    for left in parent.glob(f"{prefix}*/{_OWNER}"):
+        with contextlib.suppress(OSError):  # its owner lives, or somebody else removes it
+            if left.parent.lstat().st_uid == os.getuid():
+                with left.open() as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if own := file.read():  # every mark begins with an empty one
+                        end_marked(own)
+                    shutil.rmtree(left.parent)
+    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
+    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(mode=0o700)
+        with (folder / f"{_OWNER}.new").open("w") as file:
+            with contextlib.suppress(OSError):  # on a file system without locks what is left lies there
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(f"{mark}-{folder.name}")
+            file.flush()
+            (folder / f"{_OWNER}.new").rename(folder / _OWNER)  # there only once it is locked
+            yield folder
+            kept = not (folder / _OWNER).exists()
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)  # sockets of processes that are closing may vanish under us
+
+
+def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
     """End the driver, which has some seconds to end by itself, and every process that carries its run's mark."""
-    if process.poll() is None:
+    if process is not None and process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
             process.wait(grace_seconds)
@@ -148,20 +178,23 @@ def end_processes(process: subprocess.Popen, mark: str, grace_seconds: float = _
 
 
 def end_marked(mark: str) -> None:
-    """End every process whose environment carries the mark: asked first, then killed."""
-    left = marked_processes(mark)
-    for end in (psutil.Process.terminate, psutil.Process.kill):
+    """End every process that carries a mark which begins so: asked first, then killed; and remove verl's sockets."""
+    for end in (psutil.Process.terminate, psutil.Process.kill, psutil.Process.kill):
+        if not (left := marked_processes(mark)):  # asked again: one of them may have started others
+            break
         for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
                 end(survivor)
-        _, left = psutil.wait_procs(left, timeout=5)
+        psutil.wait_procs(left, timeout=5)
+    for socket in Path("/tmp").glob(f"rl-colocate-zmq-{mark[:12]}-*"):
+        socket.unlink(missing_ok=True)
 
 
-def marked_processes(mark: str | None = None) -> list[psutil.Process]:
-    """Return the live processes whose environment carries the mark, or with None any run's mark."""
+def marked_processes(mark: str = "") -> list[psutil.Process]:
+    """Return the live processes whose environment carries a mark that begins so."""
     found = []
     for process in psutil.process_iter(["environ", "status"]):
         carried = (process.info["environ"] or {}).get(RUN_MARK)  # None: another user's, which is not ours
-        if carried is not None and mark in (None, carried) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        if carried is not None and carried.startswith(mark) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_precision.base.errors import CheckFailedError, RunFailedError, require
+from verl_precision.base.overrides import quoted
 from verl_precision.base.tiny_model import write_problems
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import fork_server_on_cpu
-from verl_precision.tools.runs.launch import Progress, quoted, run_verl
+from verl_precision.tools.runs.launch import Progress, run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.selftest.checks import Figures
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from verl_precision.tools.runs import grid, page
-from verl_precision.tools.runs.compare.folder import SUMMARY, command_of, comparison_folder
+from verl_precision.tools.runs.compare.folder import SUMMARY, UNDRAWN, command_of, comparison_folder
 from verl_precision.tools.runs.compare.outputs import FIGURE, Results
 
 
@@ -43,6 +43,10 @@ def test_an_interrupted_comparison_goes_on_until_it_is_finished(tmp_path, comman
         with comparison_folder(tmp_path / "out", command()) as folder:
             assert folder == interrupted
     finish(interrupted, "bf16", "fp16")
+    (interrupted / UNDRAWN).touch()  # as one has that was killed before the last run was in its report
+    with comparison_folder(tmp_path / "out", command()) as folder:
+        assert folder == interrupted
+    (interrupted / UNDRAWN).unlink()
     with comparison_folder(tmp_path / "out", command()) as folder:
         assert folder != interrupted
 

@@ -1,7 +1,7 @@
 """The folder of a comparison: a new one, or that of the same command which was interrupted.
 
 `comparison.json` says which command a folder belongs to, and `base/owner.py` locks the folder while that command runs.
-A comparison is finished when its `summary.json` has every run.
+A comparison is finished when its `summary.json` has every run, and figure and report do (no `.undrawn` is there).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.grid import PlannedRun, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
 
-COMMAND, SUMMARY = "comparison.json", "summary.json"
+COMMAND, SUMMARY, UNDRAWN = "comparison.json", "summary.json", ".undrawn"
 
 
 def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str]) -> dict[str, Any]:
@@ -56,7 +56,9 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
 
 
 def _interrupted(path: Path, command: dict[str, Any]) -> bool:
-    return json.loads(path.read_text()) == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
+    if json.loads(path.read_text()) != command:
+        return False
+    return path.with_name(UNDRAWN).exists() or not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.compare.folder import SUMMARY, seconds_of_runs
+from verl_precision.tools.runs.compare.folder import SUMMARY, UNDRAWN, seconds_of_runs
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, write_summary
 from verl_precision.tools.runs.expected import expected_of
 from verl_precision.tools.runs.figures import COMPARED, draw_comparison, parts_of
@@ -51,6 +51,7 @@ class Results:
             bar, measured = self.pass_bar, self.measured()
             verdicts = {name: bar.verdict(found.rows) for name, found in measured.items()} if bar else None
             about = {"command": sys.argv, "versions": installed_versions(), "pass_bar": verdicts}
+            (self.folder / UNDRAWN).touch()  # first: a start that is killed before it draws has not finished
             write_summary(self.folder / SUMMARY, self.summaries(), **about)
 
     def measured(self) -> dict[str, Run]:
@@ -79,6 +80,9 @@ class Results:
         for number, part in enumerate(parts_of(list(measured.values()), together), start=1):
             name = "report.html" if number == 1 else f"report_{number}.html"
             write_page(self.folder / name, page(part, expected=self._expected(part)), force=True)
+        with self._lock:
+            if self.measured().keys() == measured.keys():
+                (self.folder / UNDRAWN).unlink(missing_ok=True)
 
     def in_columns(self, runs: list[Run]) -> tuple[list[Run], list[Run]]:
         """Return the runs that the figure shows, and the expected curves.

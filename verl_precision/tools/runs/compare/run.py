@@ -12,12 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bars
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.base.overrides import quoted
 from verl_precision.tools.runs.compare.folder import SUMMARY
 from verl_precision.tools.runs.compare.outputs import FIGURE, Results
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
 from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.grid import PlannedRun
-from verl_precision.tools.runs.launch import Progress, quoted, run_verl
+from verl_precision.tools.runs.launch import Progress, run_verl
 
 
 def compare_runs(
@@ -58,8 +59,8 @@ def compare_runs(
 
     errors: list[BaseException] = []
     with fork_server_on_cpu() as python, board.shown(), ThreadPoolExecutor(parallel) as pool:
-        futures = {pool.submit(start, run, python): run for run in todo}
         try:
+            futures = {pool.submit(start, run, python): run for run in todo}
             for handled, future in enumerate(as_completed(futures), start=1):
                 if (error := future.exception()) is not None:
                     errors.append(error)

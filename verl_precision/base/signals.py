@@ -1,0 +1,39 @@
+"""SIGTERM (`timeout`, docker stop, kill) and SIGHUP (a closed terminal) end a command as Ctrl-C does."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DEAF_SECONDS = 60.0  # longer than any cleaning; after them the first signal counts as lost, e.g. in a destructor
+
+
+@contextmanager
+def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
+    """Have Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt inside; yield a list that gets its number.
+
+    Those that follow it are not heard: they would break what the first has begun. Signals that are ignored (nohup), or
+    that somebody handles, stay so; in a thread other than the main one nothing changes. Where the process ends after
+    it, none is heard there either.
+    """
+    heard: list[int] = []
+    deaf_until = 0.0
+
+    def hear(number: int, frame: object) -> None:
+        nonlocal deaf_until
+        if time.monotonic() >= deaf_until:
+            deaf_until, heard[:] = time.monotonic() + _DEAF_SECONDS, [number]
+            raise KeyboardInterrupt
+
+    ours = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = _ENDING if threading.current_thread() is threading.main_thread() else ()
+    former = {number: handler for number in numbers if (handler := signal.getsignal(number)) in ours}
+    try:
+        for number in former:
+            signal.signal(number, hear)
+        yield heard
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_IGN if heard and process_ends else handler)
