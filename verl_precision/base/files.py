@@ -124,7 +124,7 @@ def _meant(path: Path, scratch: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or str(error.filename).startswith(str(scratch)):
+        if error.errno and (error.filename is None or str(error.filename).startswith(str(scratch))):
             error.filename = str(path)
         raise
     except Exception as error:

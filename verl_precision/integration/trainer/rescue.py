@@ -8,6 +8,7 @@ computes what that checkpoint gives in that precision. A later start of the pare
 with the rescue. Without the file, or with another `on_alarm`, the parent goes on as it was.
 """
 
+import json
 import logging
 import os
 import re
