@@ -1,7 +1,8 @@
-r"""Answers as the paper's authors judge them.
+r"""Answers as mathematics judges them, and as the paper's authors do.
 
-The verdicts are those of their own code (https://github.com/sail-sg/oat, oat/utils/math_grader.py, `boxed_reward_fn`),
-which was run on every row with math-verify 0.9.0 and its limits of a second.
+The verdicts in `verdicts.txt` are those of the authors' code (https://github.com/sail-sg/oat,
+oat/utils/math_grader.py, `boxed_reward_fn`), which was run on every row with math-verify 0.9.0 and its limits of a
+second. Those in `judged.txt` and `reported.txt` are by hand.
 """
 
 import asyncio
@@ -27,18 +28,52 @@ from verl_precision.integration.rewards.math_answers import _Judge
 
 pytest.importorskip("math_verify", reason="of the extra `dev`")
 
+
 # Right or wrong, response, ground truth.
-ROWS = (Path(__file__).parent / "recorded" / "verdicts.txt").read_text().splitlines()
-PAIRS = [tuple(cell.strip() for cell in row.split(" | ")) for row in ROWS]
+def recorded(name: str) -> list[tuple[str, ...]]:
+    rows = (Path(__file__).parent / "recorded" / name).read_text().splitlines()
+    return [tuple(cell.strip() for cell in row.split(" | ")) for row in rows if not row.startswith("#")]
+
+
+PAIRS = recorded("verdicts.txt")
+# Where the authors' rules are wrong: an inequality is the interval.
+BY_MATHEMATICS = {("\\boxed{x \\le 2}", "(-\\infty,2]"): "1"}
+
+
+@pytest.mark.parametrize(("name", "fewest"), [("judged.txt", 300), ("reported.txt", 40)])
+def test_the_verdicts_of_mathematics(name, fewest):
+    """As verl calls rewards: not in the main thread. Right and wrong answers of every kind, and near misses."""
+    pairs = recorded(name)
+    with ThreadPoolExecutor(1) as thread:
+        found = list(thread.map(lambda row: math_answers.same_answer(*row[1:]), pairs))
+    assert min(sum(row[0] == verdict for row in pairs) for verdict in "01") >= fewest // 2 - 20
+    assert [row for row, right in zip(pairs, found, strict=True) if right != (row[0] == "1")] == []
 
 
 def test_the_verdicts_of_the_authors():
-    """As verl calls rewards: not in the main thread, where math-verify's signals would work."""
-    with ThreadPoolExecutor(1) as thread:
-        found = list(thread.map(lambda row: boxed_answer.compute_score("math", *row[1:]), PAIRS))
-    verdicts = [{"score": float(right), "acc": float(right)} for right, _, _ in PAIRS]
+    """With `as_published` in all rows, and by default where mathematics does not say otherwise."""
     assert len(PAIRS) >= 90
-    assert [row for row, one, other in zip(PAIRS, found, verdicts, strict=True) if one != other] == []
+    for as_published in (True, False):
+        with ThreadPoolExecutor(1) as thread:
+            judged = partial(boxed_answer.compute_score, "math", as_published=as_published)
+            found = list(thread.map(lambda row, judged=judged: judged(*row[1:]), PAIRS))
+        rights = [right if as_published else BY_MATHEMATICS.get((said, true), right) for right, said, true in PAIRS]
+        verdicts = [{"score": float(right), "acc": float(right)} for right in rights]
+        assert [row for row, one, other in zip(PAIRS, found, verdicts, strict=True) if one != other] == []
+
+
+@pytest.mark.parametrize(("answer", "truth", "published"), [
+    ("-12", r"-12 \text{ or } -30", 1), ("3:8", "9:24", 1), (r"\{1,2\}", "(1,2)", 1), ("10^{-30}", "10^{-40}", 1),
+    (r"5\text{ m}", r"5\text{ cm}", 1), (r"\boldsymbol{73}", "73", 0), ("0 < x < 12.5", "(0, 12.5)", 0),
+])  # fmt: skip
+def test_as_published_gives_the_authors_verdict_where_mathematics_gives_the_other(answer, truth, published):
+    for response, score in (
+        (f"\\boxed{{{answer}}}", boxed_answer),
+        (f"</think> <answer>{answer}</answer>", answer_tag),
+    ):
+        scores = [score.compute_score("math", response, truth, as_published=which) for which in (True, False)]
+        found = [one if isinstance(one, float) else one["acc"] for one in scores]
+        assert found == [published, 1 - published]
 
 
 @pytest.mark.parametrize(("answer", "truth"), [
@@ -133,15 +168,66 @@ def test_what_takes_too_long_counts_as_wrong_and_costs_the_process():
         judge._end()
 
 
+def test_a_forked_process_has_a_judge_of_its_own():
+    """A process that is asked by two would give one's reply to the other; and a lock may be held by a lost thread."""
+    judge, right, wrong = _Judge(), ("4/8", "1/2+0"), ("4/9", "1/2+0")
+    try:
+        assert judge.says_equal(*right)
+        first = judge._process
+        reading, writing = os.pipe()
+        with judge._lock:
+            child = os.fork()
+            if child == 0:
+                try:
+                    found = [judge.says_equal(*pair) for pair in [wrong, right] * 10]
+                    os.write(writing, b"1" if found == [False, True] * 10 and judge._process.pid != first.pid else b"0")
+                    judge._end()
+                finally:
+                    os._exit(0)
+        assert [judge.says_equal(*pair) for pair in [right, wrong] * 200] == [True, False] * 200
+        os.waitpid(child, 0)
+        assert os.read(reading, 1) == b"1"
+        assert judge._process is first and judge.says_equal(*right), "the child's end does not end the parent's"
+    finally:
+        judge._end()
+
+
+def test_a_reply_that_nobody_waited_for_is_not_the_next_ones(monkeypatch):
+    judge = _Judge()
+    try:
+        assert judge.says_equal("2/4", "1/2+0")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(math_answers, "_line", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            judge.says_equal("2/4", "1/2+0")
+        assert not judge.says_equal("2/4", "1/3+0")
+    finally:
+        judge._end()
+
+
 def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(tmp_path):
     assert 3 * math_judge.SECONDS < math_answers.SECONDS <= 10, "two answers are read, and compared"
     judge = _Judge()
     try:
-        for hostile in ("9^{9^{9^{9}}}", "7" * 200_000, f"__import__('os').mkdir('{tmp_path}/made')"):
-            judge._seconds = 1.0
+        for hostile in (
+            *("9^{9^{9^{9}}}", "7" * 200_000, f"__import__('os').mkdir('{tmp_path}/made')", "\\pm" * 50, "1," * 300),
+            *(
+                "(" * 400 + "x" + ")" * 400,
+                "{" * 400,
+                "\\frac",
+                "x^",
+                "10^{10^{5}}",
+                "100000000!",
+                "1/0",
+                "\x00",
+                "|" * 200,
+            ),
+        ):
             assert not judge.says_equal(hostile, "2")
-            judge._seconds = math_answers.SECONDS
             assert judge.says_equal("2/4", "1/2")
+        judge._seconds = 1.0
+        assert not judge.says_equal("9^{9^{9^{9}}}", "2", as_published=True)
+        judge._seconds = math_answers.SECONDS
+        assert judge.says_equal("2/4", "1/2")
         assert not (tmp_path / "made").exists()
     finally:
         judge._end()

@@ -8,7 +8,13 @@ from verl_precision.integration.rewards.math_answers import braced_box, same_ans
 OPEN, CLOSE, FORMAT = "<answer>", "</answer>", "</think> <answer>"
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict | None = None,
+    as_published: bool = False,
+) -> float:
     r"""Return 1.0 if the response ends its thought and gives the right answer, in any form that is equal, else 0.0.
 
     What the model goes on to write after its answer is not read: generation stops there (`agent_loop`), and
@@ -21,4 +27,4 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     answer = answered.rpartition(OPEN)[2]
     if "\\boxed" in answer:
         answer = braced_box(answer) or ""
-    return float(same_answer(answer, str(ground_truth)))
+    return float(same_answer(answer, str(ground_truth), as_published))

@@ -1,90 +1,87 @@
-r"""A short answer as a number with a unit, or as words: \$32{,}348, 32,348 dollars and 3.2348e4 are one number.
+r"""The parts of an answer that are no mathematics: its unit, and its words; and numbers that are written plainly.
 
-The text part of the authors' rules, written anew and stricter: two different units are different answers, and numbers
-are exact. As with the authors, 5\% is 5 and not 0.05. No expression is evaluated, so no answer costs time or memory.
+Two different units are different answers, and one may be left out. As with the authors of the paper, 5\% is 5 and not
+0.05. Units are not converted.
 """
 
 import re
 from fractions import Fraction
 
-LONGEST = 200  # characters of what is read: the patterns take the square of them
 UNITS = (
-    "percent percentage pct|dollar usd|cent|degree deg|square sq|cubic cu|per|millimeter mm millimetre|"
-    "centimeter cm centimetre|meter m metre|kilometer km kilometre|inch in inches|foot ft feet|yard yd|mile mi|"
-    "second s sec|minute min|hour h hr hrs|day|week|month|year yr yrs|gram g|kilogram kg|pound lb lbs|ounce oz|"
-    "liter l litre|milliliter ml|gallon gal|mph|kph kmh|unit|point|way|integer|student|person people|man men|"
-    "child children|woman women|apple|coin|cup|ticket|tile|marble"
+    "percent percentage pct|$ dollar usd|€ euro|£ sterling|cent|degree deg|square sq|cubic cu|per|inch in inches|"
+    "millimeter mm millimetre|centimeter cm centimetre|meter m metre|kilometer km kilometre|foot ft feet|yard yd|"
+    "mile mi|second s sec|minute min|hour h hr hrs|day|week|month|year yr yrs|gram g|kilogram kg|pound lb lbs|"
+    "ounce oz|liter l litre|milliliter ml|gallon gal|hertz hz|newton n|joule j|watt w|mole mol|unit|point|way|"
+    "integer|student|person people|man men|child children|woman women|apple|coin|cup|ticket|tile|marble"
 )
 _UNIT_OF = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
-_TEXT = r"\\(?:text|mathrm|textrm|textnormal|textit|textbf|mbox)\s*\{"
-_WRAPPED = re.compile(rf"\$((?:[^$\\]|\\.)*)\$|{_TEXT}([^{{}}]*)\}}")
-_REWRITES = (
-    (_TEXT, r"\\text{"),
-    (r"\{([,:])\}", r"\1"),
-    (r",\\!|(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ","),  # between thousands
-    (r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-z])|\s+", " "),
-    (r"\^\s*\{?\\circ\}?|°", r"\\text{degree}"),
-    (r"\\?%", r"\\text{percent}"),
-    (r"\\varnothing", r"\\emptyset"),
-    (r"(?<!\.)\. *$", ""),  # as a sentence ends
+_KNOWN = frozenset(_UNIT_OF.values())
+_PHRASES = {
+    "^{2": ["square"],
+    "^{3": ["cubic"],
+    "mph": ["mile", "per", "hour"],
+    "kph": ["kilometer", "per", "hour"],
+    "kmh": ["kilometer", "per", "hour"],
+}
+_COUNTS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_NO_UNIT = frozenset(  # an answer with such a word says more than its number
+    "or and if when to than more less least most not no plus minus times over mod remainder even odd half".split()
 )
-_MONEY = re.compile(r"([+-]?)\s*\\?\$\s*(\d.*|\.\d.*)")
-_TAIL = re.compile(r"(.+?)(?: *\\text\{([A-Za-z ]+)\}| +([A-Za-z]+(?: +[A-Za-z]+)*)) *(?:\^ *\{?([23])\}?)?")
+_POWER = r" *(?:\^\{-?\d\} *)?"
+_WORDED = re.compile(
+    rf"(.*?[^ {{(,;=+*/-]) *(?:((?:\\text\{{[A-Za-z .'/-]+\}}{_POWER})+)|( [A-Za-z]{{2,}}(?:[ /]+[A-Za-z]+)*{_POWER})|"
+    rf"(?<=[\d}}])([A-Za-z]{{2,}}{_POWER}))"
+)
 # An exponent of two digits: 1e999999999 would fill the memory.
-_DECIMAL = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d\d?)?", re.ASCII)
-_FRAC = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}\{(\d+)\}|(\d)\s*(\d))", re.ASCII)
-_FRACTION = re.compile(r"([+-]?) *(?:(\d+) +)?(\d+) */ *(\d+)", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,200}|(?=\.\d))(?:\.\d{0,200})?(?:[eE][+-]?\d\d?)?", re.ASCII)
+_FRACTION = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d{1,200})\}\{(\d{1,200})\}|(\d{1,200})/(\d{1,200}))", re.ASCII)
 
 
-def same_text(answer: str, truth: str) -> bool:
-    r"""Return whether two short answers are one number, in no unit or in the same, or the same words.
-
-    `\text{No solution}` and `no solution` are the same words: spaces do not matter, nor capitals where there is a word.
-    3\frac12 is 7/2; 3\frac32 is no number. Answers longer than `LONGEST` are not compared.
-    """
-    if max(len(answer), len(truth)) > LONGEST:
-        return False
-    (value, unit), (other, unit_of_other) = _reading(answer), _reading(truth)
-    return value != "" and value == other and (unit == unit_of_other or not (unit and unit_of_other))
-
-
-def _reading(text: str) -> tuple[Fraction | str, str]:
-    if wrapped := _WRAPPED.fullmatch(text.strip()):
-        text = wrapped[1] or wrapped[2] or ""
-    for pattern, by in _REWRITES:
-        text = re.sub(pattern, by, text)
-    amount, units = text.strip(), set[str]()
-    if money := _MONEY.fullmatch(amount):
-        amount = money[1] + money[2]
-        units.add("dollar")
-    if (tail := _TAIL.fullmatch(amount)) and (unit := _unit(*tail.groups()[1:])):
-        amount = tail[1]
-        units.add(unit)
-    number = _number(_FRAC.sub(r" \1\3/\2\4 ", amount).strip())
-    return (_words(text), "") if number is None else (number, " ".join(sorted(units)))
-
-
-def _unit(in_text: str | None, bare: str | None, power: str | None) -> str:
-    """Return a unit in one spelling; empty if a word is none. A bare letter is a variable."""
-    words = (in_text or bare or "").lower().split()
-    names = [_UNIT_OF.get(word) or _UNIT_OF.get(word.removesuffix("s") if len(word) > 3 else "") for word in words]
-    if not words or None in names or (bare and min(map(len, words)) == 1):
-        return ""
-    return " ".join([{"2": "square", "3": "cubic"}.get(power or "", ""), *map(str, names)]).strip()
-
-
-def _number(text: str) -> Fraction | None:
+def plain_number(text: str) -> Fraction | None:
+    r"""Return a number that is written as one alone, 1,234.5 or 3e5 or -\frac{1}{2}; None if there is more, or none."""
     if _DECIMAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
     if not (found := _FRACTION.fullmatch(text)):
         return None
-    whole, above, below = (int(part or 0) for part in found.groups()[1:])
-    if below == 0 or (found[2] and above >= below):  # 3 3/2 is a product, or a slip
-        return None
-    return (whole + Fraction(above, below)) * (-1 if found[1] == "-" else 1)
+    above, below = int(found[2] or found[4]), int(found[3] or found[5])
+    return Fraction(above if found[1] != "-" else -above, below) if below else None
 
 
-def _words(text: str) -> str:
+def amount_of(text: str) -> tuple[str, frozenset[str], int]:
+    r"""Return an amount, the words of its unit, and what one of it counts: 5, $, 10^6 for \$5\text{ million}.
+
+    A word that is in no table is a unit of its own; words that make another statement stay where they are.
+    """
+    money = re.fullmatch(r"([+-]?) *\\?([$€£]) *(.+)", text)
+    names, amount, count = ({money[2]}, money[1] + money[3], 1) if money else (set[str](), text, 1)
+    if not (tail := _WORDED.fullmatch(amount)):
+        return amount, frozenset(names), count
+    in_text, bare, attached = tail.groups()[1:]
+    words = (in_text or bare or attached).lower().replace(r"\text", "").replace("/", " per ")
+    for word in re.findall(r"[a-z]+|\^\{-?\d", words):
+        name = _UNIT_OF.get(word) or _UNIT_OF.get(word.removesuffix("s") if len(word) > 3 else "")
+        known = name or word in _COUNTS or word in _PHRASES or word[0] == "^"
+        if word in _NO_UNIT or not (in_text or known or (bare and len(word) > 3)):
+            return text, frozenset(), 1
+        if word in _COUNTS:
+            count *= _COUNTS[word]
+        else:
+            names |= {*_PHRASES.get(word, [name or word.removesuffix("s")])}
+    return tail[1], frozenset(names), count
+
+
+def is_unit(names: frozenset[str]) -> bool:
+    """Return whether all words of a unit are in the table."""
+    return names <= _KNOWN
+
+
+def same_unit(one: frozenset[str], other: frozenset[str]) -> bool:
+    """Return whether two units are one, or one is not said; `integer` and `distinct integer` are one."""
+    return not one or not other or ((one <= other or other <= one) and not (one ^ other) & _KNOWN)
+
+
+def words_of(text: str) -> str:
+    """Return a text without spaces and signs of currency, and in small letters where there is a word."""
     text = " ".join(re.sub(r"\\text\{([^{}]*)\}|\\?\$", r"\1", text).split()).removesuffix(".")
     text, has_word = re.sub(r"(?<!\d) | (?!\d)", "", text), re.search(r"(?<![A-Za-z\\])[A-Za-z][a-z]{2}", text)
     return text.lower() if has_word else text

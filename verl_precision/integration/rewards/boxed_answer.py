@@ -1,4 +1,4 @@
-r"""Reward for answers in \boxed{}, as the paper's authors give it: the last box, in any form that is equal.
+r"""Reward for answers in \boxed{}: the last box, in any form that is equal by mathematics.
 
 In a recipe, with 0 for a wrong answer or with DAPO's -1:
 
@@ -7,7 +7,7 @@ In a recipe, with 0 for a wrong answer or with DAPO's -1:
         path: pkg://verl_precision.integration.rewards.boxed_answer
         reward_kwargs: {wrong: -1.0}
 
-The authors' whole rule is `reward_kwargs: {require_closed_thinking: True, require_finished: True}` (docs/data.md).
+The authors' whole rule is `{as_published: True, require_closed_thinking: True, require_finished: True}` (docs/data.md).
 """
 
 from verl_precision.base.errors import ConfigurationError
@@ -24,6 +24,7 @@ def compute_score(
     wrong: float = 0.0,
     require_closed_thinking: bool = False,
     require_finished: bool = False,
+    as_published: bool = False,
 ) -> dict[str, float]:
     r"""Return `score`, 1.0 or `wrong`, and `acc`, 1.0 or 0.0. Words after the box do not matter.
 
@@ -35,6 +36,7 @@ def compute_score(
         wrong: Score of a wrong answer, and of a response whose last box is missing or was cut off.
         require_closed_thinking: Whether a response counts only with exactly one `</think>`, and a box only after it.
         require_finished: Whether a response that ended at the length limit is wrong whatever it holds.
+        as_published: Whether the authors' rules decide, which accept some wrong answers and refuse some right ones.
 
     Raises:
         ConfigurationError: If a response must be finished and nothing says whether it is.
@@ -53,5 +55,5 @@ def compute_score(
             )
         solution_str = "" if extra_info[TRUNCATED] else solution_str
     box = braced_box(solution_str)
-    right = box is not None and same_answer(box, str(ground_truth))
+    right = box is not None and same_answer(box, str(ground_truth), as_published)
     return {"score": 1.0 if right else wrong, "acc": float(right)}
