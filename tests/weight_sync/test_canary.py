@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.weight_sync.canary import FACTOR, LEARNING_SYNCS, CanaryJudge, canary_tokens, grid_eps
+from verl_precision.weight_sync.canary import FACTOR, FLOOR, LEARNING_SYNCS, CanaryJudge, canary_tokens, grid_eps
 from verl_precision.weight_sync.settings import CanarySettings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -89,7 +89,7 @@ def test_a_right_fp8_rollout_goes_on_and_a_wrong_one_does_not(train):
     assert _judge(judge, wrong, trainer=trainer).problems
 
 
-def test_the_bound_is_learned_from_the_first_healthy_syncs_alone():
+def test_the_bound_is_learned_from_healthy_syncs_alone():
     judge, noise = CanaryJudge(BF16, BF16), 0.05
     for _ in range(3):
         assert _judge(judge, TRUTH + 5).problems, "an unhealthy sync teaches nothing"
@@ -98,6 +98,19 @@ def test_the_bound_is_learned_from_the_first_healthy_syncs_alone():
     assert math.isclose(verdict.bound, FACTOR * max(gaps), rel_tol=1e-6)
     assert verdict.problems == ()
     assert _judge(judge, _noisy(20 * noise)).problems
+    assert _judge(judge, TRUTH).bound == pytest.approx(FACTOR * max(*gaps[1:], verdict.gap)), "nor did that one"
+
+
+def test_the_bound_follows_a_gap_that_grows_or_shrinks_and_ends_where_the_first_syncs_say():
+    judge, unit = CanaryJudge(FP16, FP16), 2**-10 * (1 + float(TRUTH.abs().mean()))
+    gaps = [0.03] * LEARNING_SYNCS + [0.03 * 1.2**sync for sync in range(20)] + [0.01] * (LEARNING_SYNCS + 1)
+    verdicts = [_judge(judge, TRUTH + gap * unit) for gap in gaps]
+    assert not any(verdict.problems for verdict in verdicts)
+    bounds = [verdict.bound / unit for verdict in verdicts]
+    assert bounds[LEARNING_SYNCS] == pytest.approx(FACTOR * 0.03, rel=0.01)
+    assert max(bounds[LEARNING_SYNCS:]) == pytest.approx(4.0, rel=0.01), "ten times the first gaps, or four units"
+    assert bounds[-1] == pytest.approx(FLOOR, rel=0.01), "two engines that agree to the last bits"
+    assert _judge(judge, TRUTH + 0.5 * unit).problems
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -181,6 +181,25 @@ def test_an_adapter_that_binds_no_module(adapted, monkeypatch):
     assert adapted.canary().problems == ()
 
 
+@needs_adapters
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_an_adapter_with_the_tensors_of_two_layers_exchanged(adapted, monkeypatch, part):
+    """All that was sent arrived, and is somewhere in vLLM's buffers."""
+    load, layers = upstream._update_weights, ("layers.0.self_attn.q_proj.", "layers.2.self_attn.q_proj.")
+
+    def exchanged(self, weights, **arguments):
+        one, two = ([name for name, _ in weights if f"{layer}{part}" in name] for layer in layers)
+        names = dict(zip([*one, *two], [*two, *one], strict=True))
+        load(self, [(names.get(name, name), tensor) for name, tensor in weights], **arguments)
+
+    monkeypatch.setattr(upstream, "_update_weights", exchanged)
+    move(adapted.model, 0.3)
+    with pytest.raises(WeightSyncError, match=rf"layers\.0\.self_attn\.q_proj\.{part}.*layers\.2\.self_attn\.q_proj"):
+        adapted.sync()
+    monkeypatch.undo()
+    adapted.sync()
+
+
 @pytest.mark.parametrize("update", [SMALL, LARGE])
 def test_a_wake_up_that_loads_the_checkpoint_again(lone, monkeypatch, update):
     """trl#5312: after each sync the rollout's weights are read from the disk once more: the initial policy samples."""
@@ -266,3 +285,19 @@ def test_experts_in_another_order(moe, monkeypatch):
     monkeypatch.setattr(moe, "_streams", lambda rank: [(_experts_reversed(full_weights(moe.model)), {})])
     moe.sync()
     assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
+
+
+def _exchange_two_experts(model) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.1." in name and name.endswith(("w13_weight", "w2_weight")):
+            parameter.data[[0, 1]] = parameter.data[[1, 0]].clone()
+
+
+def test_two_experts_that_change_places_after_the_guard_looked(moe):
+    """Of one layer, with all that belongs to them, and no bit of the engine's was ever compared again."""
+    moe.sync()
+    assert moe.canary().problems == ()
+    moe.engines[0].apply_model(_exchange_two_experts)
+    assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
+    moe.engines[0].apply_model(_exchange_two_experts)
+    assert moe.canary().problems == ()

@@ -117,24 +117,9 @@ def test_one_of_two_replicas_stale_is_named_by_the_canary(dense):
 def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
     """Memory overwritten, a graph over old memory, a kernel that nobody repacked: bits have nothing to say of it."""
     assert dense.sync()[0].unverified_layers == 0
-    dense.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(3))
+    dense.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.1))
     _is_named(dense, replica=1)
     _is_healthy(dense)
-
-
-def test_permuted_experts_are_named_by_the_canary():
-    """By the bits as well, where the experts' layout is known: tests/weight_sync/test_worker.py."""
-    pair = EnginePair("qwen3_moe", "float16")
-    move(pair.model, 0.1)
-    _is_healthy(pair)
-
-    def permute(model):
-        for name, parameter in model.named_parameters():
-            if name.endswith("w2_weight"):
-                parameter.data.copy_(parameter.data.flip(0))
-
-    pair.engines[0].apply_model(permute)
-    _is_named(pair, replica=0)
 
 
 @needs_adapters

@@ -15,11 +15,13 @@ CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
 
 # Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way: rounding errors of logits
 # grow with the logits, so a policy with little entropy has a larger gap in the same good health.
-# Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units.
+# Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units. A policy's gap grows in training, but from one sync
+# to the next by little.
 FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is that far away
-FLOOR = 4.0  # smallest learned bound, for a policy whose gap grows in training
-FACTOR = 10.0  # learned bound / largest gap of the first healthy syncs
+FACTOR = 8.0  # bound / largest gap of the latest healthy syncs
+FLOOR = 0.2  # smallest bound, where two engines agree to the last bits
 LEARNING_SYNCS = 5
+FIRST_FACTOR, FIRST_FLOOR = 10.0, 4.0  # likewise of the first healthy syncs: no slow growth leads beyond
 TF32_EPS = 2.0**-10  # as FP16's
 # On a grid of 8 or 4 bits, 16 units are more than lies between two models that have nothing in common. So a bound is at
 # most this share of 1 + mean |log π|, but one unit at least. Right FP8 rollouts, computed from four random models with
@@ -71,29 +73,30 @@ def grid_eps(name: str) -> float:
 
 @dataclass
 class CanaryJudge:
-    """Compares the answers after each sync, and learns from the first healthy ones how large a healthy gap is."""
+    """Compares the answers after each sync, and learns from the healthy ones how large a healthy gap is."""
 
     train_dtype: torch.dtype  # of the trainer's forward
     rollout_dtype: torch.dtype
     tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
     grids: Collection[str] = ()  # vLLM's names of the grids below 16 bits, of weights and of the cache
-    _healthy: list[float] = field(default_factory=list)  # gaps of the first healthy syncs, in units
+    _healthy: list[float] = field(default_factory=list)  # gaps of the healthy syncs, in units
     # Replica -> (log π, log μ) of the sync that last changed the replica's answers.
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
         """Judge one sync by log π and log μ of the tokens that each replica rank scored, [S, T - 1], nats.
 
-        A healthy sync also teaches the bound, until five have.
+        Each healthy sync also teaches the bound, which is there after the fifth.
         """
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
         dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))
         eps = max(*dtypes, *map(grid_eps, self.grids), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
-        learned = max(FLOOR, FACTOR * max(self._healthy, default=0.0))
-        limit = min(FIRST_LIMIT, learned) if len(self._healthy) == LEARNING_SYNCS else FIRST_LIMIT
-        limit = min(limit, max(LARGEST_SHARE / eps, 1.0))
+        limit = min(FIRST_LIMIT, max(LARGEST_SHARE / eps, 1.0))
+        if len(self._healthy) >= LEARNING_SYNCS:
+            first, latest = max(self._healthy[:LEARNING_SYNCS]), max(self._healthy[-LEARNING_SYNCS:])
+            limit = min(limit, max(FIRST_FLOOR, FIRST_FACTOR * first), max(FLOOR, FACTOR * latest))
         bound, worst = limit * unit, max(gaps.values())
         problems = [
             f"replica {rank}: its served log-probs differ from the trainer's by {gap:.3g} nats a token on average; in "
@@ -102,7 +105,7 @@ class CanaryJudge:
             if not gap < bound
         ]
         problems += self._stale(now, unit)
-        if not problems and len(self._healthy) < LEARNING_SYNCS:
+        if not problems:
             self._healthy.append(worst / unit)
         return CanaryVerdict(worst, bound, tuple(problems))
 

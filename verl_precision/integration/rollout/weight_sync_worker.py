@@ -220,8 +220,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         manager = self.model_runner.model.lora_manager
         adapter, rank = manager.get_adapter(number), peft_config["r"]
         using = {name: layer for name, layer in manager.modules.items() if adapter.get_lora(name) is not None}
-        whole = all(_whole(layer, adapter.get_lora(name)) for name, layer in using.items())
-        if number not in manager.lora_index_to_id or not whole:
+        if number not in manager.lora_index_to_id or not all(_whole(using[n], adapter.get_lora(n)) for n in using):
             return []
         slot, held = manager.lora_index_to_id.index(number), []
         for name, layer in using.items():
