@@ -15,13 +15,13 @@ CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
 
 # Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way: rounding errors of logits
 # grow with the logits, so a policy with little entropy has a larger gap in the same good health.
-# Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units. A policy's gap grows in training, but from one sync
-# to the next by little.
+# Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units.
 FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is that far away
-FACTOR = 8.0  # bound / largest gap of the latest healthy syncs
-FLOOR = 0.2  # smallest bound, where two engines agree to the last bits
 LEARNING_SYNCS = 5
-FIRST_FACTOR, FIRST_FLOOR = 10.0, 4.0  # likewise of the first healthy syncs: no slow growth leads beyond
+FLOOR, FACTOR = 4.0, 10.0  # smallest learned bound; learned bound / largest gap of the first healthy syncs
+# Nearer, where most tokens are further off than ever: no few that rounding sent to another expert.
+NEAR_FLOOR, NEAR_FACTOR = 0.2, 6.0  # likewise of all healthy syncs, since a policy's gap grows in training
+MOST_FACTOR = 3.0  # median gap of the tokens / largest one of all healthy syncs
 TF32_EPS = 2.0**-10  # as FP16's
 # On a grid of 8 or 4 bits, 16 units are more than lies between two models that have nothing in common. So a bound is at
 # most this share of 1 + mean |log π|, but one unit at least. Right FP8 rollouts, computed from four random models with
@@ -79,7 +79,8 @@ class CanaryJudge:
     rollout_dtype: torch.dtype
     tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
     grids: Collection[str] = ()  # vLLM's names of the grids below 16 bits, of weights and of the cache
-    _healthy: list[float] = field(default_factory=list)  # gaps of the healthy syncs, in units
+    # Of the healthy syncs, in units: the gap and the median over the tokens, each of its worst replica.
+    _healthy: list[tuple[float, float]] = field(default_factory=list)
     # Replica -> (log π, log μ) of the sync that last changed the replica's answers.
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -93,21 +94,27 @@ class CanaryJudge:
         dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))
         eps = max(*dtypes, *map(grid_eps, self.grids), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
-        limit = min(FIRST_LIMIT, max(LARGEST_SHARE / eps, 1.0))
-        if len(self._healthy) >= LEARNING_SYNCS:
-            first, latest = max(self._healthy[:LEARNING_SYNCS]), max(self._healthy[-LEARNING_SYNCS:])
-            limit = min(limit, max(FIRST_FLOOR, FIRST_FACTOR * first), max(FLOOR, FACTOR * latest))
-        bound, worst = limit * unit, max(gaps.values())
+        medians = {rank: float((own - answer).abs().median()) / unit for rank, (own, answer) in now.items()}
+        bounds = {rank: self._limit(median, max(LARGEST_SHARE / eps, 1.0)) * unit for rank, median in medians.items()}
+        worst = max(gaps, key=lambda rank: gaps[rank] / bounds[rank])
         problems = [
             f"replica {rank}: its served log-probs differ from the trainer's by {gap:.3g} nats a token on average; in "
-            f"good health they differ by less than {bound:.3g}"
+            f"good health they differ by less than {bounds[rank]:.3g}"
             for rank, gap in gaps.items()
-            if not gap < bound
+            if not gap < bounds[rank]
         ]
         problems += self._stale(now, unit)
         if not problems:
-            self._healthy.append(worst / unit)
-        return CanaryVerdict(worst, bound, tuple(problems))
+            self._healthy.append((max(gaps.values()) / unit, max(medians.values())))
+        return CanaryVerdict(gaps[worst], bounds[worst], tuple(problems))
+
+    def _limit(self, median: float, largest: float) -> float:
+        """Return the bound in units for a replica with this median gap of its tokens."""
+        if len(self._healthy) < LEARNING_SYNCS:
+            return min(FIRST_LIMIT, largest)
+        gaps, medians = zip(*self._healthy, strict=True)
+        limit = min(FIRST_LIMIT, largest, max(FLOOR, FACTOR * max(gaps[:LEARNING_SYNCS])))
+        return min(limit, max(NEAR_FLOOR, NEAR_FACTOR * max(gaps))) if median > MOST_FACTOR * max(medians) else limit
 
     def _stale(self, now: Mapping[int, tuple[Tensor, Tensor]], unit: float) -> list[str]:
         """Name replicas whose answers stay the same, to the last bit, while the trainer's log-probs move."""
