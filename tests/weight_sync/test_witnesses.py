@@ -122,6 +122,24 @@ def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
     _is_healthy(dense)
 
 
+def _exchange_two_experts(model) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.1." in name and name.endswith(("w13_weight", "w2_weight")):
+            parameter.data[[0, 1]] = parameter.data[[1, 0]].clone()
+
+
+def test_two_experts_of_one_layer_that_change_places_are_named_by_the_canary():
+    """Experts in another layout are named by the bits, where it is known: tests/weight_sync/test_worker.py."""
+    pair = EnginePair("qwen3_moe", "float16")
+    for _ in range(LEARNING_SYNCS):
+        move(pair.model, 0.01)
+        _is_healthy(pair)
+    pair.engines[0].apply_model(_exchange_two_experts)
+    _is_named(pair, replica=0)
+    pair.engines[0].apply_model(_exchange_two_experts)
+    assert pair.canary().problems == ()
+
+
 @needs_adapters
 def test_an_adapter_that_vllm_does_not_hold_is_named_by_the_bits(adapted, monkeypatch):
     monkeypatch.setattr("vllm.v1.worker.gpu_worker.Worker.add_lora", lambda self, request: None)

@@ -15,12 +15,12 @@ CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
 
 # Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way: rounding errors of logits
 # grow with the logits, so a policy with little entropy has a larger gap in the same good health.
-# Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units.
+# Measured in good health (docs/weight_sync.md): 0.02 to 2.3 units.
 FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is that far away
 LEARNING_SYNCS = 5
 FLOOR, FACTOR = 4.0, 10.0  # smallest learned bound; learned bound / largest gap of the first healthy syncs
 # Nearer, where most tokens are further off than ever: no few that rounding sent to another expert.
-NEAR_FLOOR, NEAR_FACTOR = 0.2, 6.0  # likewise of all healthy syncs, since a policy's gap grows in training
+NEAR_FLOOR, NEAR_FACTOR = 0.1, 6.0  # likewise of all healthy syncs, since a policy's gap grows in training
 MOST_FACTOR = 3.0  # median gap of the tokens / largest one of all healthy syncs
 TF32_EPS = 2.0**-10  # as FP16's
 # On a grid of 8 or 4 bits, 16 units are more than lies between two models that have nothing in common. So a bound is at
