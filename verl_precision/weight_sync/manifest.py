@@ -72,7 +72,7 @@ class _RowSums:
     def __init__(self, device: torch.device) -> None:
         # Rows of the table, and of the largest tensor that waits in it. On a CPU the table stays in the caches of the
         # cores; on an accelerator it is worth a kernel.
-        at_once = 16 * max(2, torch.get_num_threads())
+        at_once = 32 * max(2, torch.get_num_threads())
         self._capacity, self._largest = (at_once, at_once // 2) if device.type == "cpu" else (2048, 256)
         self._table = torch.empty(self._capacity * _ROW, dtype=torch.float64, device=device)
         self._powers = torch.ones(self._capacity, 1, dtype=torch.int64, device=device)  # g^r of the rows in the table
