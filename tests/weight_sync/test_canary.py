@@ -89,7 +89,7 @@ def test_a_right_fp8_rollout_goes_on_and_a_wrong_one_does_not(train):
     assert _judge(judge, wrong, trainer=trainer).problems
 
 
-def test_the_bound_is_learned_from_the_first_healthy_syncs_alone():
+def test_the_bound_is_learned_from_healthy_syncs_alone():
     judge, noise = CanaryJudge(BF16, BF16), 0.05
     for _ in range(3):
         assert _judge(judge, TRUTH + 5).problems, "an unhealthy sync teaches nothing"
@@ -98,6 +98,31 @@ def test_the_bound_is_learned_from_the_first_healthy_syncs_alone():
     assert math.isclose(verdict.bound, FACTOR * max(gaps), rel_tol=1e-6)
     assert verdict.problems == ()
     assert _judge(judge, _noisy(20 * noise)).problems
+
+
+@pytest.mark.parametrize(("tokens", "gap", "named"), [
+    (62, 0.5, True),  # a change of all tokens, six times as large as the largest healthy gap
+    (62, 0.35, False),
+    (20, 3.0, False),  # in good health rounding may send some of them to another expert
+    (20, 30.0, True),
+])  # fmt: skip
+def test_what_moves_most_tokens_is_measured_by_the_runs_own_gaps(tokens, gap, named):
+    judge, unit = CanaryJudge(FP16, FP16), 2**-10 * (1 + float(TRUTH.abs().mean()))
+    for healthy in (0.01, 0.02, 0.01, 0.01, 0.01, 0.02, 0.04, 0.07, 0.01):  # it may grow, and nothing is forgotten
+        assert _judge(judge, TRUTH + healthy * unit).problems == ()
+    answer = TRUTH.clone()
+    answer.view(-1)[:tokens] += gap * unit
+    verdict = _judge(judge, answer)
+    assert bool(verdict.problems) == named
+    assert verdict.bound / unit == pytest.approx(6 * 0.07 if tokens == 62 else 4.0, rel=0.01)
+
+
+def test_engines_that_agree_to_the_last_bits_do_not_have_to():
+    judge, unit = CanaryJudge(FP16, FP16), 2**-10 * (1 + float(TRUTH.abs().mean()))
+    for _ in range(2 * LEARNING_SYNCS):
+        assert _judge(judge, TRUTH).problems == ()
+    assert _judge(judge, TRUTH + 0.09 * unit).problems == ()
+    assert _judge(judge, TRUTH + unit).problems
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

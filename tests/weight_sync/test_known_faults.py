@@ -181,6 +181,25 @@ def test_an_adapter_that_binds_no_module(adapted, monkeypatch):
     assert adapted.canary().problems == ()
 
 
+@needs_adapters
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_an_adapter_with_the_tensors_of_two_layers_exchanged(adapted, monkeypatch, part):
+    """All that was sent arrived, and is somewhere in vLLM's buffers."""
+    load, layers = upstream._update_weights, ("layers.0.self_attn.q_proj.", "layers.2.self_attn.q_proj.")
+
+    def exchanged(self, weights, **arguments):
+        one, two = ([name for name, _ in weights if f"{layer}{part}" in name] for layer in layers)
+        names = dict(zip([*one, *two], [*two, *one], strict=True))
+        load(self, [(names.get(name, name), tensor) for name, tensor in weights], **arguments)
+
+    monkeypatch.setattr(upstream, "_update_weights", exchanged)
+    move(adapted.model, 0.3)
+    with pytest.raises(WeightSyncError, match=rf"layers\.0\.self_attn\.q_proj\.{part}.*layers\.2\.self_attn\.q_proj"):
+        adapted.sync()
+    monkeypatch.undo()
+    adapted.sync()
+
+
 @pytest.mark.parametrize("update", [SMALL, LARGE])
 def test_a_wake_up_that_loads_the_checkpoint_again(lone, monkeypatch, update):
     """trl#5312: after each sync the rollout's weights are read from the disk once more: the initial policy samples."""
@@ -226,7 +245,8 @@ def test_one_replica_of_four_is_stale(four):
     assert four.canary().problems == ()
     move(four.model, SMALL)
     four.sync(only=[0, 1, 3])
-    (problem,) = four.canary().problems
+    *others, problem = four.canary().problems
+    assert all(other.startswith("replica 2: its served log-probs differ") for other in others)
     assert problem.startswith("replica 2: it answers as before this sync, to the last bit")
 
 

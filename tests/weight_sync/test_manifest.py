@@ -1,5 +1,7 @@
 """The digest sees every bit; the manifest names every tensor that did not arrive."""
 
+import itertools
+import json
 import struct
 
 import pytest
@@ -8,34 +10,117 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_precision.base.errors import WeightSyncError
 from verl_precision.weight_sync import manifest
 from verl_precision.weight_sync.manifest import TensorDigest, digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
+ROW = manifest._ROW
+WEIGHTS = manifest._weights().long().tolist()  # of a row's digits, for each sum
 
 
-def test_by_hand():
-    """Halves of int32 elements 1, 2, 3: l0 = 1, h0 = 2, l1 = 3; plain = 1 + 2·2³² + 3, weighted = 1·1 + 2·2 + 3·3."""
-    assert digest(torch.tensor([1, 2, 3], dtype=torch.int32)) == TensorDigest("int32", [3], 4 + 2**33, 14)
-    assert digest(torch.empty(0, 4)) == TensorDigest("float32", [0, 4], plain=0, weighted=0)
+def _by_the_formula(tensor: torch.Tensor) -> TensorDigest:
+    """Word for word as `TensorDigest` says, in Python's numbers."""
+    octets = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    digits = struct.iter_unpack("<i", octets + bytes(-len(octets) % 4))
+    sums = [0] * 4
+    for place, (digit,) in enumerate(digits):
+        power = pow(manifest._BASE, place // ROW, 2**64)
+        sums = [one + power * weight * digit for one, weight in zip(sums, WEIGHTS[place % ROW], strict=True)]
+    signed = [(one + 2**63) % 2**64 - 2**63 for one in sums]
+    return TensorDigest(str(tensor.dtype)[6:], list(tensor.shape), signed)
 
 
-@pytest.mark.parametrize("period", [5, 13, 4093])
+@pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(7, 13), (11, 16)])
-def test_the_digest_is_its_formula_however_it_is_computed(shape, dtype, period, monkeypatch):
-    monkeypatch.setattr(manifest, "_PERIOD", period)
-    tensor = (torch.randn(*shape) * 10).to(dtype)
-    octets = bytes(tensor.view(torch.uint8).flatten().tolist())
-    octets += bytes(-len(octets) % 8)
-    columns = [0] * period
-    for i, (word,) in enumerate(struct.iter_unpack("<Q", octets)):
-        columns[i % period] = (columns[i % period] + word) % 2**64
-    halves = [half for column in columns for half in struct.unpack("<ii", column.to_bytes(8, "little"))]
-    plain = sum(low + 2**32 * high for low, high in zip(halves[::2], halves[1::2], strict=True)) % 2**64
-    weighted = sum(i * half for i, half in enumerate(halves, start=1)) % 2**64
-    assert digest(tensor) == TensorDigest(str(dtype)[6:], list(shape), plain, weighted)
-    assert digest(tensor.t().contiguous().t()) == digest(tensor), "memory layout does not matter"
+def test_the_digest_is_its_formula_in_whatever_pieces_and_company_it_is_computed(dtype, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # by which the pieces go
+    shapes = [(7, 13), (0, 4), (ROW,), (3 * ROW + 1,), (20 * ROW,), (), (65 * ROW + 5,)]
+    tensors = {str(shape): (torch.randn(shape) * 1000).to(dtype) for shape in shapes}
+    stream = manifest.StreamDigest()
+    for name, tensor in tensors.items():
+        stream.add(name, tensor)
+    found = stream.fetch()
+    assert found == {name: _by_the_formula(tensor) for name, tensor in tensors.items()}
+    square = tensors["(7, 13)"]
+    assert digest(square.t().contiguous().t()) == found["(7, 13)"], "memory layout does not matter"
+
+
+def test_what_the_weights_promise():
+    """For two digits that change places: see `TensorDigest`."""
+    weights = torch.tensor(WEIGHTS)
+    assert weights.shape == (ROW, 4) and (weights[:, 0] % 2 != 0).all() and 0 < weights.abs().min()
+    assert weights.abs().max() * ROW * 2**31 < 2**53, "float64 holds every sum of a row"
+    assert [len(set(column)) for column in weights.t().tolist()] == [ROW] * 4
+    a, b = weights[:, None, :], weights[None, :, :]
+    proportional = torch.ones(ROW, ROW, dtype=torch.bool)
+    for i, j in itertools.combinations(range(4), 2):
+        proportional &= a[..., i] * b[..., j] == a[..., j] * b[..., i]
+    assert torch.equal(proportional, torch.eye(ROW, dtype=torch.bool))
+    assert manifest._BASE % 8 == 5
+
+
+def test_any_two_digits_that_change_places_show():
+    """200,000 pairs in tensors of up to 16 TiB, at distances that are powers of two too, with one differing bit."""
+    count, size = 200_000, 2**42
+    generator = torch.Generator().manual_seed(0)
+    one, two = torch.randint(size, (2, count), generator=generator)
+    near = one ^ (1 << torch.randint(42, (count,), generator=generator))
+    two = torch.where(torch.arange(count) % 2 == 0, near, two)
+    keep = one != two
+    difference = 1 << torch.randint(32, (count,), generator=generator)
+
+    def coefficients(places: torch.Tensor) -> torch.Tensor:
+        power, square, rows = torch.ones_like(places), manifest._BASE, places // ROW
+        for bit in range(31):
+            power = torch.where(rows >> bit & 1 == 1, power * square, power)
+            square = (square * square + 2**63) % 2**64 - 2**63
+        return power[:, None] * torch.tensor(WEIGHTS)[places % ROW]
+
+    moved = (coefficients(one) - coefficients(two)) * difference[:, None]
+    assert (moved != 0).any(1)[keep].all()
+
+
+SPARSE = torch.zeros(256, 2048)  # rows that have one number each
+SPARSE[torch.arange(256), torch.arange(256) * 8 + 7] = 2.0
+
+
+def _signs(*shape: int) -> torch.Tensor:
+    return torch.randint(2, shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1
+
+
+def _exchanged(tensor: torch.Tensor, one: int, two: int, size: int = 1) -> torch.Tensor:
+    """Exchange two slices of the first dimension."""
+    moved = tensor.clone()
+    moved[one : one + size], moved[two : two + size] = tensor[two : two + size], tensor[one : one + size]
+    return moved
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(("tensor", "moved"), [
+    (torch.randn(8192, 64), lambda t: _exchanged(t, 0, 4093)),
+    (torch.randn(8192, 64), lambda t: _exchanged(t, 5, 4098)),
+    (torch.randn(8192, 64), lambda t: torch.cat([t[4093:], t[:4093]])),
+    (torch.randn(4, 4093 * 8), lambda t: _exchanged(t, 0, 1)),  # experts
+    (torch.randn(8, 4096, 16), lambda t: _exchanged(t, 2, 6)),
+    (torch.randn(8, 4096, 16), lambda t: _exchanged(t, 0, 4, 4)),  # shards
+    (torch.randn(8, 4096, 16), lambda t: t.roll(1, 0)),
+    (torch.randn(64, 4093), lambda t: t.t().contiguous().view(64, 4093)),
+    (torch.randn(1 << 20), lambda t: _exchanged(t, 3, 3 + 4 * 4093)),
+    (torch.randn(1 << 20), lambda t: _exchanged(t, 0, 1 << 19)),
+    (torch.randn(1 << 20), lambda t: _exchanged(t, 0, 1)),
+    (_signs(1 << 18), lambda t: _exchanged(t, *torch.stack([(t < 0).nonzero()[-1], (t > 0).nonzero()[0]]).flatten())),
+    (_signs(8192, 64), lambda t: _exchanged(t, 0, 4096)),
+    (_signs(8192, 64), lambda t: _exchanged(t, 0, 4093)),
+    (SPARSE, lambda t: _exchanged(t, 0, 128)),  # as an identity: sums of rows and columns stay
+    (SPARSE, lambda t: _exchanged(t, 1, 2)),
+    (2 * torch.eye(1024), lambda t: _exchanged(t, 3, 515)),
+    (torch.ones(1 << 18), lambda t: t * torch.where(torch.arange(1 << 18) % (4 * 4093) == 7, -1, 1)),
+])  # fmt: skip
+def test_what_moves_shows(tensor, moved, dtype):
+    tensor = tensor.to(dtype)
+    assert not torch.equal(tensor, moved(tensor))
+    assert digest(tensor) != digest(moved(tensor))
 
 
 @pytest.mark.parametrize("offset", range(9))
@@ -48,37 +133,40 @@ def test_where_a_tensor_lies_in_a_buffer_does_not_matter(offset):
 
 
 class _Reads(TorchDispatchMode):
-    """Counts the operations that read a tensor of at least so many bytes, views aside."""
+    """Counts the bytes of a tensor that operations read, views aside."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
-        self.size, self.operations = size, []
+        self.memory, self.octets, self.operations = tensor.untyped_storage().data_ptr(), 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if not function.is_view and any(isinstance(one, torch.Tensor) and one.nbytes >= self.size for one in args):
-            self.operations.append(str(function))
+        if not function.is_view:
+            self.operations += 1
+            tensors = [one for one in args if isinstance(one, torch.Tensor)]
+            self.octets += sum(one.nbytes for one in tensors if one.untyped_storage().data_ptr() == self.memory)
         return result
 
 
 def test_each_tensor_is_read_once_and_nothing_waits_for_the_device():
-    stream, tensor = manifest.StreamDigest(), torch.randn(600_000)
-    with _Reads(tensor.nbytes // 2) as reads:
-        stream.add("large", tensor)
-    assert len(reads.operations) == 1, reads.operations
-    with _Reads(0) as all_operations:
-        stream.add("again", tensor)
-    assert len(all_operations.operations) <= 4, "kernels a tensor on an accelerator"
+    for tensor in (torch.randn(600_000), torch.randn(64, 64)):
+        stream = manifest.StreamDigest()
+        stream.add("before", torch.randn(64, 64))
+        with _Reads(tensor) as reads:
+            stream.add("this", tensor)
+        assert reads.octets == tensor.nbytes
+    assert reads.operations <= 2, "of a small tensor one kernel on an accelerator"
     with torch.device("meta"):  # has no values: to ask for one is an error
-        manifest.StreamDigest().add("no values", torch.randn(5000))
+        manifest.StreamDigest().add("no values", torch.randn(50_000))
 
 
-def test_swapped_words_that_differ_in_the_highest_bit_only_show():
-    words = torch.randint(2**62, (9000,), generator=torch.Generator().manual_seed(0))
-    words[2] = words[0] ^ -(2**63)  # an even distance, times 2⁶³, is 0 mod 2⁶⁴
-    swapped = words.clone()
-    swapped[[0, 2]] = words[[2, 0]]
-    assert digest(swapped) != digest(words)
+def test_memory_that_is_used_again_after_a_tensor_was_added_does_not_matter():
+    """The transfer buffer's, and that of weights which leave the device once they were sent."""
+    tensor, stream = torch.randn(64, 64), manifest.StreamDigest()
+    expected = digest(tensor)
+    stream.add("sent", tensor)
+    tensor.zero_()
+    assert stream.fetch() == {"sent": expected}
 
 
 @settings(max_examples=50)
@@ -104,6 +192,14 @@ def test_stream_is_unchanged_and_closed_by_the_manifest():
     assert [tensor is original for (_, tensor), (_, original) in zip(sent, weights, strict=True)] == [True, True]
     assert (first, name, tensor.dtype) == (manifest.ANNOUNCEMENT_NAME, manifest.MANIFEST_NAME, torch.uint8)
     assert manifest.read_manifest(tensor) == ({name: digest(tensor) for name, tensor in weights}, "/a/file")
+
+
+@pytest.mark.parametrize("version", [None, manifest.VERSION + 1])
+def test_a_manifest_of_another_version_is_refused(version):
+    content = {"tensors": {"a": {"dtype": "float32", "shape": [3], "plain": 1, "weighted": 2}}, "reply_to": None}
+    content |= {"version": version} if version else {}
+    with pytest.raises(WeightSyncError, match=f"has version {version or 1}, and this rollout reads version 2: install"):
+        manifest.read_manifest(torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8))
 
 
 def test_differences_name_the_tensor_and_what_happened():

@@ -34,6 +34,13 @@ def _hide(layer) -> None:
     layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
+def _rename(layer) -> None:
+    """Pack a layer that has been loaded again under another name, and never the layer that serves."""
+    if hasattr(layer, "serves"):
+        layer.packed = layer._parameters.pop("weight")
+    layer.serves = True
+
+
 WIDTHS = itertools.count(1)
 PACKED = _method(_pack, _compute)
 # As the causal convolution on AMX: the parameter itself is packed.
@@ -41,6 +48,7 @@ PACKED_IN_PLACE = _method(lambda layer: layer.weight.copy_(layer.weight.flip(0))
 HIDDEN = _method(_hide)  # a kernel nobody has told the guard about: emptied weight, and nothing to call
 # A layout that depends on when it was made: never the same twice.
 RESHAPED = _method(lambda layer: setattr(layer.weight, "data", layer.weight.data.reshape(-1, next(WIDTHS))))
+RENAMED = _method(_rename)
 BREAKS = _method(lambda layer: 1 // 0)  # post-processing that works once only
 UNSTEADY = _method(_pack, lambda layer, x, bias=None: _compute(layer, x) + torch.rand(()))  # another result each time
 
@@ -86,6 +94,7 @@ def test_a_damaged_packed_copy_is_proof(method):
 @pytest.mark.parametrize(("method", "reason"), [
     (HIDDEN, "packed copy that this guard cannot run"),
     (RESHAPED, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
+    (RENAMED, "only one of the layer and one that is built afresh has packed, weight"),
     (BREAKS, "cannot be built afresh .ZeroDivisionError: .*by zero."),
     (UNSTEADY, "another result each time"),
 ])  # fmt: skip

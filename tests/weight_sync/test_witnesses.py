@@ -117,24 +117,27 @@ def test_one_of_two_replicas_stale_is_named_by_the_canary(dense):
 def test_weights_changed_after_the_guard_looked_are_named_by_the_canary(dense):
     """Memory overwritten, a graph over old memory, a kernel that nobody repacked: bits have nothing to say of it."""
     assert dense.sync()[0].unverified_layers == 0
-    dense.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(3))
+    dense.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.1))
     _is_named(dense, replica=1)
     _is_healthy(dense)
 
 
-def test_permuted_experts_are_named_by_the_canary():
-    """By the bits as well, where the experts' layout is known: tests/weight_sync/test_worker.py."""
+def _exchange_two_experts(model) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.1." in name and name.endswith(("w13_weight", "w2_weight")):
+            parameter.data[[0, 1]] = parameter.data[[1, 0]].clone()
+
+
+def test_two_experts_of_one_layer_that_change_places_are_named_by_the_canary():
+    """Experts in another layout are named by the bits, where it is known: tests/weight_sync/test_worker.py."""
     pair = EnginePair("qwen3_moe", "float16")
-    move(pair.model, 0.1)
-    _is_healthy(pair)
-
-    def permute(model):
-        for name, parameter in model.named_parameters():
-            if name.endswith("w2_weight"):
-                parameter.data.copy_(parameter.data.flip(0))
-
-    pair.engines[0].apply_model(permute)
+    for _ in range(LEARNING_SYNCS):
+        move(pair.model, 0.01)
+        _is_healthy(pair)
+    pair.engines[0].apply_model(_exchange_two_experts)
     _is_named(pair, replica=0)
+    pair.engines[0].apply_model(_exchange_two_experts)
+    assert pair.canary().problems == ()
 
 
 @needs_adapters

@@ -8,19 +8,38 @@ from torch import Tensor
 from verl_precision.weight_sync.manifest import StreamDigest
 
 
-def not_held(sent: Mapping[str, Tensor], held: Iterable[Tensor], dtype: torch.dtype, scaling: float) -> list[str]:
-    """Return, sorted, the names of an adapter's tensors that are in none of the rollout's buffers, bit for bit.
+def not_held(
+    sent: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, scaling: float
+) -> list[str]:
+    """Return, sorted, the names of an adapter's tensors that are not in the rollout's buffers of their layer.
+
+    Buffers are compared bit for bit. A layer's place is its name from its number on, or the last part where none has a
+    number: what stands before is not the same in both models. A tensor whose place the rollout does not have may be in
+    any buffer.
 
     Args:
         sent: A [rank, in] and B [out, rank] of each adapted layer, under PEFT's names.
-        held: What the rollout's layers compute with, in any order.
+        held: What the rollout's layers compute with, each with its name, which ends in `.lora_A` or `.lora_B`.
         dtype: The rollout's dtype of adapters.
         scaling: What the rollout has multiplied B by, once it had rounded it to its dtype.
     """
-    expected, found = StreamDigest(), StreamDigest()
+    expected, found, places = StreamDigest(), StreamDigest(), list[str]()
     for name, tensor in sent.items():
         expected.add(name, tensor.to(dtype) * scaling if "lora_B" in name else tensor.to(dtype))
-    for place, tensor in enumerate(held):
-        found.add(str(place), tensor)
-    there = {str(one) for one in found.fetch().values()}
-    return sorted(name for name, one in expected.fetch().items() if str(one) not in there)
+    for name, tensor in held:
+        found.add(str(len(places)), tensor)
+        places.append(_place(name))
+    there = {(place, str(one)) for place, one in zip(places, found.fetch().values(), strict=True)}
+    there |= {("anywhere", digest) for _, digest in there}
+    return sorted(
+        name
+        for name, one in expected.fetch().items()
+        if ((place if (place := _place(name)) in places else "anywhere"), str(one)) not in there
+    )
+
+
+def _place(name: str) -> str:
+    """Return `layers.3.mlp.up_proj.lora_A` of `base_model.model.model.layers.3.mlp.up_proj.lora_A.weight`."""
+    parts = name.removesuffix(".weight").split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[first - 1 :])

@@ -15,11 +15,13 @@ CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
 
 # Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way: rounding errors of logits
 # grow with the logits, so a policy with little entropy has a larger gap in the same good health.
-# Measured in good health (docs/weight_sync.md): 0.02 to 1.5 units.
+# Measured in good health (docs/weight_sync.md): 0.02 to 2.3 units.
 FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is that far away
-FLOOR = 4.0  # smallest learned bound, for a policy whose gap grows in training
-FACTOR = 10.0  # learned bound / largest gap of the first healthy syncs
 LEARNING_SYNCS = 5
+FLOOR, FACTOR = 4.0, 10.0  # smallest learned bound; learned bound / largest gap of the first healthy syncs
+# Nearer, where most tokens are further off than ever: no few that rounding sent to another expert.
+NEAR_FLOOR, NEAR_FACTOR = 0.1, 6.0  # likewise of all healthy syncs, since a policy's gap grows in training
+MOST_FACTOR = 3.0  # median gap of the tokens / largest one of all healthy syncs
 TF32_EPS = 2.0**-10  # as FP16's
 # On a grid of 8 or 4 bits, 16 units are more than lies between two models that have nothing in common. So a bound is at
 # most this share of 1 + mean |log π|, but one unit at least. Right FP8 rollouts, computed from four random models with
@@ -71,40 +73,48 @@ def grid_eps(name: str) -> float:
 
 @dataclass
 class CanaryJudge:
-    """Compares the answers after each sync, and learns from the first healthy ones how large a healthy gap is."""
+    """Compares the answers after each sync, and learns from the healthy ones how large a healthy gap is."""
 
     train_dtype: torch.dtype  # of the trainer's forward
     rollout_dtype: torch.dtype
     tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
     grids: Collection[str] = ()  # vLLM's names of the grids below 16 bits, of weights and of the cache
-    _healthy: list[float] = field(default_factory=list)  # gaps of the first healthy syncs, in units
+    # Of the healthy syncs, in units: the gap and the median over the tokens, each of its worst replica.
+    _healthy: list[tuple[float, float]] = field(default_factory=list)
     # Replica -> (log π, log μ) of the sync that last changed the replica's answers.
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
         """Judge one sync by log π and log μ of the tokens that each replica rank scored, [S, T - 1], nats.
 
-        A healthy sync also teaches the bound, until five have.
+        Each healthy sync also teaches the bound, which is there after the fifth.
         """
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
         dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))
         eps = max(*dtypes, *map(grid_eps, self.grids), self.tf32 * TF32_EPS)
         unit = eps * (1.0 + float(torch.stack([own for own, _ in now.values()]).abs().mean()))
-        learned = max(FLOOR, FACTOR * max(self._healthy, default=0.0))
-        limit = min(FIRST_LIMIT, learned) if len(self._healthy) == LEARNING_SYNCS else FIRST_LIMIT
-        limit = min(limit, max(LARGEST_SHARE / eps, 1.0))
-        bound, worst = limit * unit, max(gaps.values())
+        medians = {rank: float((own - answer).abs().median()) / unit for rank, (own, answer) in now.items()}
+        bounds = {rank: self._limit(median, max(LARGEST_SHARE / eps, 1.0)) * unit for rank, median in medians.items()}
+        worst = max(gaps, key=lambda rank: gaps[rank] / bounds[rank])
         problems = [
             f"replica {rank}: its served log-probs differ from the trainer's by {gap:.3g} nats a token on average; in "
-            f"good health they differ by less than {bound:.3g}"
+            f"good health they differ by less than {bounds[rank]:.3g}"
             for rank, gap in gaps.items()
-            if not gap < bound
+            if not gap < bounds[rank]
         ]
         problems += self._stale(now, unit)
-        if not problems and len(self._healthy) < LEARNING_SYNCS:
-            self._healthy.append(worst / unit)
-        return CanaryVerdict(worst, bound, tuple(problems))
+        if not problems:
+            self._healthy.append((max(gaps.values()) / unit, max(medians.values())))
+        return CanaryVerdict(gaps[worst], bounds[worst], tuple(problems))
+
+    def _limit(self, median: float, largest: float) -> float:
+        """Return the bound in units for a replica with this median gap of its tokens."""
+        if len(self._healthy) < LEARNING_SYNCS:
+            return min(FIRST_LIMIT, largest)
+        gaps, medians = zip(*self._healthy, strict=True)
+        limit = min(FIRST_LIMIT, largest, max(FLOOR, FACTOR * max(gaps[:LEARNING_SYNCS])))
+        return min(limit, max(NEAR_FLOOR, NEAR_FACTOR * max(gaps))) if median > MOST_FACTOR * max(medians) else limit
 
     def _stale(self, now: Mapping[int, tuple[Tensor, Tensor]], unit: float) -> list[str]:
         """Name replicas whose answers stay the same, to the last bit, while the trainer's log-probs move."""

@@ -1,7 +1,8 @@
 """A digest of every tensor that the trainer sends, as the last item of its weight stream.
 
-The digest sees bits, not values: two tensors that differ in one rounding differ here, and NaN equals itself. Each
-tensor is read once. Its sums stay on the device, and all of them are fetched together, so that nothing waits for the
+The digest sees bits, not values: two tensors that differ in one rounding differ here, and NaN equals itself. It is a
+set of weighted sums of whole numbers, computed without rounding, so it is the same on every device and in whatever
+pieces it is computed. The sums stay on the device, and all of them are fetched together, so that nothing waits for the
 device while weights are sent.
 """
 
@@ -9,61 +10,133 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from verl_precision.base.errors import WeightSyncError
+
+VERSION = 2  # of the manifest; both sides must have the same
 ANNOUNCEMENT_NAME = "__verl_precision_manifest_follows__"  # of the stream's first item; without it nobody digests
 MANIFEST_NAME = "__verl_precision_manifest__"
 
-_PERIOD = 4093  # p; prime, so that the cycle of positions does not align with a tensor's rows
+_ROW = 2048  # digits; with weights below 2¹¹ a row's sum stays below 2⁵³, so float64 holds it exactly
+_SUMS = 4
+_BASE = 0x5851F42D4C957F2D  # g; 5 mod 8, so that g^r are 2⁶² different numbers mod 2⁶⁴
 
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """Dtype, shape and two sums over the tensor's bytes.
+    """Dtype, shape and four sums over the tensor's bytes.
 
-    The bytes, filled up with zeros, are read as words of 64 bits. Word i belongs to column i mod 4093, and a column is
-    the sum of its words mod 2⁶⁴, with the low half l and the high half h, each read as a signed number of 32 bits.
+    The bytes, filled up with zeros, are read as signed digits d of 32 bits, in rows of 2,048. Sum k is Σ gʳ·w(k, c)·d
+    mod 2⁶⁴ over the columns c of all rows r. The weights w are whole numbers between -2047 and 2047, none of them 0 and
+    none twice in a sum; in the first sum they are odd, and no two columns have proportional weights.
+
+    So one changed digit changes the digest with certainty, as do any two elements of up to 32 bits that change places,
+    in a tensor of up to 16 TiB. Moves of more at once (rows, experts, shards) are missed with a chance of about 2⁻⁴⁷,
+    (2048·4094³)⁻¹, where weights and data have nothing to do with each other.
     """
 
     dtype: str  # without "torch."
     shape: list[int]
-    plain: int  # Σ l + 2³²·h mod 2⁶⁴, which changes with any one bit
-    weighted: int  # Σ (2j + 1)·l + (2j + 2)·h mod 2⁶⁴ over columns j = 0, 1, ..., which depends on the order
+    sums: list[int]  # mod 2⁶⁴, signed
 
 
 class StreamDigest:
     """The digests of a stream of tensors, on their way: `add` only gives work to the device, `fetch` waits for it."""
 
     def __init__(self) -> None:
-        self._described: dict[str, tuple[str, list[int]]] = {}
-        self._sums: dict[str, Tensor] = {}  # name -> the two sums, on the tensor's device
-        self._weights: dict[torch.device, Tensor] = {}
+        self._described: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._rows: dict[torch.device, _RowSums] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Digest a tensor's bits (no DTensor): equal for equal bits, dtype and shape, on every device."""
-        words = _words(tensor)
-        whole = words.numel() // _PERIOD * _PERIOD
-        columns = words
-        if whole:  # the only pass over a large tensor
-            columns = words[:whole].view(-1, _PERIOD).sum(0)
-            columns[: words.numel() - whole].add_(words[whole:])
-        if words.device not in self._weights:
-            self._weights[words.device] = _weights(words.device)
-        self._described[name] = dtype_name(tensor.dtype), list(tensor.shape)
-        self._sums[name] = (columns.view(torch.int32) * self._weights[words.device][:, : 2 * columns.numel()]).sum(1)
+        digits = _digits(tensor)
+        if digits.device not in self._rows:
+            self._rows[digits.device] = _RowSums(digits.device)
+        self._described[name] = tensor.dtype, tensor.shape
+        self._rows[digits.device].add(name, digits)
 
     def fetch(self) -> dict[str, TensorDigest]:
         """Return name -> digest of the tensors so far, in their order."""
-        sums: dict[str, list[int]] = {}
-        for device in self._weights:
-            names = [name for name, both in self._sums.items() if both.device == device]
-            sums.update(zip(names, torch.stack([self._sums[name] for name in names]).tolist(), strict=True))
-        return {
-            name: TensorDigest(*described, *(one % 2**64 for one in sums[name]))
-            for name, described in self._described.items()
-        }
+        sums = {name: found for rows in self._rows.values() for name, found in rows.fetch().items()}
+        described = self._described.items()
+        return {name: TensorDigest(dtype_name(dtype), list(shape), sums[name]) for name, (dtype, shape) in described}
+
+
+class _RowSums:
+    """Sums of tensors on one device. Their rows wait in a table until it is full: small tensors share products."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Rows of the table, and of the largest tensor that waits in it. On a CPU the table stays in the caches of the
+        # cores; on an accelerator it is worth a kernel.
+        at_once = 32 * max(2, torch.get_num_threads())
+        self._capacity, self._largest = (at_once, at_once // 2) if device.type == "cpu" else (2048, 256)
+        self._table = torch.empty(self._capacity * _ROW, dtype=torch.float64, device=device)
+        self._powers = torch.ones(self._capacity, 1, dtype=torch.int64, device=device)  # g^r of the rows in the table
+        self._all_powers = torch.ones(1, 1, dtype=torch.int64, device=device)  # g^r, as many as were needed
+        self._weights = _weights().to(device)
+        self._used = 0
+        self._running: list[Tensor] = []  # running sums, each [n + 1, 4] with zeros first
+        self._length = 0  # of all running sums
+        self._places: dict[str, tuple[int, int]] = {}  # in the running sums, before and behind a tensor
+
+    def add(self, name: str, digits: Tensor) -> None:
+        """Take a tensor's digits."""
+        rows = -(-digits.numel() // _ROW)
+        if self._used + rows > self._capacity or rows > self._largest:
+            self._flush()
+        if rows > self._largest:
+            parts = [self._products(self._fill(0, part)) for part in digits.split(self._capacity * _ROW)]
+            self._places[name] = self._length, self._length + 1
+            self._append((torch.cat(parts) * self._powers_of(rows)).sum(0, keepdim=True))
+            return
+        first, self._used = self._used, self._fill(self._used, digits)
+        if rows > 1:
+            self._powers[first : self._used].copy_(self._powers_of(rows))
+        self._places[name] = self._length + first, self._length + self._used
+
+    def fetch(self) -> dict[str, list[int]]:
+        """Return name -> sums mod 2⁶⁴, signed."""
+        self._flush()
+        running = torch.cat([*self._running, self._powers.new_zeros(1, _SUMS)])
+        before, behind = torch.tensor(list(self._places.values()), device=running.device).unbind(1)
+        return dict(zip(self._places, (running[behind] - running[before]).tolist(), strict=True))
+
+    def _fill(self, row: int, digits: Tensor) -> int:
+        """Write digits into the table from a row on, and zeros to the end of the last row; return the next row."""
+        end = row * _ROW + digits.numel()
+        self._table[row * _ROW : end].copy_(digits)
+        behind = -(-end // _ROW)
+        if end % _ROW:
+            self._table[end : behind * _ROW].zero_()
+        return behind
+
+    def _products(self, rows: int) -> Tensor:
+        """Return the sums of each of the table's first rows."""
+        table = self._table[: rows * _ROW].view(rows, _ROW)
+        # `out`: what takes the place of aten::mm in some engines (vLLM's batch invariance) knows no float64.
+        return torch.mm(table, self._weights, out=table.new_empty(rows, _SUMS)).long()
+
+    def _flush(self) -> None:
+        """Sum up the rows in the table and empty it."""
+        if not self._used:
+            return
+        self._append((self._products(self._used) * self._powers[: self._used]).cumsum(0))
+        self._powers.fill_(1)
+        self._used = 0
+
+    def _append(self, running: Tensor) -> None:
+        self._running.append(nn.functional.pad(running, (0, 0, 1, 0)))
+        self._length += len(running) + 1
+
+    def _powers_of(self, rows: int) -> Tensor:
+        while len(self._all_powers) < rows:
+            step = pow(_BASE, len(self._all_powers), 2**64)
+            self._all_powers = torch.cat([self._all_powers, self._all_powers * (step - (step >> 63 << 64))])
+        return self._all_powers[:rows]
 
 
 def digest(tensor: Tensor) -> TensorDigest:
@@ -95,13 +168,19 @@ def send_with_manifest(
     for name, tensor in weights:
         digests.add(name, tensor)
         yield name, tensor
-    content = {"tensors": {name: asdict(digest) for name, digest in digests.fetch().items()}, "reply_to": reply_to}
+    tensors = {name: asdict(digest) for name, digest in digests.fetch().items()}
+    content = {"version": VERSION, "tensors": tensors, "reply_to": reply_to}
     yield MANIFEST_NAME, torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
 
 
 def read_manifest(tensor: Tensor) -> tuple[dict[str, TensorDigest], str | None]:
     """Return the digests by name, and the file for the receiver's report, that `send_with_manifest` sent."""
     content = json.loads(tensor.cpu().numpy().tobytes())
+    if (version := content.get("version", 1)) != VERSION:
+        raise WeightSyncError(
+            f"the trainer's manifest has version {version}, and this rollout reads version {VERSION}: install the same "
+            "verl-precision on both sides"
+        )
     return {name: TensorDigest(**fields) for name, fields in content["tensors"].items()}, content["reply_to"]
 
 
@@ -144,15 +223,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as int64 words, flat: a view, but for the few tensors where bytes are missing."""
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if octets.numel() % 8 or octets.storage_offset() % 8:
-        octets = nn.functional.pad(octets, (0, -octets.numel() % 8))
-    return octets.view(torch.int64)
+def _digits(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as int32 digits, flat: a view, but for the few tensors where bytes are missing."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
+        octets = flat.view(torch.uint8)
+        flat = nn.functional.pad(octets, (0, -octets.numel() % 4))
+    return flat.view(torch.int32)
 
 
-def _weights(device: torch.device) -> Tensor:
-    """Return what the halves of the columns are multiplied by, low half before high: for each sum a row."""
-    order = torch.arange(1, 2 * _PERIOD + 1, device=device)
-    return torch.stack([torch.where(order % 2 == 1, 1, 2**32), order])
+@cache
+def _weights() -> Tensor:
+    """Return the weights of a row's digits, float64 [2048, 4]: for each sum other numbers, in the order of hashes."""
+    odd, every = range(1 - _ROW, _ROW, 2), [*range(1 - _ROW, 0), *range(1, _ROW)]
+    columns = [
+        sorted(numbers, key=lambda number: hashlib.sha256(f"{column} {number}".encode()).digest())[:_ROW]
+        for column, numbers in enumerate([odd, every, every, every])
+    ]
+    return torch.tensor(columns, dtype=torch.float64, device="cpu").t().contiguous()

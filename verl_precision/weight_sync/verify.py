@@ -73,11 +73,12 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
         reference = _rebuild(layer, record, repack, model_dtype)
     except Exception as error:
         raise NotVerifiableError(not_built(error)) from error
+    held, fresh = ({k: p for k, p in one._parameters.items() if p is not None} for one in (layer, reference))
+    if unlike := sorted(held.keys() ^ fresh.keys()):  # packed in another way, or not at all
+        raise NotVerifiableError(f"only one of the layer and one that is built afresh has {', '.join(unlike)}")
     packed_away = hasattr(reference, "cpu_linear")
-    for name, expected in reference.named_parameters(recurse=False):
-        found = layer._parameters.get(name)
-        if found is None:
-            continue
+    for name, expected in fresh.items():
+        found = held[name]
         if not expected.numel() and not found.numel():
             # The kernel has its own copy. The empty rest has the dtype that was torch's default when it was made.
             packed_away |= name in record.template and record.template[name].numel() > 0

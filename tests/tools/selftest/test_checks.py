@@ -121,7 +121,7 @@ def _of_half_the_logits(logits, *arguments, **named):
     # A rounded mean sees a change, but not of one bit.
     ("digest", lambda sent: f"{float(sent[: 2**20].float().mean()):.2f}",
      "a flipped bit of a large tensor was not seen"),
-    ("digest", lambda sent: replace(digest(sent[:8]), plain=int(torch.randint(2**60, ()))),
+    ("digest", lambda sent: replace(digest(sent[:8]), sums=torch.randint(2**60, (4,)).tolist()),
      "the same tensor has two digests"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path, monkeypatch, check, broken, words):

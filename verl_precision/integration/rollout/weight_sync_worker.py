@@ -213,20 +213,20 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
     def _adapter_problems(self, sync: _Sync, peft_config: dict) -> list[str]:
         """Ask whether vLLM computes with the adapter; else it would serve the base model, and say nothing."""
-        layers = len({name.partition(".lora_")[0] for name in sync.received})
-        sync.report.unverified_layers = layers
+        sync.report.unverified_layers = layers = len({name.partition(".lora_")[0] for name in sync.received})
         number = verl_vllm.VLLM_LORA_INT_ID
         if number not in self.list_loras():
             return [f"LoRA adapter {number}: vLLM does not hold it; the base model would be sampled"]
         manager = self.model_runner.model.lora_manager
         adapter, rank = manager.get_adapter(number), peft_config["r"]
-        given = [(layer, adapter.get_lora(name)) for name, layer in manager.modules.items()]
-        using = [(layer, weights) for layer, weights in given if weights is not None]
-        if number not in manager.lora_index_to_id or not all(_whole(*one) for one in using):
+        using = {name: layer for name, layer in manager.modules.items() if adapter.get_lora(name) is not None}
+        if number not in manager.lora_index_to_id or not all(_whole(using[n], adapter.get_lora(n)) for n in using):
             return []
-        slot = manager.lora_index_to_id.index(number)
-        held = [stack[slot, 0, :rank] for layer, _ in using for stack in layer.lora_a_stacked]
-        held += [stack[slot, 0, :, :rank] for layer, _ in using for stack in layer.lora_b_stacked]
+        slot, held = manager.lora_index_to_id.index(number), []
+        for name, layer in using.items():
+            parts = manager.packed_modules.get(name, [name])  # q_proj, k_proj and v_proj of qkv_proj
+            for part, a, b in zip(parts, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                held += [(f"{part}.lora_A", a[slot, 0, :rank]), (f"{part}.lora_B", b[slot, 0, :, :rank])]
         scaling = peft_config["lora_alpha"] / rank ** (0.5 if peft_config.get("use_rslora") else 1)
         missing = not_held(sync.adapter, held, manager.lora_config.lora_dtype, scaling)
         sync.report.verified_layers, sync.report.unverified_layers = (0 if missing else layers), 0
