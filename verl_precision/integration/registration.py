@@ -3,11 +3,14 @@
 verl imports the entry points of group `verl.plugins` at the end of `import verl`, in every process (driver, Ray
 workers, vLLM workers), and logs a failure at DEBUG only. So nothing heavy is imported here: each registration waits for
 the verl module it belongs to (a post-import hook) and runs at once if that module is there already. A registration that
-fails, or a host symbol that differs from its entry in the ledger, fails the import of that module.
+fails, or a host symbol of the core that differs from its entry in the ledger, fails the import of that module. Nothing
+is registered for a feature that lacks a symbol.
 """
 
 import logging
 import os
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import NamedTuple
 
 import wrapt
@@ -15,7 +18,7 @@ import wrapt
 from verl_precision import __version__
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
-from verl_precision.integration.ledger import check_module, modules_to_check
+from verl_precision.integration.ledger import CORE, check_module, is_lost, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.losses.rollout_weights import LEVELS
 
@@ -38,6 +41,12 @@ class Registration(NamedTuple):
     what: str  # as shown to the user
     host_module: str  # whose import triggers it
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
+    feature: str = CORE  # of the ledger
+
+    def make(self, host_module: ModuleType) -> None:
+        """Call the function, unless its feature has lost a host symbol."""
+        if not is_lost(self.feature):
+            resolve_name(f"{__package__}.{self.function}")(host_module)
 
 
 _ROWS = table_of(__file__, "registrations.yaml")
@@ -65,7 +74,7 @@ def _register_all() -> None:
     for registration in REGISTRATIONS:
         if registration.host_module.startswith("vllm.") and not on_cpu:  # elsewhere verl's own pin decides
             continue
-        wrapt.register_post_import_hook(f"{__package__}.{registration.function}", registration.host_module)
+        wrapt.register_post_import_hook(registration.make, registration.host_module)
         _done.append(registration.what)
     logger.info("verl_precision %s loaded into verl %s", __version__, verl.__version__)
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from verl.utils.device import get_device_id, get_device_name
-from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
-from verl.utils.model import convert_weight_keys
+from verl.utils.device import get_device_name
 
 from verl_precision.base.dtypes import torch_dtype
 from verl_precision.base.files import write_file
@@ -53,6 +51,10 @@ class SentWeights:
 
 def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights with LoRA merged, as verl does, without its rounding to BF16."""
+    from verl.utils.device import get_device_id
+    from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name, offload_fsdp_model_to_cpu
+    from verl.utils.model import convert_weight_keys
+
     device = get_device_id()
     try:
         # Open until the last tensor has been taken: on leaving, the base weights are put back in place.
