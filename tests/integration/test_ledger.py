@@ -28,6 +28,7 @@ import verl_precision
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.versions import installed_version
 from verl_precision.integration import ledger
+from verl_precision.integration.host_text import reads_as_tested
 from verl_precision.integration.ledger import (
     EXPERTS,
     LEDGER,
@@ -35,7 +36,7 @@ from verl_precision.integration.ledger import (
     check_module,
     is_offered,
     modules_to_check,
-    require_expected_signature,
+    require_as_tested,
 )
 from verl_precision.plugin import REGISTRATIONS
 
@@ -246,7 +247,9 @@ def everything_registered() -> None:
 @pytest.mark.parametrize("entry", HERE, ids=lambda entry: entry.name)
 def test_symbol_looks_as_tested(entry: LedgerEntry):
     """A failure here reads "verl changed X", before a user meets it."""
-    require_expected_signature(entry, importlib.import_module(entry.module))
+    require_as_tested(entry, importlib.import_module(entry.module))
+    in_text = reads_as_tested(entry.module, entry.name, entry.parameters)
+    assert in_text or entry.module.startswith("torch"), "before a run it is read, not imported"
     assert entry.kind in ("patched", "overridden", "used", "relied on")
     assert all((entry.why, entry.how, entry.upstream, entry.until))
 
@@ -257,7 +260,7 @@ def test_symbol_looks_as_tested(entry: LedgerEntry):
     ("__all__", list, ""),
     ("detect_encoding", ("b",), ""),
     ("dumps", ("other",), r"json\.dumps takes \('obj', .*the tested releases take \('other',\)"),
-    ("JSONDecoder", dict, "JSONDecoder is of type type; in the tested releases it is a dict"),
+    ("JSONDecoder", dict, "JSONDecoder is of type type in the installed version; in the tested releases it is a dict"),
     ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
     ("nothing", dict, "nothing does not exist"),
     ("nothing.here", (), "nothing.here does not exist"),
@@ -267,7 +270,7 @@ def test_a_symbol_that_changed_is_refused(name, form, refusal):
     entry = LedgerEntry("json", name, form, "used", "a test needs it", "-", "-", "-")
     expected = pytest.raises(RegistrationError, match=f"{refusal}.*a test needs it") if refusal else nullcontext()
     with expected:
-        require_expected_signature(entry, importlib.import_module("json"))
+        require_as_tested(entry, importlib.import_module("json"))
 
 
 def test_a_symbol_of_some_releases_is_asked_for_in_these_alone(monkeypatch):
@@ -284,12 +287,13 @@ def test_a_symbol_of_some_releases_is_asked_for_in_these_alone(monkeypatch):
 
 def test_a_host_that_changed_is_refused_when_it_is_imported(monkeypatch):
     """In one place for all entries, before anything of ours is registered with the module."""
-    from verl.utils import fsdp_utils
+    from verl.workers.utils import padding
 
-    check_module(fsdp_utils)
-    monkeypatch.setattr(fsdp_utils, "normalize_peft_param_name", lambda state: state)
-    with pytest.raises(RegistrationError, match=r"fsdp_utils.normalize_peft_param_name takes \('state',\)"):
-        check_module(fsdp_utils)
+    check_module(padding)
+    monkeypatch.setattr(padding, "no_padding_2_padding", lambda state: state)
+    monkeypatch.setattr(ledger, "_found", {})
+    with pytest.raises(RegistrationError, match=r"padding.no_padding_2_padding takes \('state',\) in verl 0"):
+        check_module(padding)
 
 
 def test_every_host_symbol_in_our_source_has_an_entry(everything_registered):

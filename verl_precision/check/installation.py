@@ -4,13 +4,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 
-from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError, sentence
 from verl_precision.base.versions import TESTED, installed_version, require_tested
-from verl_precision.integration.ledger import LEDGER, LedgerEntry, modules_to_check, require_expected_signature
+from verl_precision.integration.ledger import CORE, LEDGER, LedgerEntry, is_lost, modules_to_check, require_as_tested
 
 ENTRY_POINT_GROUP = "verl.plugins"
 PLUGIN = "verl_precision.plugin"
@@ -26,6 +26,7 @@ class Finding:
     ok: bool  # whether it is as it should be
     detail: str  # what was found; for a problem also what to do
     group: str = ""  # what it is a part of, as a terminal shows it in one line
+    warning: bool = False  # whether to say it, although nothing fails that nobody asks for
 
 
 def findings() -> Iterator[Finding]:
@@ -42,7 +43,11 @@ def findings() -> Iterator[Finding]:
     modules = modules_to_check(vllm_cpu is not None, importable=True)
     for entry in LEDGER:
         if entry.is_in(vllm_cpu) and entry.module in modules:
-            yield _asked(f"{entry.module}.{entry.name}", partial(_as_tested, entry), "host symbols")
+            found = _asked(entry.symbol, partial(_as_tested, entry), "host symbols")
+            if not found.ok and CORE not in entry.features:
+                lost = f"Lost with it: {' and '.join(entry.features)}. What does not ask for that goes on."
+                found = replace(found, ok=True, warning=True, detail=f"{sentence(found.detail)} {lost}")
+            yield found
 
 
 def _asked(what: str, question: Callable[[], str], group: str = "") -> Finding:
@@ -102,12 +107,14 @@ def _vllm_on_cpu() -> Iterator[Finding]:
         if installed_version(name) is not None:
             detail = f"its builds do not match a CPU torch and break transformers. Remove it: pip uninstall -y {name}"
             yield Finding(name, False, detail, "vLLM")
+    if is_lost("cpu"):  # said below, symbol by symbol
+        return
     kernels = _asked(
         "vLLM's kernels for this CPU",
         lambda: f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}", "vLLM",
     )  # fmt: skip
     yield kernels
-    if kernels.ok:  # else vLLM would end this process with SIGILL
+    if kernels.ok and not is_lost("check of kernels"):  # else vLLM would end this process with SIGILL
         yield _asked(
             "vLLM's linear layers on this CPU",
             lambda: "; ".join(f"{dtype} {path}" for dtype, path in linear_paths().items()), "vLLM",
@@ -115,5 +122,5 @@ def _vllm_on_cpu() -> Iterator[Finding]:
 
 
 def _as_tested(entry: LedgerEntry) -> str:
-    require_expected_signature(entry, importlib.import_module(entry.module))
+    require_as_tested(entry, importlib.import_module(entry.module))
     return f"{entry.kind}, looks as tested"

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from verl_precision.check.rules.rule import TriedLoss
+from verl_precision.integration.ledger import lost_symbols
 from verl_precision.losses.invariance import (
     LENGTHS,
     Batch,
@@ -54,6 +55,8 @@ def tried_loss(config: DictConfig) -> TriedLoss | None:
     name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     loss = POLICY_LOSS_REGISTRY.get(name)
     imported = config.actor_rollout_ref.model.get("external_lib")
+    if imported and lost_symbols("check of losses"):
+        return None
     if loss is not None and not imported and _owner(loss).startswith(("verl.", "verl_precision.")):
         return _try(config, name)
     return in_child(partial(_try, config, name, imported), SECONDS)
@@ -95,7 +98,6 @@ def _answer(function: Callable[[], TriedLoss], connection: Connection) -> None:
 
 def _try(config: DictConfig, name: str, imported: Any = None) -> TriedLoss:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.utils.import_utils import import_external_libs
 
     from verl_precision.integration.engine.policy_losses import AdaptedLoss
 
@@ -103,7 +105,10 @@ def _try(config: DictConfig, name: str, imported: Any = None) -> TriedLoss:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import_external_libs(OmegaConf.to_object(imported) if OmegaConf.is_config(imported) else imported)
+            if imported:
+                from verl.utils.import_utils import import_external_libs
+
+                import_external_libs(OmegaConf.to_object(imported) if OmegaConf.is_config(imported) else imported)
             if (loss := POLICY_LOSS_REGISTRY.get(name)) is None:
                 return TriedLoss(unusable="no loss of this name is registered, model.external_lib included")
             tried = TriedLoss(owner=_owner(loss), replaced=name in POLICY_LOSSES and not isinstance(loss, AdaptedLoss))

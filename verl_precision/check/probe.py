@@ -21,6 +21,7 @@ from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.loss_trial import tried_loss
 from verl_precision.check.models import content_of, described, model_config, read_config
 from verl_precision.check.rules.attention import NEEDED_BY_MODEL
+from verl_precision.check.rules.features import asked_features
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
 from verl_precision.check.rules.gpu_memory import gpu_memory, shape_of
 from verl_precision.check.rules.rule import Environment, Machine
@@ -28,6 +29,7 @@ from verl_precision.check.served_models import served_models
 from verl_precision.check.unknowns import unknown_things
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.cpu import kernels
+from verl_precision.integration.ledger import lost_symbols
 from verl_precision.integration.trainer.found_checkpoints import removable_bytes
 
 
@@ -44,6 +46,7 @@ def probe_environment(
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     refused = refusals(config)
+    lost = {feature: symbols for feature in asked_features(config, model) if (symbols := lost_symbols(feature))}
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refused,
         loss=None if refused else tried_loss(config),
@@ -52,7 +55,7 @@ def probe_environment(
         adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), seconds_left=_seconds_left(os.environ.get("SLURM_JOB_END_TIME", "")),
-        machine=_machine(config, model), elsewhere=elsewhere,
+        lost=lost, machine=_machine(config, model), elsewhere=elsewhere,
     )  # fmt: skip
     return replace(found, unknown=tuple(unknown_things(config, found, known)))
 
@@ -203,6 +206,8 @@ def _reward_names(config: DictConfig) -> dict[str, frozenset[str] | None] | None
 def _kernels(config: DictConfig, model: Mapping[str, Any]) -> dict[str, Any]:
     """Ask vLLM's library for kernels for this CPU, and for the model's attention heads."""
     try:
+        if lost_symbols("cpu"):  # a fault of its own
+            return {}
         kernels.kernel_library()
     except EnvironmentMismatchError as error:
         return {"kernel_problem": error}
@@ -224,7 +229,7 @@ def _tokenizer(config: DictConfig, described: Mapping[str, Any]) -> tuple[VerlPr
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     folder = Path(str(model[setting])).expanduser()
     model_type = described.get("model_type")
-    if not os.path.isdir(folder) or model_type is None:
+    if not os.path.isdir(folder) or model_type is None or lost_symbols("check of tokenizers"):
         return None, {}
     from verl.utils import hf_tokenizer
     from verl.utils.tokenizer.continuous_token_wiring import (

@@ -93,9 +93,9 @@ def show_installation(findings: Iterable[Finding], console: Console, every: bool
         known = []
         for finding in members:
             known.append(finding)
-            if every or not finding.ok:
+            if every or finding.warning or not finding.ok:
                 show_findings([finding], console)
-        if not every and all(finding.ok for finding in known):
+        if not every and all(finding.ok and not finding.warning for finding in known):
             rest = f" (and {len(known) - 1} more; -v shows all)" if len(known) > 1 else ""
             show_findings([replace(known[0], what=group, detail=f"{known[0].detail}{rest}")], console)
         found += known
@@ -108,7 +108,8 @@ def show_installation(findings: Iterable[Finding], console: Console, every: bool
 def show_findings(findings: Iterable[Finding], console: Console) -> None:
     """Print each finding, one line a finding."""
     for finding in findings:
-        mark = Text("ok   ", "green") if finding.ok else Text("FAIL ", "red")
+        mark = Text("warn ", "yellow") if finding.warning else Text("ok   ", "green")
+        mark = mark if finding.ok else Text("FAIL ", "red")
         said = paragraph(f"{finding.what}: {finding.detail}", console, " " * len(mark))[len(mark) :]
         console.print(mark, Text(said), sep="", soft_wrap=True, highlight=False)
 

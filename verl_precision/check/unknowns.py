@@ -15,10 +15,18 @@ from verl_precision.check.rules.files import REWARD, named_files
 from verl_precision.check.rules.memory import beyond_arithmetic, gpu_bytes
 from verl_precision.check.rules.rule import Environment, Machine, Unknown
 from verl_precision.check.rules.run import HUB_NAME
+from verl_precision.integration.ledger import REMEDY, lost_symbols
 
 MODEL = "actor_rollout_ref.model.path"
 GIVE = "Give --model-config FILE, the model's config.json or its folder, or check where the model is"
 OF_MODEL = ("machine.parameters", "machine.missing_for_model", "machine.head_size")
+# What this check asks of the hosts by symbols of the ledger, by the feature that has them.
+ASKED = {
+    "check of names": "names of losses, rollouts and dtypes",
+    "check of tokenizers": "the tokenizer",
+    "presets=win": "words of the command against presets",
+    "check of losses": "the loss",
+}
 MEMORY = ("the trainer's memory", "vLLM's memory")
 
 
@@ -26,6 +34,7 @@ def unknown_things(config: DictConfig, found: Environment, known: Described) -> 
     """Yield what is unknown of a run after everything was looked for; `known` is what was found of the model."""
     yield from _of_model(config, found, known)
     yield from _of_other_models(config, found)
+    yield from _of_hosts(config)
     yield from _of_machine(config, found)
     if found.machine is not None:
         yield from _of_files(config, found.machine)
@@ -72,6 +81,14 @@ def _of_other_models(config: DictConfig, found: Environment) -> Iterator[Unknown
     if not found.adapter and OmegaConf.select(config, adapter) is not None:
         why, remedy = "its adapter_config.json is not at hand", "Check again where the adapter is."
         yield Unknown("adapter-unknown", frozenset({"adapter"}), adapter, why, remedy)
+
+
+def _of_hosts(config: DictConfig) -> Iterator[Unknown]:
+    """Yield what verl and Hydra cannot be asked, because a symbol of theirs is not as tested."""
+    asked = [*ASKED] if OmegaConf.select(config, "actor_rollout_ref.model.external_lib") else [*ASKED][:-1]
+    for feature in asked:
+        for symbol, wrong in lost_symbols(feature).items():
+            yield Unknown("host-unknown", frozenset(), symbol, wrong, f"{REMEDY}.", "changed", (ASKED[feature],))
 
 
 def _of_machine(config: DictConfig, found: Environment) -> Iterator[Unknown]:

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.integration.ledger import lost_symbols
 from verl_precision.presets import preset_groups
 
+WINNING = "presets=win"  # the feature of the ledger without which nobody is known
 USERS = ("command", "recipe", "config")  # who is no preset and not verl
 _VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
 _OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
@@ -94,6 +94,11 @@ def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, 
     users = [place for _, place in sources if place not in _OURS and not _VERLS.search(place)]
     if not users and all(word.startswith("hydra.") for word in words):
         return {}  # nobody has chosen anything
+    if lost_symbols(WINNING):
+        return {}  # nor can anybody be asked
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+
     searched = ConfigSearchPathImpl()
     for provider, place in sources:
         searched.append(provider, place)

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.check.who_decides import Origin, decisions, words_of
+from verl_precision.check.who_decides import WINNING, Origin, decisions, words_of
+from verl_precision.integration.ledger import require_feature
 from verl_precision.presets import preset_groups
 
 WIN = "presets.win"  # True: presets win. False: words win on purpose. Absent: words win, and that is a finding
@@ -129,6 +130,7 @@ def let_presets_win(config: DictConfig) -> list[WinningWord]:
     """
     if OmegaConf.select(config, WIN) is not True:
         return []
+    require_feature(WINNING)
     replaced = [each for each in winning_words(config) if each.contradicts]
     for each in replaced:
         _put(config, each.setting, each.written)

@@ -27,8 +27,8 @@ from verl_precision.base.terminal import paragraph
 class _Verbs(TyperGroup):
     """All verbs. Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s."""
 
-    def get_help_option(self, ctx: Any) -> Any:
-        if (option := super().get_help_option(ctx)) is not None:
+    def get_help_option(self, *args: Any) -> Any:
+        if (option := super().get_help_option(*args)) is not None:
             option.default = False
         return option
 

@@ -2,6 +2,7 @@
 
 registration  what is registered with verl, and at whose import
 ledger        every host symbol that is patched, overridden or used privately (ledger.json): why, how, until when
+host_text     what a host module's text defines, for one that is not imported
 resolvers     the presets on Hydra's search path, and `${verl_precision.*:}` in configs
 trainer/      verl's trainers: the mismatch at every step, alarms, the canary, checkpoints, whose run a folder is
 engine/       verl's FSDP engines: precision, losses, router replay, the shadow, weights on their way out

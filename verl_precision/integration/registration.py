@@ -2,8 +2,9 @@
 
 verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process (driver, Ray workers, vLLM
 workers). So nothing heavy is imported here: each registration waits for the verl module it belongs to (a post-import
-hook) and runs at once if that module is there already. A registration that fails, or a host symbol that differs from
-its entry in the ledger, fails each import of that module.
+hook) and runs at once if that module is there already. A registration that fails, or a host symbol of the core that
+differs from its entry in the ledger, fails each import of that module. Nothing is registered for a feature that lacks a
+symbol.
 """
 
 import logging
@@ -20,7 +21,7 @@ from verl_precision import __version__
 from verl_precision.base.errors import RegistrationError, VerlPrecisionError
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
-from verl_precision.integration.ledger import check_module, modules_to_check
+from verl_precision.integration.ledger import CORE, check_module, is_lost, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.losses.rollout_weights import LEVELS
 
@@ -43,10 +44,12 @@ class Registration(NamedTuple):
     what: str  # as shown to the user
     host_module: str  # whose import triggers it
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
+    feature: str = CORE  # of the ledger
 
     def make(self, host_module: ModuleType) -> None:
-        """Call the function."""
-        resolve_name(f"{__package__}.{self.function}")(host_module)
+        """Call the function, unless its feature has lost a host symbol."""
+        if not is_lost(self.feature):
+            resolve_name(f"{__package__}.{self.function}")(host_module)
 
 
 _ROWS = table_of(__file__, "registrations.yaml")

@@ -195,6 +195,7 @@ ENVIRONMENTS = [
     ("adapter-not-loadable", Environment("0.28.0"), LORA, False),
     ("adapter-not-loadable", Environment(None), LORA, False),
     ("plugin-not-loaded", Environment(plugin_policy="none"), "", True),
+    ("feature-lost", Environment(lost={"core": {"verl.x": "is gone"}}), "", True),
     ("tokenizer-refused", Environment(tokenizer_problem=NO_TOKENIZER), "", True),
     ("ray-resources-too-few", Environment(cores=2), CPU, True),
     ("ray-resources-too-few", Environment(cores=2, ray_address="auto"), CPU, False),

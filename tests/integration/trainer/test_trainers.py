@@ -39,7 +39,7 @@ def test_every_hook_is_verls_with_the_same_parameters(mode):
     assert {name for name in vars(ours) if callable(vars(ours)[name])} == {"__init__", *HOOKS}
     for hook in HOOKS:
         mine, base = (list(inspect.signature(getattr(cls, hook)).parameters) for cls in (ours, theirs))
-        assert mine == base, hook
+        assert mine in (base, ["self", "args", "kwargs"]), hook  # the latter are passed on
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@
     run             the plugin, verl's refusals, the model, counts, a run that is to repeat
     presets         what of a preset is not in force; one finding for one cause
     dtypes          settings that are ignored, contradict each other, or lose precision
+    features        what the installed hosts cannot give, because a symbol that it needs is not as tested
     loss            aggregation, bypass mode, thresholds, weights
     tried_loss      what trying the loss has shown; losses that are not their paper's (papers.yaml)
     engine          the trainer's FSDP engine: its settings, the shadow, offloading, router replay

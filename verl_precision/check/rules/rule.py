@@ -130,6 +130,8 @@ class Environment:
     ray_address: str | None = None  # value of `RAY_ADDRESS`
     seconds_left: float | None = None  # until Slurm ends the job that this process is in; None elsewhere
     loss: TriedLoss | None = None  # what came of trying the policy loss; None where it was not tried
+    # by the features that the config asks for and cannot have: host symbols, and what is wrong with each
+    lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
     elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this
     unknown: tuple[Unknown, ...] = ()  # what was looked for and not found

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.ledger import is_offered, wrap_once, wrapping
+from verl_precision.integration.ledger import is_offered, require_feature, wrap_once, wrapping
 
 BUSY_SECONDS = 0.02  # longer than the step of a tiny model, shorter than anything a trainer does
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
@@ -75,6 +75,7 @@ def compute_as_asked(cpu_worker: ModuleType) -> None:
     from verl_precision.engine.arithmetic.chosen import inner_dtype
 
     if inner_dtype() is not None:
+        require_feature("arithmetic")
         from verl_precision.integration.cpu.vllm_arithmetic import register_operations
 
         register_operations()

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
-from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from verl_precision.base.dtypes import long, torch_dtype
 from verl_precision.base.errors import ConfigurationError, LossScaleError
@@ -204,10 +202,10 @@ class PrecisionFSDPEngine:
             self._sent = SentWeights()
         return self._sent.prepared(weights, self), peft_config
 
-    def _merged_lora_per_tensor_param(self):
-        if not self._has_precision_config:
-            return super()._merged_lora_per_tensor_param()
-        return unfuse_moe_params(merged_lora(self), self.model_config.hf_config.model_type)
+    def _merged_lora_per_tensor_param(self, *args, **kwargs):
+        if self._has_precision_config:
+            return merged_lora(self)
+        return super()._merged_lora_per_tensor_param(*args, **kwargs)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
@@ -234,16 +232,18 @@ class PrecisionFSDPEngine:
         if has_scaler and local_path is not None and self.checkpoint_manager.should_load_extra:
             load_scaler(self.scaler, local_path)
 
-    def to(self, device, model=True, optimizer=True, grad=True):
+    def to(self, device, *args, **kwargs):
         """Move the engine, and the shadow with the actor's weights."""
-        moved = super().to(device, model, optimizer, grad)
-        if self._shadow is not None and model:
+        moved = super().to(device, *args, **kwargs)
+        if self._shadow is not None and (args[0] if args else kwargs.get("model", True)):
+            from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
+
             (offload_fsdp_model_to_cpu if device == "cpu" else load_fsdp_model_to_gpu)(self._shadow.module)
         return moved
 
-    def disable_adapter(self):
+    def disable_adapter(self, *args, **kwargs):
         """Leave LoRA out, of the shadow as well: it then stands for the reference."""
-        without = super().disable_adapter()
+        without = super().disable_adapter(*args, **kwargs)
         if self._shadow is None:
             return without
         both = contextlib.ExitStack()

@@ -8,9 +8,7 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from verl.utils.device import get_device_id, get_device_name
-from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
-from verl.utils.model import convert_weight_keys
+from verl.utils.device import get_device_name
 
 from verl_precision.base.dtypes import torch_dtype
 from verl_precision.base.errors import ConfigurationError
@@ -92,13 +90,18 @@ def adapter_layers(module: Any, merges: bool, targets: object = None) -> dict[st
 
 def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights with LoRA merged, as verl names them, in FP32: merged apart from the model, which stays."""
+    from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
+    from verl.utils.model import convert_weight_keys
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
     try:
         names, whole = _state(engine)
         wrapped = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
         known = getattr(engine, "adapter_layers", None)  # from before FSDP
         layers = adapter_layers(wrapped, merges=True) if known is None else known
-        for name, source in convert_weight_keys(sources(names, layers), wrapped).items():
-            yield name, source.value(whole).detach().clone()  # on one rank the whole is the live storage
+        found = convert_weight_keys(sources(names, layers), wrapped).items()
+        merged = ((name, source.value(whole).detach().clone()) for name, source in found)  # a whole may be live storage
+        yield from unfuse_moe_params(merged, engine.model_config.hf_config.model_type)
     finally:
         if engine._is_offload_param:
             offload_fsdp_model_to_cpu(engine.module)
@@ -112,6 +115,8 @@ def served_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _state(engine: Any) -> tuple[list[str], Callable[[str], Tensor]]:
     """Return the names in an engine's state dict, and a function that returns a tensor of it, whole."""
+    from verl.utils.device import get_device_id
+
     device = get_device_id()
     state = {name.replace("_fsdp_wrapped_module.", ""): x for name, x in engine.module.state_dict().items()}
 

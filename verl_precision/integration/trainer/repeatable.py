@@ -9,6 +9,8 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+from verl_precision.integration.ledger import require_feature
+
 
 class _Names:
     """What verl's trainer takes for the module `uuid`: names of step and place, the same in each run."""
@@ -29,6 +31,7 @@ def name_prompts(trainer: Any) -> None:
     """Have verl name the prompts of this process's trainer, of which it has one, by step and place."""
     from verl.trainer.ppo.v1 import trainer_base
 
+    require_feature("repeatable")
     trainer_base.uuid = _Names(trainer)
 
 

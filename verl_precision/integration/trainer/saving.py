@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from verl_precision.base.settings import settings
+from verl_precision.integration.ledger import lost_symbols
 
 SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the last is the trainer's answer to the second
 ENDED = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
@@ -96,10 +97,13 @@ class SignalRequests:
 
     def listen(self) -> None:
         """Handle SIGUSR1 from now on, and SIGTERM once Ray has started: `ray.init` sets a handler of its own."""
-        from ray._private.worker import _post_init_hooks
-
         self._forget()
         signal.signal(signal.SIGUSR1, self.hear)
+        if lost := lost_symbols("SIGTERM"):
+            logger.warning("SIGTERM ends this run at once, and saves nothing: %s", lost)
+            return
+        from ray._private.worker import _post_init_hooks
+
         _post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, self.hear))
 
     def hear(self, number: int, frame: object = None) -> None:

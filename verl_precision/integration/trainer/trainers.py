@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs, other_trainer
+from verl_precision.integration.ledger import is_lost
 from verl_precision.integration.trainer import kept_files, rescue
 from verl_precision.integration.trainer.found_checkpoints import LAST_FILE, QUEUE
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
@@ -54,7 +55,7 @@ def register_trainers(v1: ModuleType) -> None:
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     for mode in MODES:
-        if PREFIX + mode not in TRAINER_REGISTRY:
+        if PREFIX + mode not in TRAINER_REGISTRY and not is_lost(PREFIX + mode):
             v1.register_trainer(PREFIX + mode)(_measuring(TRAINER_REGISTRY[mode], mode))
 
 
@@ -95,8 +96,8 @@ def _measuring(base: type, mode: str) -> type:
                 super().fit(agent_loop_manager)
             kept_files.forget_row(self.logger)
 
-        def on_init_end(self):
-            super().on_init_end()
+        def on_init_end(self, *args, **kwargs):
+            super().on_init_end(*args, **kwargs)
             self._canary.ask(_synced_replicas(self), self.tokenizer)
 
         def on_step_end(self):
@@ -112,9 +113,9 @@ def _measuring(base: type, mode: str) -> type:
             super().on_step_end()
             self._canary.ask(_synced_replicas(self), self.tokenizer)
 
-        def on_sample_end(self):
+        def on_sample_end(self, *args, **kwargs):
             self._canary.collect()
-            super().on_sample_end()
+            super().on_sample_end(*args, **kwargs)
             self._canary_metrics.update(self._canary.judge(self.actor_rollout_wg))
 
         def _compute_advantage(self, batch, metrics):

@@ -13,6 +13,7 @@ from verl_precision.base.dtypes import long
 from verl_precision.base.files import new_file
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.engine.arithmetic.chosen import chosen
+from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location
 
@@ -55,6 +56,7 @@ class VllmEngine:
         from transformers import PretrainedConfig
         from vllm import LLM
 
+        require_feature("sampling engine")
         location = model_location(model)
         if cpu_settings and gated_delta_nets(PretrainedConfig.get_config_dict(location)[0]):
             # States are cached at the borders of chunks alone.

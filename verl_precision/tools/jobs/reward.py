@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import recorded
+from verl_precision.integration.ledger import require_feature
 from verl_precision.integration.rewards import boxed_answer
 from verl_precision.integration.rewards.math_answers import require_math_verify
 from verl_precision.tools.jobs.problems import Problem
@@ -93,6 +94,7 @@ def load_reward(name: str, pass_score: float = 1.0) -> Reward:
             allowed = "verl, math-verify, or FILE.py:FUNCTION or pkg://MODULE:FUNCTION with verl's signature"
             raise _refusal(name, "no such reward", allowed)
     function = function or "compute_score"
+    require_feature("reward functions")
     from verl.utils.import_utils import load_module
 
     try:
