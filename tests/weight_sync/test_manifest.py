@@ -31,10 +31,11 @@ def _by_the_formula(tensor: torch.Tensor) -> TensorDigest:
     return TensorDigest(str(tensor.dtype)[6:], list(tensor.shape), signed)
 
 
-@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_digest_is_its_formula_in_whatever_pieces_and_company_it_is_computed(dtype, threads, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # by which the pieces go
+def test_the_digest_is_its_formula_in_whatever_pieces_and_company_it_is_computed(dtype, device, monkeypatch):
+    if device == "cuda":  # an accelerator's pieces, on a CPU
+        monkeypatch.setattr(manifest, "_PIECES", {"cpu": (256, 2048)})
     shapes = [(7, 13), (0, 4), (ROW,), (3 * ROW + 1,), (20 * ROW,), (), (65 * ROW + 5,)]
     tensors = {str(shape): (torch.randn(shape) * 1000).to(dtype) for shape in shapes}
     stream = manifest.StreamDigest()

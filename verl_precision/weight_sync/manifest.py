@@ -23,6 +23,9 @@ MANIFEST_NAME = "__verl_precision_manifest__"
 
 _ROW = 2048  # digits; with weights below 2¹¹ a row's sum stays below 2⁵³, so float64 holds it exactly
 _SUMS = 4
+# Rows that wait, so few that a CPU takes them on one thread (threads that wait for each other are slow on busy cores),
+# and rows of the table, which takes a large tensor in pieces.
+_PIECES = {"cpu": (15, 512)}
 _BASE = 0x5851F42D4C957F2D  # g; 5 mod 8, so that g^r are 2⁶² different numbers mod 2⁶⁴
 
 
@@ -70,12 +73,9 @@ class _RowSums:
     """Sums of tensors on one device. Their rows wait in a table until it is full: small tensors share products."""
 
     def __init__(self, device: torch.device) -> None:
-        # Rows of the table, and of the largest tensor that waits in it. On a CPU the table stays in the caches of the
-        # cores; on an accelerator it is worth a kernel.
-        at_once = 32 * max(2, torch.get_num_threads())
-        self._capacity, self._largest = (at_once, at_once // 2) if device.type == "cpu" else (2048, 256)
+        self._waiting, self._capacity = _PIECES.get(device.type, (256, 2048))
         self._table = torch.empty(self._capacity * _ROW, dtype=torch.float64, device=device)
-        self._powers = torch.ones(self._capacity, 1, dtype=torch.int64, device=device)  # g^r of the rows in the table
+        self._powers = torch.ones(self._waiting, 1, dtype=torch.int64, device=device)  # g^r of the rows in the table
         self._all_powers = torch.ones(1, 1, dtype=torch.int64, device=device)  # g^r, as many as were needed
         self._weights = _weights().to(device)
         self._used = 0
@@ -86,9 +86,9 @@ class _RowSums:
     def add(self, name: str, digits: Tensor) -> None:
         """Take a tensor's digits."""
         rows = -(-digits.numel() // _ROW)
-        if self._used + rows > self._capacity or rows > self._largest:
+        if self._used + rows > self._waiting:
             self._flush()
-        if rows > self._largest:
+        if rows > self._waiting:
             parts = [self._products(self._fill(0, part)) for part in digits.split(self._capacity * _ROW)]
             self._places[name] = self._length, self._length + 1
             self._append((torch.cat(parts) * self._powers_of(rows)).sum(0, keepdim=True))
