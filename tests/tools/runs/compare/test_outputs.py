@@ -6,9 +6,11 @@ from itertools import product
 
 import pytest
 import yaml
+from rubbish import FOREIGN
 
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.tools.runs import grid, page
-from verl_precision.tools.runs.compare.folder import SUMMARY, UNDRAWN, command_of, comparison_folder
+from verl_precision.tools.runs.compare.folder import COMMAND, SUMMARY, UNDRAWN, command_of, comparison_folder
 from verl_precision.tools.runs.compare.outputs import FIGURE, Results
 
 
@@ -56,6 +58,22 @@ def test_another_command_or_recipe_and_anew_get_a_new_folder(tmp_path, recipe, c
     recipe.write_text(text)
     with comparison_folder(tmp_path / "out", command(*more), anew=anew) as folder:
         assert folder != interrupted
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_damaged_comparison_ends_no_other_and_its_runs_are_not_made_again_unasked(
+    tmp_path, command, interrupted, content
+):
+    neighbour = interrupted.with_name("2026-01-02_00-00-00")
+    neighbour.mkdir()
+    (neighbour / COMMAND).write_bytes(content)
+    with comparison_folder(tmp_path / "out", command()) as folder:
+        assert folder == interrupted
+    (interrupted / SUMMARY).write_bytes(content)
+    with pytest.raises(CheckpointStateError, match=SUMMARY), comparison_folder(tmp_path / "out", command()):
+        pass
+    with comparison_folder(tmp_path / "out", command(), anew=True) as folder:
+        assert folder not in (interrupted, neighbour)
 
 
 def test_one_that_is_running_is_left_alone(tmp_path, command, interrupted):

@@ -5,20 +5,24 @@ A comparison is finished when its `summary.json` has every run, and figure and r
 """
 
 import hashlib
-import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.base.owner import release, take
+from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.grid import PlannedRun, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY, UNDRAWN = "comparison.json", "summary.json", ".undrawn"
+_REMEDY = "Move it away: runs that it has are then made again."
+
+logger = logging.getLogger("verl_precision.compare")
 
 
 def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str]) -> dict[str, Any]:
@@ -56,13 +60,20 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
 
 
 def _interrupted(path: Path, command: dict[str, Any]) -> bool:
-    if json.loads(path.read_text()) != command:
+    try:
+        recorded = read_state(path, dict[str, Any], _REMEDY)
+    except CheckpointStateError as error:  # whose folder it is, nobody knows
+        logger.warning("a comparison is passed over: %s", error)
+        return False
+    if recorded != command:
         return False
     return path.with_name(UNDRAWN).exists() or not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:
     """Return the seconds of each run that a comparison has finished, by its name."""
-    path = folder / SUMMARY
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    return {run_name(run["arm"], run["seed"]): run["seconds_total"] for run in runs}
+    return read_state(folder / SUMMARY, _seconds, _REMEDY) or {}
+
+
+def _seconds(summary: Any) -> dict[str, float]:
+    return {run_name(run["arm"], run["seed"]): checked(float, run["seconds_total"]) for run in summary["runs"]}
