@@ -33,9 +33,9 @@ RIM = (
 )
 # Most lines of Python in each part of the house. The live page and the kept tokens have 1,200 in each of two parts.
 SIZES = {
-    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 13_940,
-    ("check",): 6_700,
-    ("tools", "cli"): 10_410,
+    ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "plugin"): 15_550,
+    ("check",): 6_910,
+    ("tools", "cli"): 10_910,
 }
 # Modules that need torch, NumPy and PyYAML at most: hosts and their companions may be missing.
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")

@@ -220,7 +220,7 @@ def test_a_run_that_was_rescued_goes_on_as_its_rescue(root, tmp_path, monkeypatc
         callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
         assert ended == ["Ray"], "before another one starts"
     (words,) = became
-    assert "precision=fp16" in words and f'++trainer.default_local_dir="{tmp_path}/run-rescue"' in words
+    assert {"precision=fp16", f"++trainer.default_local_dir='{tmp_path}/run-rescue'"} <= {*words}
 
 
 def called_by(hook):

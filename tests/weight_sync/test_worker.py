@@ -197,7 +197,7 @@ def test_loading_error_names_the_tensor_and_the_sender_is_answered(caplog):
 def test_an_error_before_the_first_bucket_reaches_the_caller_and_the_sender_is_answered(monkeypatch, step):
     """Else the sender waits for a receiver that never comes, and the error with it."""
     pair = WorkerPair()
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match="at the model: ZeroDivisionError"):
         patch.setattr(step, lambda _: 1 // 0)
         pair.sync()
     reload.initialize_layerwise_reload(pair.model)

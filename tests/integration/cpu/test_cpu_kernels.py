@@ -107,6 +107,7 @@ def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
+    cpu(amx_tile=False)
     monkeypatch.setattr(ops, "create_onednn_mm", lambda weight, n: object())
     assert kernels.linear_paths() == dict.fromkeys(DTYPES, "oneDNN, packed")
 

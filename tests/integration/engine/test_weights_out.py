@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
-from verl_precision.integration.engine import weight_export
 from verl_precision.integration.engine.weight_export import adapter_layers, merged_lora, served_lora
 from verl_precision.tools.export.session import export_checkpoint
 
@@ -47,7 +46,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(weight_export, "get_device_id", lambda: "cpu")
+    monkeypatch.setattr("verl.utils.device.get_device_id", lambda: "cpu")
 
 
 def tokens() -> torch.Tensor:
@@ -74,7 +73,8 @@ def trained(architecture, adapter, dtype=torch.float32):
 
 def engine_of(model, merge) -> SimpleNamespace:
     layers = adapter_layers(model, merge, "...")
-    return SimpleNamespace(module=model, adapter_layers=layers, _is_offload_param=False)
+    described = SimpleNamespace(hf_config=model.config)
+    return SimpleNamespace(module=model, model_config=described, adapter_layers=layers, _is_offload_param=False)
 
 
 def exported(model, architecture, folder, described):

@@ -94,9 +94,9 @@ def test_the_setting_is_there_again_after_an_error():
 def test_it_says_when_it_gives_up(caplog):
     config = config_with("mask", action_patience=1, persist_steps=1, max_actions=1)
     judge = judge_of(config)
-    for step, metrics in enumerate([SICK, WELL, SICK, SICK], start=1):
+    for step, metrics in enumerate([SICK, *[WELL] * 4, SICK, SICK], start=1):
         judge.judge(step, dict(metrics))
-    assert caplog.messages[-1].startswith("ACTION mask is due at step 3, and max_actions allows no more")
+    assert caplog.messages[-1].startswith("ACTION mask is due at step 6, and max_actions allows no more")
     assert not judge.acting.under_way("mask")
 
 

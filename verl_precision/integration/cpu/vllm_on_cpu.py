@@ -7,6 +7,7 @@
   laptop the worker of a tiny model spends more time asking than generating, and takes it from its own run's trainer.
 - vLLM returns which experts each token went through (`enable_return_routed_experts`), except where one kernel routes
   and computes at once. Its CPU experts count as that up to 0.29, although they choose in Python.
+- With AMX, vLLM packs the weight of every convolution, and has no packing of FP32: a gated delta net in FP32 cannot load.
 """
 
 import sys
@@ -109,3 +110,10 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.routing_replay_capture_fn is not None:
         instance.routing_replay_capture_fn(experts)
     return weights, experts
+
+
+@wrapping("causal_conv1d_weight_pack")
+def packed_if_it_can_be(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Return a convolution's weight as the kernels of a CPU with AMX want it; FP32 stays, for which there is none."""
+    weight = args[0] if args else kwargs["weight"]
+    return weight if str(weight.dtype) == "torch.float32" else wrapped(*args, **kwargs)

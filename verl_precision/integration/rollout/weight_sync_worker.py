@@ -151,7 +151,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     def _failure(self, doing: str, error: Exception) -> WeightSyncError:
         """Return an error without its frames: they hold views of the transfer buffer, and the sender waits for them."""
         logger.error("weight sync %d: %s failed\n%s", self._sync_index, doing, traceback.format_exc())
-        return WeightSyncError(f"Weight sync {self._sync_index} did not take: {doing}: {error!r}. {SYNC_HELP}")
+        words = f"Weight sync {self._sync_index} did not take: {doing}: {error!r}. {SYNC_HELP}"
+        return error.with_traceback(None) if isinstance(error, WeightSyncError) else WeightSyncError(words)
 
     def _apply_buffer_updates_all_models(self, buffer_updates: list, main_named_buffers: dict) -> int:
         """Set buffers as verl does; on CPU later, since a layer-wise reload would put the old values back."""

@@ -91,9 +91,9 @@ def claim_folder(config: DictConfig) -> None:
     if known is None:
         if beside:
             logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
-        write_file(folder / RUN_FILE, yaml.safe_dump({**as_record(run), **_replaced(config)}, sort_keys=False))
+        write_file(folder / RUN_FILE, yaml.safe_dump({**_replaced(config), **as_record(run)}, sort_keys=False))
     elif run.content.items() - known.content.items():  # before a model was downloaded
-        record = {**as_record(known), **_replaced(config), "content": {**known.content, **run.content}}
+        record = {**_replaced(config), **as_record(known), "content": {**known.content, **run.content}}
         write_file(folder / RUN_FILE, yaml.safe_dump(record, sort_keys=False), replace=True)
 
 
