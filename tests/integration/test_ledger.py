@@ -278,6 +278,7 @@ def test_a_symbol_of_some_releases_is_asked_for_in_these_alone(monkeypatch):
     assert [vllm for vllm, offered in releases.items() if offered] == ["0.28.0", "0.29.0"]
     entry = LedgerEntry("json", "nothing", (), "used", "a test needs it", "-", "-", "-", releases=">=0.30")
     monkeypatch.setattr(ledger, "LEDGER", (entry,))
+    monkeypatch.setattr(ledger, "_found", {})
     monkeypatch.setattr(ledger, "installed_version", lambda distribution: "0.29.0")
     check_module(json)
     monkeypatch.setattr(ledger, "installed_version", lambda distribution: "0.30.1")

@@ -7,7 +7,7 @@
   laptop the worker of a tiny model spends more time asking than generating, and takes it from its own run's trainer.
 - vLLM returns which experts each token went through (`enable_return_routed_experts`), except where one kernel routes
   and computes at once. Its CPU experts count as that up to 0.29, although they choose in Python.
-- With AMX, vLLM packs the weight of every convolution, and has no packing of FP32: a gated delta net in FP32 cannot load.
+- With AMX, vLLM packs the weight of every convolution, and cannot in FP32: a gated delta net in FP32 does not load.
 """
 
 import sys

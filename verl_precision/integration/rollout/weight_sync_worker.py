@@ -291,11 +291,10 @@ def _whole(layer: Any, weights: Any) -> bool:
 
 def _coverage_problems(parameters: set[str], loaded: set[str] | None) -> list[str]:
     """Name the parameters that were not loaded, under their own name or (experts) under that of a layer above."""
-    if loaded is None:
-        return []
-    missing = []
-    for name in sorted(parameters):
+
+    def arrived(name: str) -> bool:
         *parents, leaf = name.split(".")
-        if not any(".".join([*parents[:depth], leaf]) in loaded for depth in range(len(parents) + 1)):
-            missing.append(f"{name}: no tensor of the sync was loaded into it")
-    return missing
+        return any(".".join([*parents[:depth], leaf]) in names for depth in range(len(parents) + 1))
+
+    names = parameters if loaded is None else loaded
+    return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(parameters) if not arrived(name)]
