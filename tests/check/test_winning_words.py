@@ -258,7 +258,7 @@ def test_a_run_starts_with_what_presets_say_and_keeps_what_they_replaced(root, t
     monkeypatch.setenv("VERL_PLATFORM", "")
     words = "estimator=pg_seq_is", "algorithm.adv_estimator=grpo", "+presets=win", "trainer.save_freq=5"
     config = compose_recipe("recipes/quickstart/quickstart.yaml", *words, return_hydra_config=True)
-    config.trainer.update(default_local_dir=str(tmp_path), max_actor_ckpt_to_keep=2)
+    config.trainer.update(default_local_dir=str(tmp_path / "run"), max_actor_ckpt_to_keep=2)
     callback = PreflightCallback()
     callback.on_run_start(config)
     line = "verl_precision: presets=win: algorithm.adv_estimator=grpo is replaced by rloo, of estimator=pg_seq_is\n"
@@ -266,7 +266,7 @@ def test_a_run_starts_with_what_presets_say_and_keeps_what_they_replaced(root, t
     monkeypatch.setattr("verl_precision.check.preflight.SignalRequests.listen", lambda self: None)
     monkeypatch.setattr("verl_precision.check.preflight.choose_name", lambda: None)
     callback.on_job_start(config)
-    (kept,) = yaml.safe_load((tmp_path / RUN_FILE).read_text())["replaced_by_presets"]
+    (kept,) = yaml.safe_load((tmp_path / "run" / RUN_FILE).read_text())["replaced_by_presets"]
     assert kept["word"] == "algorithm.adv_estimator=grpo" and kept["value"] == "rloo"
 
 

@@ -21,7 +21,7 @@ def naming_file(path: Path) -> Iterator[None]:
     """Have whatever is raised inside say in words that this file cannot be read; that it is not there stays."""
     try:
         yield
-    except (VerlPrecisionError, FileNotFoundError):
+    except (VerlPrecisionError, FileNotFoundError, NotADirectoryError):
         raise
     except Exception as error:
         raise _unreadable(path, f"it cannot be read ({fault_of_error(error)})") from error

@@ -7,9 +7,7 @@ more or less, no text for a number, and neither NaN nor infinity.
 
 import functools
 import json
-import os
 import reprlib
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -18,7 +16,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from verl_precision.base.errors import CheckpointStateError
+from verl_precision.base.errors import CheckpointStateError, VerlPrecisionError
+from verl_precision.base.files import open_regular
 
 T = TypeVar("T")
 
@@ -46,7 +45,8 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
     """
     with refused_in_words(str(path), remedy):
         try:
-            content = _bytes_of(path)
+            with open_regular(path, most=MOST_BYTES) as file:
+                content = file.read()
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
                 raise
@@ -71,17 +71,6 @@ def require_fields(kind: type, state: Mapping[str, Any]) -> None:
             checked(kinds[name], value)
 
 
-def _bytes_of(path: Path) -> bytes:
-    """Return the content of a small regular file; nothing else is waited for, or read without an end."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is no regular file")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
-    return content
-
-
 def plain_yaml(text: str) -> Any:
     """Return the values of YAML without aliases, whose unfolding may be endless; deep ones overflow libyaml's stack."""
     import yaml
@@ -96,7 +85,7 @@ def plain_yaml(text: str) -> Any:
 
 def _reason(error: Exception) -> str:
     """Say in one line what was wrong."""
-    said = f"{type(error).__name__}: {error}"
+    said = error.problem if isinstance(error, VerlPrecisionError) else f"{type(error).__name__}: {error}"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {reprlib.repr(first['input'])}"

@@ -176,6 +176,15 @@ def test_a_new_run_says_what_it_differs_in_from_the_one_beside_it(claim, caplog)
     assert "a new run" in line and "near" in line and "lr was 3e-06, is 1e-06" in line and "/far" not in line
 
 
+def test_a_damaged_run_beside_it_ends_no_start_but_of_a_job_that_may_have_been_that_run(claim, caplog, monkeypatch):
+    path = claim(name="damaged")
+    path.write_bytes(b"\x0e" + path.read_bytes())
+    assert claim(name="new").exists() and f"{path} cannot be read" in caplog.text
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(CheckpointStateError, match="Nobody knows whose"):
+        claim("data.seed=1", name="later")
+
+
 def test_the_record_is_plain_yaml(claim):
     path = claim()
     record = yaml.safe_load(path.read_text())

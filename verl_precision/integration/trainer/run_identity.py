@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base import owner
-from verl_precision.base.errors import ConfigurationError, filled
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
 from verl_precision.base.state import read_state
 from verl_precision.integration.trainer.kept_files import metrics_path
@@ -118,8 +118,18 @@ def run_in(folder: Path) -> RunSettings | None:
 
 
 def _runs_beside(folder: Path) -> dict[Path, RunSettings]:
-    places = sorted(path.parent for path in folder.parent.glob(f"*/{RUN_FILE}"))
-    return {place: known for place in places if place != folder and (known := run_in(place)) is not None}
+    """Return the runs beside a folder; one that cannot be read is passed over, but by a job that may be one of them."""
+    found = dict[Path, RunSettings]()
+    for place in sorted({path.parent for path in folder.parent.glob(f"*/{RUN_FILE}")} - {folder}):
+        try:
+            known = run_in(place)
+        except CheckpointStateError as error:
+            if _may_be_a_later_start():
+                raise
+            logger.warning("a run beside this one is passed over: %s", error.problem)
+        else:
+            found |= {} if known is None else {place: known}
+    return found
 
 
 def _nearest(beside: dict[Path, RunSettings], run: RunSettings) -> tuple[Path, str]:
