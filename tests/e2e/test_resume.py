@@ -181,10 +181,11 @@ def test_sigterm_ends_everything_and_says_where_results_are(tmp_path, own_proces
         if "FSDP2 worker" in line:  # Ray, TransferQueue and a worker are up
             break
     assert len(own_processes()) > 3, seen
-    for number in (signal.SIGTERM, signal.SIGINT):  # the second changes nothing
+    both = signal.SIGTERM, signal.SIGINT  # of which one is heard; what comes together, Python hears by number
+    for number in both:
         process.send_signal(number)
     rest, _ = process.communicate(timeout=90)
-    assert process.returncode == 128 + signal.SIGTERM, seen + rest
+    assert process.returncode - 128 in both, seen + rest
     assert "every process of the run has ended" in rest and str(tmp_path) in rest.replace("\n", "")
     assert own_processes() == [] and not list(temporary.glob("vp-*"))
 

@@ -102,7 +102,7 @@ def bind_again(model_runner: Any) -> None:
 
 
 def _supported(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    return wrapped(*args, **kwargs) or type(instance).__name__ == "CPUUnquantizedExperts"
+    return wrapped(*args, **kwargs) or type(instance).__name__.endswith("CPUUnquantizedExperts")  # AMX has a subclass
 
 
 def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
