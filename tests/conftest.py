@@ -68,12 +68,13 @@ def root() -> Path:
 
 
 @pytest.fixture
-def hear_ctrl_c() -> Callable[[], object]:
+def hear_signals() -> Callable[[], object]:
     """A `preexec_fn` for a process that a test interrupts.
 
-    A shell without job control starts background jobs with SIGINT ignored, and pytest's own processes inherit that.
+    A shell without job control starts background jobs with SIGINT ignored, nohup with SIGHUP, and pytest's own
+    processes inherit that.
     """
-    return lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_precision.tools.runs.launch import quoted
+from verl_precision.base.overrides import quoted
 from verl_precision.tools.runs.read import read_metrics
 
 SCRIPT = ["bash", "recipes/launch/cpu_2nodes.sh", "recipes/sanity/sanity.yaml"]

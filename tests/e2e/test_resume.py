@@ -27,9 +27,10 @@ from typer.testing import CliRunner
 
 from verl_precision.base import owner
 from verl_precision.base.errors import RunFailedError
+from verl_precision.base.overrides import quoted
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
-from verl_precision.tools.runs.launch import quoted, run_verl
+from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import read_metrics
 
 RECIPE, RUN = Path("recipes/quickstart/quickstart.yaml"), "recipes/launch/run.sh"
@@ -167,13 +168,13 @@ def temporary(monkeypatch):
         yield Path(folder)
 
 
-def test_sigterm_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_ctrl_c, temporary):
+def test_sigterm_ends_everything_and_says_where_results_are(tmp_path, own_processes, hear_signals, temporary):
     process = subprocess.Popen(
         [*COMPARE, "--output", tmp_path],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=hear_signals,
     )
     seen = ""
     for line in process.stdout:
@@ -211,15 +212,13 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
 
 
 @pytest.mark.matrix
-def test_compare_ended_at_ten_random_moments_leaves_nothing_and_goes_on(tmp_path, own_processes, temporary):
-    def hear_all():  # nohup, and a shell without job control, ignore some
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-
+def test_compare_ended_at_ten_random_moments_leaves_nothing_and_goes_on(
+    tmp_path, own_processes, hear_signals, temporary
+):
     command = [*COMPARE, *SETTINGS, "--output", str(tmp_path)]
     former, random_moments = None, random.Random(int(os.environ.get("SEED", "48")))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT, signal.SIGKILL) * 2:
-        with subprocess.Popen(command, preexec_fn=hear_all) as process:
+        with subprocess.Popen(command, preexec_fn=hear_signals) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(random_moments.uniform(0, 150))
             process.send_signal(number)

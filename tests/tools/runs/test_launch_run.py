@@ -93,7 +93,7 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def stand_in(tmp_path, hear_ctrl_c, monkeypatch):
+def stand_in(tmp_path, hear_signals, monkeypatch):
     """Start a run of the stand-in; return its process and its mark, once it is under way."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
@@ -102,7 +102,7 @@ def stand_in(tmp_path, hear_ctrl_c, monkeypatch):
 
     def start() -> tuple[subprocess.Popen, str]:
         process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c, start_new_session=True
+            command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_signals, start_new_session=True
         )
         return process, process.stdout.readline().strip()
 
@@ -142,7 +142,7 @@ def test_a_folder_with_results_is_never_written_to(tmp_path, root):
         launch.run_verl(root / RECIPE, [], tmp_path, print)
 
 
-def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c, request):
+def test_processes_of_a_run_are_ended_and_no_others(hear_signals, request):
     """A driver with a detached child that ignores everything but SIGKILL, and a process of another run."""
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
     wait = "print('ready', flush=True); import time; time.sleep(300)"
@@ -154,7 +154,7 @@ def test_processes_of_a_run_are_ended_and_no_others(hear_ctrl_c, request):
 
     def start(script: str, mark: str) -> subprocess.Popen:
         command, environment = [sys.executable, "-c", script], {**os.environ, launch.RUN_MARK: mark}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_signals)
 
     mark = uuid.uuid4().hex
     ours, theirs = start(driver, mark), start(wait, uuid.uuid4().hex)

@@ -15,9 +15,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.base.owner import RUN_MARK
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.runs.failure_report import reason
-from verl_precision.tools.runs.launch import RUN_MARK, end_processes
+from verl_precision.tools.runs.launch import end_processes
 
 _EXIT_SECONDS = 20
 

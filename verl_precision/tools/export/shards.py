@@ -148,8 +148,7 @@ class SavedModel:
     @cached_property
     def _tied(self) -> dict[str, str]:
         """The names that the config ties: each with the one that it is to be equal to."""
-        model, first = self.skeleton(), {}
-        if model is not None:
+        if (model := self.skeleton()) is not None:
             return dict(model.all_tied_weights_keys)
         places = {name: self._place(source.name) for name, source in self._all_sources.items()}
         first = {place: name for name, place in reversed(places.items())}

@@ -24,9 +24,10 @@ from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import write_file
+from verl_precision.base.owner import RUN_MARK
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.failure_report import reason
-from verl_precision.tools.runs.launch import RUN_MARK, end_processes
+from verl_precision.tools.runs.launch import end_processes
 from verl_precision.tools.selftest.checks import CHECKS, Check, Figures
 
 REPORT = "selftest.json"
