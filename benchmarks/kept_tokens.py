@@ -22,9 +22,9 @@ import torch
 from measure import Record, parser, record, report
 from omegaconf import OmegaConf
 
-from verl_precision.integration.trainer import token_recorder
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.tools.kept_tokens import recorder as token_recorder
 
 STEP_MS, PROMPT = 60_000.0, 1024
 CONFIG = """

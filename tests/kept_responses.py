@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from verl_precision.mismatch.decisions import Estimator
-from verl_precision.mismatch.kept_tokens import DECISIONS, KeptResponse
+from verl_precision.tools.kept_tokens.decisions import Estimator
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse
 
 GRPO = Estimator("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
 

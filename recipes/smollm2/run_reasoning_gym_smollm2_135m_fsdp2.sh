@@ -42,7 +42,7 @@ for LEVEL in $LEVELS; do
 done
 "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
 "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
-    --reward pkg://verl_precision.integration.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
+    --reward pkg://verl_precision.tools.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
     --max-prompt-length 96 --max-response-length 32
 for PRECISION in $PRECISIONS; do
     CHOICES+=(--precision "$PRECISION")

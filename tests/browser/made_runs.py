@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from verl_precision.mismatch.decisions import Estimator
-from verl_precision.mismatch.kept_tokens import CLIPPED, DECISIONS, KEPT, NOT_OURS, KeptResponse, append, beside
+from verl_precision.tools.kept_tokens.decisions import Estimator
+from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, KEPT, NOT_OURS, KeptResponse, append, beside
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.server import application
 

@@ -30,10 +30,10 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import preflight, probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.integration.rollout.weight_socket import VARIABLE
-from verl_precision.integration.trainer import rescue
 from verl_precision.integration.trainer.found_checkpoints import TRACKER
 from verl_precision.integration.trainer.saving import ENDED, ENDING, SignalRequests
-from verl_precision.mismatch.actions import Action
+from verl_precision.tools.actions import rescue
+from verl_precision.tools.actions.actions import Action
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from test_resume import REPEATABLE, differing
 
-from verl_precision.integration.trainer.rescue import RESCUE_FILE
+from verl_precision.tools.actions.rescue import RESCUE_FILE
 from verl_precision.tools.runs.read import read_metrics
 
 STEPS = 5
@@ -17,7 +17,7 @@ def plant(module):
         def update(self, step, active):
             return super().update(step, {"low_effective_sample_size": 3} if step >= 3 else {})
     module.AlarmActions = Actions
-wrapt.register_post_import_hook(plant, 'verl_precision.mismatch.actions')
+wrapt.register_post_import_hook(plant, 'verl_precision.tools.actions.actions')
 """
 
 

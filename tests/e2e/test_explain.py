@@ -50,7 +50,7 @@ SIZES = {"max_prompts": 4, "max_response_tokens": 24}
 
 @pytest.mark.matrix
 def test_exact_arithmetic_leaves_no_step_between_the_engines(tmp_path):
-    """Log-probs: tests/integration/cpu/test_vllm_arithmetic.py, and test_cluster_check.py over a run."""
+    """Log-probs: tests/tools/arithmetic/test_vllm_arithmetic.py, and test_cluster_check.py over a run."""
     healthy = explain(Explanation(exact=True, output=tmp_path / "healthy", **SIZES), Console(file=io.StringIO()))
     by_cause = {finding.variant.cause: finding for finding in healthy.findings}
     assert not any(finding.fault for finding in healthy.findings) and by_cause["engine"].part.equal == 1

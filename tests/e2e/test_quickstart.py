@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
-from verl_precision.mismatch.kept_tokens import index_of, response_at
+from verl_precision.tools.kept_tokens.kept_file import index_of, response_at
 from verl_precision.tools.runs.read import read_metrics
 
 

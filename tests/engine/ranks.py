@@ -40,7 +40,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl_precision.base.dtypes import long
 from verl_precision.base.errors import ConfigurationError, LossScaleError, PrecisionContradictionError
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.engine.arithmetic.chosen import VARIABLE
+from verl_precision.engine.arithmetic_choice import VARIABLE
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings

@@ -35,8 +35,8 @@ from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHI
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
-from verl_precision.mismatch.actions import Action, AlarmActions
 from verl_precision.mismatch.settings import AlarmSettings
+from verl_precision.tools.actions.actions import Action, AlarmActions
 
 RESPONSES, TOKENS = 16, 32
 CORRECTION = "algorithm.rollout_correction"

@@ -12,7 +12,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
-from verl_precision.engine.arithmetic.chosen import INNER, VARIABLE
+from verl_precision.engine.arithmetic_choice import INNER, VARIABLE
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.resolvers import register_search_path

@@ -10,7 +10,7 @@ from composer import ROOT, compose_recipe
 RECIPE = ROOT / "recipes/smollm2/smollm2.yaml"
 SCRIPT = "recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh"
 ON_GPU = ("scale=1x1_gpu", "arithmetic=native")
-REWARD = "pkg://verl_precision.integration.rewards.reasoning_gym_answer"
+REWARD = "pkg://verl_precision.tools.rewards.reasoning_gym_answer"
 
 
 @pytest.mark.parametrize(("overrides", "prompts", "tokens"), [((), 4, 32), (ON_GPU, 64, 1024)])

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.versions import installed_vllm, loads_adapters
-from verl_precision.engine.arithmetic.chosen import inner_dtype
+from verl_precision.engine.arithmetic_choice import inner_dtype
 from verl_precision.weight_sync.canary import LEARNING_SYNCS
 
 pytestmark = pytest.mark.usefixtures("vllm_process")

@@ -24,11 +24,11 @@ from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.winning_words import let_presets_win
 from verl_precision.integration.rollout.weight_socket import choose_name
-from verl_precision.integration.trainer import rescue
 from verl_precision.integration.trainer.found_checkpoints import mend_tracker
 from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
 from verl_precision.integration.trainer.saving import SignalRequests, saves
 from verl_precision.integration.trainer.trainers import PREFIX, measured_mode
+from verl_precision.tools.actions import rescue
 
 # Hydra turns an exception of a callback into a warning, and goes on.
 _ends_the_start = ending_the_process("the preflight")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_precision.engine.arithmetic.operations import log_softmax
 from verl_precision.engine.sampling_masks import KeptTokens
+from verl_precision.tools.arithmetic.operations import log_softmax
 
 # As in verl: a temperature of zero means greedy sampling, whose log-probs are a limit.
 _MIN_TEMPERATURE = 1e-8

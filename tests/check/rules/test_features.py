@@ -19,7 +19,7 @@ from verl_precision.check.preflight import find_problems
 from verl_precision.check.recipe_config import check_recipe
 from verl_precision.check.rules.features import FEATURES, asked_features, lost_features
 from verl_precision.check.rules.rule import Environment
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration import ledger, registration
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine
 from verl_precision.integration.ledger import CORE, LEDGER, check_module, lost_symbols, require_feature
@@ -50,7 +50,7 @@ ASKING = {
     "repeatable": f"{OURS} +repeatable=bitwise",
     "vp_single_turn": f"{OURS} +repeatable=bitwise",
     "sampling_masks": f"{OURS} ++actor_rollout_ref.rollout.custom={{sampling_masks:True}}",
-    "rewards": "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer",
+    "rewards": "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer",
     "weight_sync": OURS,
     "weight_sync on accelerators": OURS,
     "weight_sync of adapters": f"{OURS} model.lora_rank=8",

@@ -100,7 +100,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu +ray_kwargs.ray_init.num_gpus=8"
-BOXED = "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer"
+BOXED = "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer"
 TASKS_REWARD = BOXED.replace("boxed_answer", "reasoning_gym_answer")
 NO_KERNEL = here(head_size=16, head_sizes=(32, 64))
 NO_TOKENIZER = ConfigurationError("no newline", remedy="Add it.")
@@ -261,7 +261,7 @@ SHORT = {
     "SDPA": "model.override_config.attn_implementation=sdpa",
     "ULYSSES": "ulysses_sequence_parallel_size",
     "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True "
-    "reward.custom_reward_function.path=pkg://verl_precision.integration.rewards.boxed_answer",
+    "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer",
     "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
     "REPLAY": "+precision=bf16 +router_replay=rollout",
     "DISTILLED": "distillation.enabled=True distillation.nnodes=1 "

@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import (
     FAILED,

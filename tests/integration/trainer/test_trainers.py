@@ -14,10 +14,10 @@ from verl.utils.metric import reduce_metrics
 from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.base.mergeable import Mean
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
-from verl_precision.integration.trainer.rescue import RESCUE_FILE
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS
 from verl_precision.integration.trainer.trainers import MODES, measured_mode
-from verl_precision.mismatch.actions import Action
+from verl_precision.tools.actions.actions import Action
+from verl_precision.tools.actions.rescue import RESCUE_FILE
 
 HOOKS = (
     *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),

@@ -152,7 +152,7 @@ def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template
 def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
     prepare("math", tmp_path / "out.parquet", template="octothinker", synthetic=True)
     problem = read_data_set(tmp_path / "out.parquet").problems[0]
-    reward = load_reward("pkg://verl_precision.integration.rewards.answer_tag")
+    reward = load_reward("pkg://verl_precision.tools.rewards.answer_tag")
     assert reward.is_correct(problem, f"thought </think> <answer> {problem.ground_truth} </answer>")
     assert not reward.is_correct(problem, f"<answer>{problem.ground_truth}</answer>")
 

@@ -32,7 +32,7 @@ def test_rows_are_verls_and_the_reward_reads_them(write, tmp_path):
     assert rows[0]["extra_info"] | {"index": 0} == {
         **{"index": 0, "level": 1, "seed": 0, "task": "products", "origin": "reasoning_gym 0.1.25"}
     }
-    reward = load_reward("pkg://verl_precision.integration.rewards.reasoning_gym_answer")
+    reward = load_reward("pkg://verl_precision.tools.rewards.reasoning_gym_answer")
     problems = read_data_set(tmp_path / "a" / "reasoning_gym.parquet").problems
     assert len(problems) == len(rows)
     for problem in problems:
@@ -115,6 +115,6 @@ def test_options_of_the_paper_sets_stay_theirs(typed, tmp_path):
 
 
 def test_without_reasoning_gym_the_package_is_named(write, monkeypatch):
-    monkeypatch.setattr("verl_precision.integration.rewards.reasoning_gym_answer.find_spec", lambda name: None)
+    monkeypatch.setattr("verl_precision.tools.rewards.reasoning_gym_answer.find_spec", lambda name: None)
     code, said, rows = write("a", "--task", "gcd")
     assert code == 1 and "is not installed" in said and "pip install reasoning-gym==0.1.25" in said and rows is None

@@ -3,9 +3,9 @@
 import pytest
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.integration.rewards import math_answers
 from verl_precision.tools.jobs.problems import Problem
 from verl_precision.tools.jobs.reward import load_reward
+from verl_precision.tools.rewards import math_answers
 
 
 def problem(source: str = "math", truth: str = "2") -> Problem:
@@ -66,7 +66,7 @@ def test_another_function_is_another_setting(write_reward):
     ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
     ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
     ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
-    ("pkg://verl_precision.integration.rewards.answer_tag:OPEN", "OPEN is no function"),
+    ("pkg://verl_precision.tools.rewards.answer_tag:OPEN", "OPEN is no function"),
 ])  # fmt: skip
 def test_rewards_that_do_not_exist(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)

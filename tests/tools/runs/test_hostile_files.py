@@ -10,7 +10,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
-from verl_precision.mismatch.kept_tokens import FILE
+from verl_precision.tools.kept_tokens.kept_file import FILE
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.read import REWARD, read_runs, sources_in
 from verl_precision.tools.runs.server import application, hosts_of

@@ -19,7 +19,7 @@ from rich.console import Console
 from starlette.testclient import TestClient
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.mismatch.kept_tokens import DECISIONS, FILE, KeptResponse, append
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FILE, KeptResponse, append
 from verl_precision.tools.runs import live as live_module
 from verl_precision.tools.runs.contents import BUCKETS, series_of, thinned
 from verl_precision.tools.runs.kept import SHOWN_PROMPT, SHOWN_TOKENS
@@ -438,7 +438,7 @@ def test_not_a_number_reaches_the_page(ask, run):
 
 
 def test_what_other_estimators_would_have_decided(ask, run):
-    from verl_precision.mismatch.decisions import OTHERS
+    from verl_precision.tools.kept_tokens.decisions import OTHERS
 
     own = OTHERS[0]
     ratio = np.log(np.array([1.0, 2.0, 0.1, 1.0], "f4"))

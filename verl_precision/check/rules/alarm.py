@@ -7,10 +7,10 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.loss import RATIO_SOURCE, weighs_responses
 from verl_precision.check.rules.rule import Environment, Faults, rule, told, told_where
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.mismatch.actions import KINDS
 from verl_precision.mismatch.settings import MismatchSettings, settings_of
+from verl_precision.tools.actions.actions import KINDS
 
 
 @rule("alarm-cannot-act")

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 
 MODEL = "actor_rollout_ref.model"
 OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of protein models' inputs

@@ -13,7 +13,7 @@ DATA = ("data.train_files", "data.val_files")
 REWARD = "reward.custom_reward_function"
 # Rewards of this package, which ask math-verify.
 ANSWER_REWARDS = tuple(f"pkg://verl_precision.integration.rewards.{name}" for name in ("boxed_answer", "answer_tag"))
-TASKS_REWARD = "pkg://verl_precision.integration.rewards.reasoning_gym_answer"
+TASKS_REWARD = "pkg://verl_precision.tools.rewards.reasoning_gym_answer"
 # Packages of verl's loggers that have one (verl.utils.tracking).
 LOGGER_PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")}
 LOGGER_PACKAGES |= {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}

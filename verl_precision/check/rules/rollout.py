@@ -22,7 +22,7 @@ from verl_precision.base.verl_config import (
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told, told_where
 from verl_precision.check.who_decides import USERS, speaker_of
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
 
 # What leaves the distribution as it is.

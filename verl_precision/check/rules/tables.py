@@ -14,7 +14,7 @@ from verl_precision.base.verl_config import SEEDED, engines, is_repeatable, roll
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told
 from verl_precision.check.who_decides import USERS, preset_of, speaker_of
-from verl_precision.engine.arithmetic.chosen import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
+from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.integration.ledger import EXPERTS, is_offered
 from verl_precision.losses.rollout_weights import LEVELS
 

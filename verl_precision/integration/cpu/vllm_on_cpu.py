@@ -73,11 +73,11 @@ def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 def compute_as_asked(cpu_worker: ModuleType) -> None:
     """Register operations of ours with vLLM in a process that was asked for them; in any other import nothing."""
-    from verl_precision.engine.arithmetic.chosen import inner_dtype
+    from verl_precision.engine.arithmetic_choice import inner_dtype
 
     if inner_dtype() is not None:
         require_feature("arithmetic")
-        from verl_precision.integration.cpu.vllm_arithmetic import register_operations
+        from verl_precision.tools.arithmetic.vllm_operations import register_operations
 
         register_operations()
 

@@ -24,9 +24,7 @@ from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_
 from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
-from verl_precision.integration.engine.arithmetic import round_once
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.learning_rate import LOWER_RATE, ScaledLearningRate
 from verl_precision.integration.engine.measurement import shadow_known, updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
 from verl_precision.integration.engine.registry import CPU, NVIDIA, register_engine
@@ -40,6 +38,8 @@ from verl_precision.integration.engine.weight_export import (
 )
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.found_checkpoints import adopt_earlier
+from verl_precision.tools.actions.learning_rate import LOWER_RATE, ScaledLearningRate
+from verl_precision.tools.arithmetic.trainer_model import round_once
 
 
 class PrecisionFSDPEngine:

@@ -22,10 +22,10 @@ from verl_precision.integration.engine.adapters import (
     untied,
 )
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.tools.arithmetic.stochastic_rounding import rounded_stream
 from verl_precision.weight_sync.bf16_grid import Bf16Grid
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox
-from verl_precision.weight_sync.stochastic_rounding import rounded_stream
 
 MODEL = "actor_rollout_ref.model"
 

@@ -23,7 +23,6 @@ from verl_precision.base.errors import CheckpointStateError, ConfigurationError,
 from verl_precision.base.files import table_of, write_file
 from verl_precision.base.state import read_state
 from verl_precision.integration.trainer.kept_files import metrics_path
-from verl_precision.integration.trainer.rescue import RESCUE_FILE
 from verl_precision.integration.trainer.run_settings import (
     RunSettings,
     as_record,
@@ -33,6 +32,7 @@ from verl_precision.integration.trainer.run_settings import (
     settings_of_run,
 )
 from verl_precision.integration.trainer.saving import saves
+from verl_precision.tools.actions.rescue import RESCUE_FILE
 
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it

@@ -20,24 +20,24 @@ from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
-from verl_precision.integration.trainer.acting import Acting
 from verl_precision.integration.trainer.batch_fields import fetch, kept, put
 from verl_precision.integration.trainer.shown import log_histograms, log_table
-from verl_precision.integration.trainer.token_recorder import TokenRecorder
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
 from verl_precision.mismatch.candidates import Candidates, lot_of
-from verl_precision.mismatch.kept_tokens import KeptSummary
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.turns import MismatchByTurn
+from verl_precision.tools.actions.acting import Acting
+from verl_precision.tools.kept_tokens.kept_file import KeptSummary
+from verl_precision.tools.kept_tokens.recorder import TokenRecorder
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 ALARM_TABLE, KEPT_TABLE = "alarm/raised", "mismatch/kept_responses"

@@ -15,13 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import is_repeatable, missing_log_probs, other_trainer
 from verl_precision.integration.ledger import is_lost
-from verl_precision.integration.trainer import kept_files, rescue
+from verl_precision.integration.trainer import kept_files
 from verl_precision.integration.trainer.found_checkpoints import LAST_FILE, QUEUE
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.saving import SavePlan, checkpoint_settings
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.mismatch.settings import settings_of
+from verl_precision.tools.actions import rescue
 from verl_precision.weight_sync.settings import canary_settings
 
 PREFIX = "vp_"

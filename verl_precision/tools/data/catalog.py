@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
-from verl_precision.integration.rewards.math_answers import braced_box
+from verl_precision.tools.rewards.math_answers import braced_box
 
 Row = Mapping[str, Any]
 

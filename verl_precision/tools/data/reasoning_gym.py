@@ -15,7 +15,7 @@ from verl_precision.base.files import write_file
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import require_each_once
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
+from verl_precision.tools.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
 
 # The system's message: where there is none, some templates have one of their own. By lines of the answer: one, or more.
 INSTRUCTIONS = ('Answer in one line: "Answer: ..."', 'Give the answer alone after "Answer:".')

@@ -66,7 +66,7 @@ def prepare_process(arithmetic: str | None = None) -> bool:
     """Set what verl and vLLM read from the environment, before they are imported; return whether there is a GPU."""
     import torch
 
-    from verl_precision.engine.arithmetic.chosen import VARIABLE
+    from verl_precision.engine.arithmetic_choice import VARIABLE
 
     os.environ.update({} if arithmetic is None else {VARIABLE: arithmetic})
     on_gpu = torch.cuda.is_available()

@@ -98,8 +98,8 @@ class TrainerEngine:
         """Score a response alone, and compare all log-probs of its positions with those in the file."""
         import torch
 
-        from verl_precision.engine.arithmetic.chosen import inner_dtype
-        from verl_precision.engine.arithmetic.operations import log_softmax
+        from verl_precision.engine.arithmetic_choice import inner_dtype
+        from verl_precision.tools.arithmetic.operations import log_softmax
 
         kept: list[Any] = []
         hook = self._engine.module.register_forward_hook(lambda module, args, output: kept.append(output.logits))

@@ -64,7 +64,7 @@ class Model:
             return
         from transformers import AutoConfig
 
-        from verl_precision.engine.arithmetic.chosen import require_family
+        from verl_precision.engine.arithmetic_choice import require_family
 
         given: Any = {"setting": "--arithmetic", "value": arithmetic, "remedy": "Use --arithmetic native."}
         if _has_gpu() or ray_address is not None:

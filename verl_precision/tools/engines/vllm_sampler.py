@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from verl_precision.base.dtypes import long
 from verl_precision.base.files import new_file
 from verl_precision.check.rules.attention import gated_delta_nets
-from verl_precision.engine.arithmetic.chosen import chosen
+from verl_precision.engine.arithmetic_choice import chosen
 from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.engine import Request, Response, prepare_process
 from verl_precision.tools.engines.model import model_location

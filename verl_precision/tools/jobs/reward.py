@@ -11,10 +11,10 @@ from typing import Any
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import recorded
 from verl_precision.integration.ledger import require_feature
-from verl_precision.integration.rewards import boxed_answer
-from verl_precision.integration.rewards.math_answers import require_math_verify
 from verl_precision.tools.jobs.problems import Problem
 from verl_precision.tools.jobs.settings import JudgedJob
+from verl_precision.tools.rewards import boxed_answer
+from verl_precision.tools.rewards.math_answers import require_math_verify
 
 PACKAGE = "pkg://"
 Score = Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number, or dict with score

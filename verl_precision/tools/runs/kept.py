@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError, fault_of_error
-from verl_precision.mismatch.kept_tokens import (
+from verl_precision.tools.kept_tokens.kept_file import (
     DECISIONS,
     FILE,
     KeptResponse,
@@ -115,7 +115,7 @@ def other_decisions(response: KeptResponse) -> dict[str, list[int]]:
 
     It asks the losses themselves, and so imports torch.
     """
-    from verl_precision.mismatch.decisions import decisions_of
+    from verl_precision.tools.kept_tokens.decisions import decisions_of
 
     code = {name: number for number, name in enumerate(DECISIONS)}
     return {name: [code[each] for each in found[:SHOWN_TOKENS]] for name, found in decisions_of(response).items()}

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl_precision.base.errors import ConfigurationError, fault_of_error
 from verl_precision.base.terminal import printable
-from verl_precision.mismatch.kept_tokens import KeptResponse
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse
 from verl_precision.tools.runs.contents import csv_of
 from verl_precision.tools.runs.kept import ORDERS, other_decisions, response_content, text_of
 from verl_precision.tools.runs.live import Live, LiveRun

@@ -12,10 +12,10 @@ from made_up import two_tokens
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.mismatch.kept_tokens import append
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import variants
+from verl_precision.tools.kept_tokens.kept_file import append
 
 
 def kept(step: int = 1, seed: int = 0, **changes):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_precision.engine.arithmetic import operations
-from verl_precision.engine.arithmetic.attention import attention, packed
-from verl_precision.engine.arithmetic.chosen import INNER
+from verl_precision.engine.arithmetic_choice import INNER
+from verl_precision.tools.arithmetic import operations
+from verl_precision.tools.arithmetic.attention import attention, packed
 from verl_precision.tools.gap.explain.operation_error import operation_errors
 
 

@@ -16,14 +16,14 @@ from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
 from verl_precision.check.recipe_config import recorded_config
 from verl_precision.check.rules.attention import attention_of
-from verl_precision.engine.arithmetic.chosen import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import first_alarms
-from verl_precision.mismatch.kept_tokens import beside, index_of
 from verl_precision.mismatch.metric_names import value_of
 from verl_precision.tools.gap.explain.judge import CAUSES
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import variants
+from verl_precision.tools.kept_tokens.kept_file import beside, index_of
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import percent_text, terminal_table
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.mismatch.kept_tokens import KeptResponse, index_of, response_at
 from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.engines.model import Model
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.jobs.store import Series
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse, index_of, response_at
 
 
 class KeptRollout(NamedTuple):

@@ -39,7 +39,7 @@ class Variant:
     packed: bool = False  # of the trainer: whether sequences are packed without padding
     fp32_output_head: bool = False  # of the trainer
     fp32_log_probs: bool = True  # of the trainer
-    arithmetic: str = "native"  # of all operations, as in `engine.arithmetic.chosen`
+    arithmetic: str = "native"  # of all operations, as in `engine.arithmetic_choice`
     routing: Literal["", "recorded", "replayed"] = ""  # of a mixture of experts: what is done with its choices
 
     @property

@@ -1,0 +1,135 @@
+"""A rescue: what it goes on from, its command, and who goes on with it; a real one: tests/e2e/test_acting_alarm.py."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from rubbish import FOREIGN, cut, flipped
+
+from verl_precision.base.errors import CheckpointStateError
+from verl_precision.tools.actions import rescue
+from verl_precision.tools.actions.actions import Action
+from verl_precision.tools.actions.rescue import RESCUE_FILE, Rescue
+
+ACTION = Action("rescue", "low_effective_sample_size", 12, 6)
+GIVEN = ["--config-name", "collapse", "precision=bf16", "logit_size=100", "+mismatch.alarm.on_alarm=rescue"]
+
+
+def config(folder: Path, **alarm):
+    return OmegaConf.create({
+        "trainer": {"default_local_dir": str(folder), "experiment_name": "bf16"},
+        "actor_rollout_ref": {"actor": {"checkpoint": {"load_contents": ["model", "optimizer", "extra"]}}},
+        "mismatch": {"alarm": {"on_alarm": "rescue", **alarm}},
+    })  # fmt: skip
+
+
+def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
+    actor = folder / f"global_step_{step}" / "actor"
+    actor.mkdir(parents=True)
+    for part in ("model", "optim", "extra_state") if whole else ("model",):
+        torch.save(step, actor / f"{part}_world_size_1_rank_0.pt")
+    torch.save(step, actor.parent / "data.pt")
+    return actor.parent
+
+
+def test_it_goes_on_from_the_newest_whole_checkpoint_before_the_trouble(tmp_path):
+    run = tmp_path / "bf16"
+    paths = {step: checkpoint(run, step, whole=step != 5) for step in (3, 4, 5, 6, 9)}
+    found = rescue.decide(config(run), ACTION)
+    assert found.checkpoint == str(paths[4]) and (paths[4] / "KEEP").is_file(), "5 is half, 6 is of the trouble"
+    assert found.folder == f"{run}-rescue" and found.name == "bf16-rescue"
+    assert rescue.of_run(config(run)) == found and (Path(found.folder) / RESCUE_FILE).is_file()
+
+
+def test_without_one_it_goes_on_from_the_start(tmp_path):
+    checkpoint(tmp_path / "bf16", 8)
+    found = rescue.decide(config(tmp_path / "bf16"), ACTION)
+    assert found.checkpoint is None and found.settings()["trainer.resume_mode"] == "auto"
+
+
+def test_only_the_command_of_the_parent_goes_on_with_it(tmp_path):
+    run = tmp_path / "bf16"
+    assert rescue.of_run(config(run)) is None
+    rescue.decide(config(run), ACTION)
+    assert rescue.of_run(config(run, on_alarm="log")) is None, "the rescue itself, or who wants the parent back"
+
+
+@pytest.fixture
+def decided(tmp_path) -> Rescue:
+    checkpoint(tmp_path / "bf16", 4)
+    return rescue.decide(config(tmp_path / "bf16"), ACTION)
+
+
+def read(words: Sequence[str]) -> dict[str, object]:
+    """Return what Hydra reads in overrides, each key once."""
+    parsed = OverridesParser.create().parse_overrides(words)
+    values = {each.key_or_group: each.value() for each in parsed}
+    assert len(values) == len(parsed)
+    return values
+
+
+def test_its_command_is_the_parents_with_each_setting_once(decided):
+    words = rescue.arguments(GIVEN, decided, chosen=["precision", "estimator"])
+    assert words[:3] == ["--config-name", "collapse", "logit_size=100"] and "precision=fp16" in words
+    values = read(words[2:])
+    assert values["mismatch.alarm.on_alarm"] == "log"
+    assert values["trainer.resume_from_path"] == decided.checkpoint and values["trainer.resume_mode"] == "resume_path"
+    assert values["trainer.experiment_name"] == "bf16-rescue"
+
+
+def test_a_group_that_the_config_has_no_choice_for_is_added(decided):
+    assert "+precision=fp16" in rescue.arguments(["+precision=bf16"], decided, chosen=["estimator"])
+
+
+def test_a_rescue_that_has_a_checkpoint_of_its_own_goes_on_from_that(decided):
+    checkpoint(Path(decided.folder), 7)
+    words = rescue.arguments(GIVEN, decided, chosen=["precision"])
+    assert read(words[2:])["trainer.resume_mode"] == "auto"
+    assert not any("resume_from_path" in word for word in words)
+
+
+def test_a_file_cut_short_or_with_another_bit_is_refused_or_says_the_same(decided):
+    """A letter of it is another folder."""
+    parent = Path(decided.parent)
+    asked = config(parent)
+    content = (parent / RESCUE_FILE).read_bytes()
+    for damaged in (*cut(content), *flipped(content, bits=1)):
+        (parent / RESCUE_FILE).write_bytes(damaged)
+        try:
+            assert rescue.of_run(asked) == decided, damaged
+        except CheckpointStateError as refused:
+            assert str(parent / RESCUE_FILE) in str(refused) and "remove rescue.yaml" in str(refused)
+
+
+FIELDS = {"parent": "p", "alarm": "a", "step": 3, "since_step": 2, "checkpoint": None, "precision": "fp16", "name": "n"}
+FIELDS |= {"folder": "f"}
+
+
+@pytest.mark.parametrize("content", [*FOREIGN.values(), *(yaml.safe_dump(FIELDS | change).encode() for change in (
+    {"new": 1}, {"precision": "fp8"}, {"step": "3"}, {"step": 3.0}, {"name": None}, {"checkpoint": 4}, {"folder": []},
+    {"checksum": "crc32 00000000"}, {"checksum": None, "later": 1},
+))], ids=lambda content: repr(content[-24:]))  # fmt: skip
+def test_rubbish_ends_the_start_of_its_parent_and_its_own(tmp_path, content):
+    (tmp_path / RESCUE_FILE).write_bytes(content)
+    for ask in (rescue.of_run, rescue.is_rescue):
+        with pytest.raises(CheckpointStateError, match=r"rescue\.yaml cannot be read"):
+            ask(config(tmp_path))
+
+
+def test_a_file_written_by_hand_needs_no_checksum(tmp_path):
+    (tmp_path / RESCUE_FILE).write_text(yaml.safe_dump(FIELDS))
+    assert rescue.of_run(config(tmp_path)) == Rescue(**FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name", ["Läufe", "实验", "it's", 'a "b"', "pbs.12[3]", "a,b=c {d}", "back\\slash\\", "new\nline"]
+)
+def test_it_goes_where_it_belongs_whatever_the_folder_is_called(tmp_path, name):
+    checkpoint(tmp_path / name, 4)
+    values = read(rescue.arguments([], rescue.decide(config(tmp_path / name), ACTION), chosen=[]))
+    assert values["trainer.default_local_dir"] == f"{tmp_path / name}-rescue"
+    assert values["trainer.resume_from_path"] == str(tmp_path / name / "global_step_4")

@@ -1,0 +1,192 @@
+"""The real vLLM beside verl's engine: with `exact` all log-probs of sampled tokens are equal, bit for bit.
+
+Requests of many lengths at a time, with a prefix cache and sampling; verl's FSDP2 engine scores them packed.
+"""
+
+from types import SimpleNamespace
+
+import forked
+import pytest
+import torch
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.engine.arithmetic_choice import VARIABLE
+from verl_precision.tools.arithmetic.operations import linear
+
+PROGRAM = """
+from types import SimpleNamespace
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import verl_precision.integration.engine.single_rank as single_rank
+from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
+from verl_precision.tools.engines.vllm_sampler import VllmEngine
+
+torch.set_num_threads(1)
+join = single_rank.make_group_of_one
+single_rank.make_group_of_one = lambda device: torch.distributed.is_initialized() or join(device)
+generator = torch.Generator().manual_seed(0)
+shared, *others = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (130, 5, 9, 60, 2, 40, 1)]
+prompts = [others[0], shared + others[1], shared + others[4], others[2], shared + others[3], others[5], shared[:129]]
+
+def sampled(engine, seed):
+    engine.submit([Request(str(i), seed, tuple(p), max_tokens=24, seed=i) for i, p in enumerate(prompts)])
+    found = {}
+    while responses := engine.poll():
+        found |= {response.problem: response for response in responses}
+    return [found[str(i)] for i in range(len(prompts))]
+
+def unequal(rollout, trainer):
+    trainer.submit([Request(r.problem, 0, tuple(p), response_token_ids=r.token_ids) for r, p in zip(rollout, prompts)])
+    scored = {response.problem: response.log_probs for response in trainer.poll()}
+    pairs = [pair for r in rollout for pair in zip(r.log_probs, scored[r.problem], strict=True)]
+    return len(pairs), sum(a != b for a, b in pairs)
+
+def drawn_adapter(path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    model.save_pretrained("adapter")
+    return "adapter"
+
+def sent(engine, path, dtype):
+    from verl_precision.integration.engine.weight_export import merged_lora
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.load_state_dict(dict(merged_lora(engine)))
+    model.save_pretrained(dtype)
+    AutoTokenizer.from_pretrained(path).save_pretrained(dtype)
+    return dtype
+
+for architecture in {architectures!r}:
+    for dtype in ("bf16", "fp16"):
+        path = str(cached_tiny_model(architecture.removesuffix("+lora")))
+        adapter = drawn_adapter(path) if architecture.endswith("+lora") else None
+        trainer = TrainerEngine(path, dtype, "sdpa", 1024, packed=True, adapter=adapter)
+        path = sent(trainer._engine, path, dtype) if adapter else path
+        engine = VllmEngine(path, dtype, 512, log_probs=True, enable_prefix_caching=True, max_num_seqs=4)
+        tokens, different = unequal(sampled(engine, 0), trainer)
+        print("result", architecture, dtype, tokens, different, flush=True)
+
+if {planted!r}:
+    import verl_precision.tools.arithmetic.vllm_operations as ours
+    ours.operations = SimpleNamespace(**vars(ours.operations))  # of vLLM alone: the trainer keeps the module
+for name in {planted!r}:
+    place = ours if hasattr(ours, name) else ours.operations
+    right = getattr(place, name)
+    setattr(place, name, lambda *args, inner: right(*args, inner=torch.float32))
+    print("planted", name, *unequal(sampled(engine, name), trainer), flush=True)
+    setattr(place, name, right)
+    engine._engine.reset_prefix_cache()
+"""
+
+
+DTYPES = ("bf16", "fp16")
+MODELS = ("qwen3_tied+lora", "qwen2+lora", "qwen3", "qwen3_tied", "qwen2", "llama")
+FEWER = ("qwen3_tied+lora", "qwen2", "llama")  # an adapter, norms of heads and a tied head; biases; none of them
+PLANTED = ("rms_norm", "rotary", "attention", "silu_and_mul")
+
+
+def unequal(folder, arithmetic, architectures, planted=()):
+    """Return how many log-probs of how many are not equal: by architecture and dtype, and by planted operation."""
+    program = PROGRAM.replace("{architectures!r}", repr(architectures)).replace("{planted!r}", repr(planted))
+    done = forked.run(program, folder, **{VARIABLE: arithmetic, "VERL_PLATFORM": "cpu"})
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("result ", "planted "))]
+    return {tuple(names): int(count) for _, *names, tokens, count in lines if int(tokens) > 90}
+
+
+@pytest.mark.parametrize("models", [FEWER, pytest.param(MODELS, marks=pytest.mark.matrix)], ids=len)
+def test_every_log_prob_is_equal_and_one_operation_in_fp32_shows(models, tmp_path):
+    found = unequal(tmp_path, "exact", models, PLANTED)
+    exact = {(name, dtype): 0 for name in models for dtype in DTYPES}
+    assert {names: count for names, count in found.items() if len(names) == 2} == exact
+    assert all(found[name,] for name in PLANTED), found
+
+
+def test_a_mixture_of_experts(tmp_path):
+    assert unequal(tmp_path, "exact", ("qwen3_moe",)) == {("qwen3_moe", dtype): 0 for dtype in DTYPES}
+
+
+def test_rounded_once_is_nearer_and_native_is_not_equal(tmp_path):
+    once, native = (unequal(tmp_path, arithmetic, ("qwen3",)) for arithmetic in ("rounded_once", "native"))
+    assert all(once[key] < native[key] for key in native) and len(native) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "inner"), [("rounded_once", torch.float32), ("exact", torch.float64), ("native", None)]
+)
+def test_vllms_linear_layers(asked, inner, monkeypatch):
+    from vllm.model_executor.layers import utils
+
+    from verl_precision.tools.arithmetic.vllm_operations import _linear_layer
+
+    monkeypatch.setenv(VARIABLE, asked)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((3, 640), (32, 640)))
+    layer = torch.nn.Linear(640, 32, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight.copy_(weight)
+    _linear_layer(utils.dispatch_cpu_unquantized_gemm, None, (layer, True), {})
+    if inner is not None:
+        assert torch.equal(layer.weight, weight), "it is read anew by each product"
+        assert torch.equal(utils.cpu_unquantized_gemm(layer, x, layer.weight, None), linear(x, weight, inner=inner))
+    else:
+        assert not hasattr(layer.cpu_linear, "keywords")
+
+
+def test_a_process_that_was_not_asked(monkeypatch):
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from verl_precision.integration.cpu.vllm_on_cpu import compute_as_asked
+
+    monkeypatch.setenv(VARIABLE, "native")
+    compute_as_asked(None)
+    assert not op_registry_oot and not AttentionBackendEnum.CPU_ATTN.is_overridden()
+
+
+def vllm_config(changes):
+    """Return what is read of vLLM's config, with some of it changed."""
+    values = {
+        "model_config.hf_text_config.model_type": "qwen3",
+        "model_config.hf_text_config.hidden_act": "silu",
+        "model_config.hf_text_config.attention_dropout": 0.0,
+        "model_config.hf_text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "model_config.dtype": torch.bfloat16,
+        "model_config.head_dtype": torch.bfloat16,
+        "compilation_config.mode": 0,
+        "parallel_config.world_size": 1,
+        "quant_config": None,
+        "lora_config": None,
+    }
+    config = SimpleNamespace()
+    for path, value in {**values, **changes}.items():
+        *parents, last = path.split(".")
+        part = config
+        for parent in parents:
+            part = vars(part).setdefault(parent, SimpleNamespace())
+        setattr(part, last, value)
+    return config
+
+
+@pytest.mark.parametrize(("setting", "value", "words"), [
+    ("model_config.hf_text_config.model_type", "mixtral", "llama, qwen2, qwen3, qwen3_moe"),
+    ("compilation_config.mode", 3, "enforce_eager=True"),
+    ("parallel_config.world_size", 2, "tensor_model_parallel_size=1"),
+    ("quant_config", "fp8", "quantization=None"),
+    ("model_config.head_dtype", torch.float32, "the head in the model's dtype"),
+    ("lora_config", "some", "no adapters"),
+])  # fmt: skip
+def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, monkeypatch):
+    from verl_precision.tools.arithmetic.vllm_operations import require_supported
+
+    monkeypatch.setenv(VARIABLE, "exact")
+    require_supported(vllm_config({}))
+    with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='exact'.*Allowed: .*{words}"):
+        require_supported(vllm_config({setting: value}))
+    if words != "llama, qwen2, qwen3, qwen3_moe":  # that model has operations of its own in any arithmetic
+        monkeypatch.setenv(VARIABLE, "rounded_once")
+        require_supported(vllm_config({setting: value}))

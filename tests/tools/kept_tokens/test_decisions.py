@@ -1,0 +1,158 @@
+"""What is said of a token is what the loss does with it: by hand, and against the papers' equations in float64."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kept_responses import GRPO, response
+
+from verl_precision.losses import POLICY_LOSSES
+from verl_precision.losses.clipping import ClipRange
+from verl_precision.tools.kept_tokens.decisions import LOST, OTHERS, Estimator, Tokens, decide, decisions_of
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS
+
+sys.path.append(str(Path(__file__).parents[1] / "losses"))
+from plain_equations import case_for, plain_gradient, random_case
+
+BY_NAME = {other.name.removesuffix(", bypass mode"): other for other in OTHERS}
+WEIGHTS = replace(BY_NAME["grpo_token_tis"], loss="vp_ratio_one", bounds={})
+
+
+def tokens_of(gaps, advantage=1.0, mask=None, shadow=None) -> Tokens:
+    mu = torch.full((len(gaps),), -3.0, dtype=torch.float64)
+    shadow = None if shadow is None else mu + torch.tensor(shadow, dtype=torch.float64)
+    ones = torch.ones(len(gaps), dtype=torch.int64)
+    pi = mu + torch.tensor(gaps, dtype=torch.float64)
+    return Tokens(pi, mu, advantage * ones.double(), ones if mask is None else torch.tensor(mask), shadow)
+
+
+def said(estimator: Estimator, tokens: Tokens, current=True, **more) -> list[str]:
+    return [DECISIONS[code] for code in decide(estimator, tokens, current, **more).codes]
+
+
+@pytest.mark.parametrize(("gap", "advantage", "shadow", "current", "expected"), [  # ln 0.8 = -0.2231, ln 1.28 = 0.2469
+    pytest.param(0.30, 1.0, None, True, "phantom-clipped", id="the same weights: the whole gap is rounding"),
+    pytest.param(0.30, 1.0, None, False, "clipped", id="of older weights, and no shadow: nobody knows why"),
+    pytest.param(0.30, 1.0, 0.28, True, "clipped", id="the policy's own change clips it"),
+    pytest.param(0.30, 1.0, 0.20, False, "phantom-clipped", id="not without the rounding"),
+    pytest.param(-0.30, -1.0, None, True, "phantom-clipped", id="A < 0"),
+    pytest.param(0.30, -1.0, None, True, "kept", id="the wrong side"),
+    pytest.param(0.30, 0.0, None, True, "kept", id="no advantage, no gradient to lose"),
+    pytest.param(0.2468, 1.0, None, True, "kept", id="just inside"),
+    pytest.param(0.2470, 1.0, None, True, "phantom-clipped", id="just outside"),
+])  # fmt: skip
+def test_clipping_by_hand(gap, advantage, shadow, current, expected):
+    tokens = tokens_of([gap, 0.0], advantage, shadow=None if shadow is None else [shadow, 0.0])
+    assert said(GRPO, tokens, current) == [expected, "kept"]
+    stated = replace(GRPO, loss="vanilla", bounds={}, clip=tuple(ClipRange(False, math.log(0.8), math.log(1.28))))
+    assert said(stated, tokens, current) == [expected, "kept"], "a loss of verl's own with this clip range"
+
+
+def test_the_dual_clip_of_verls_own_loss():
+    stated = Estimator("vanilla", "vanilla", clip=(False, -0.2, 0.2, math.log(3)))
+    assert said(stated, tokens_of([1.0, 1.2], -1.0), False) == ["kept", "clipped"]
+
+
+def test_outside_bypass_mode_the_ratio_of_the_first_mini_batch_is_one():
+    assert said(replace(GRPO, against_rollout=False), tokens_of([0.5, -3.0])) == ["kept", "kept"]
+
+
+@pytest.mark.parametrize(("name", "gaps", "expected"), [
+    ("grpo_token_tis", [0.69, 0.70, -5.0], ["kept", "truncated", "kept"]),  # ln 2 = 0.693
+    ("icepop", [0.0, 1.7, -0.7], ["kept", "masked", "masked"]),  # ln 5 = 1.609, ln 0.5 = -0.693
+    ("grpo_seq_mis", [0.5, 0.5], ["kept", "kept"]),  # ln 3 = 1.0986
+    ("grpo_seq_mis", [0.6, 0.6], ["masked", "masked"]),
+    ("geo_mask", [0.0, 0.003], ["masked", "masked"]),
+    ("geo_mask", [0.01, -0.01], ["kept", "kept"]),
+    ("pg_seq_tis", [0.6, 0.6], ["truncated", "truncated"]),
+    ("pg_seq_mis", [0.6, 0.6], ["masked", "masked"]),
+    ("gspo", [0.01, -0.008], ["phantom-clipped"] * 2),  # the mean is 1e-3, ln 1.0004 = 4e-4
+    ("gspo", [0.01, -0.01], ["kept", "kept"]),
+    ("cispo", [1.7, 1.8], ["kept", "truncated"]),  # ln 6 = 1.792
+    ("dppo_tv", [1.3, 1.8], ["kept", "masked"]),  # e^-1.7 - e^-3 = 0.133, e^-1.2 - e^-3 = 0.251
+    ("kpop", [0.5, 3.0], ["kept", "masked"]),
+])  # fmt: skip
+def test_other_bounds_by_hand(name, gaps, expected):
+    assert said(BY_NAME[name], tokens_of(gaps)) == expected
+
+
+def test_a_rejected_response_is_masked_before_it_is_clipped():
+    mask = BY_NAME["off_policy_sequence_mask"]
+    assert said(mask, tokens_of([-0.6, -0.6], -1.0), False) == ["masked", "masked"]
+    assert said(mask, tokens_of([-0.4, -0.1], -1.0), False) == ["clipped", "kept"]
+    assert said(mask, tokens_of([-0.6, -0.6], 1.0), False) == ["kept", "kept"]
+
+
+def test_tool_output_is_not_the_policys_whatever_it_holds():
+    assert said(GRPO, tokens_of([0.3, math.nan, 0.3], mask=[1, 0, 1])) == [
+        *("phantom-clipped", "not the policy's", "phantom-clipped")
+    ]
+
+
+def test_a_response_with_a_number_that_is_none_is_left_out():
+    assert said(GRPO, tokens_of([0.0, math.nan])) == ["masked", "masked"]
+
+
+def test_what_verls_rejection_took_out_is_masked_and_its_weights_are_taken():
+    tokens = tokens_of([0.0, 0.0, 0.7], mask=[1, 1, 1])
+    assert said(WEIGHTS, tokens, left=torch.tensor([1, 0, 1])) == ["kept", "masked", "truncated"]
+    given = decide(WEIGHTS, tokens, True, weights=torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+    assert [DECISIONS[code] for code in given.codes] == ["kept", "masked", "truncated"]
+    assert given.slopes.tolist() == [1, 0, 2]
+
+
+def test_a_loss_that_does_not_say_where_it_clips_is_not_known():
+    assert said(Estimator("mine", "mine", known=False), tokens_of([0.5, 0.5])) == ["not known"] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", BY_NAME)
+def test_who_is_said_to_have_lost_its_gradient_has_none_and_nobody_else(name, seed):
+    """Against the papers' equations under automatic differentiation, which share no code with the losses."""
+    case = random_case(seed, spread=1.5) if name == "cispo" else case_for(name, seed)
+    other = BY_NAME[name]
+    case = replace(case, proximal=case.rollout if other.against_rollout else case.trainer)
+    gradient, found, scales = plain_gradient(name, case).numpy(), set(), []
+    for row in range(len(case.mask)):
+        if not case.mask[row].any():
+            continue
+        advantages = case.advantages[row].expand(case.mask.shape[1])
+        tokens = Tokens(case.trainer[row], case.rollout[row], advantages, case.mask[row])
+        decided = decide(other, tokens, False)
+        mask = case.mask[row].numpy()
+        lost, slopes = np.isin(decided.codes, LOST), decided.slopes
+        assert (lost == (mask & (gradient[row] == 0))).all()
+        assert ((decided.codes == DECISIONS.index("not the policy's")) == ~mask).all()
+        length = mask.sum() if name == "gspo" else 1
+        kept = mask & ~lost
+        scales += (gradient[row][kept] * length / slopes[kept]).tolist()
+        found |= {DECISIONS[code] for code in decided.codes}
+    assert scales == pytest.approx([scales[0]] * len(scales), rel=1e-5), (
+        "slopes are the gradient's, but for aggregation"
+    )
+    assert found & {"clipped", "masked", "truncated"}, "the case decides something"
+
+
+def test_the_page_gets_the_runs_own_first_and_each_other_once():
+    gaps, mu = np.array([0.0, 0.3], "f4"), np.full(2, -3.0, "f4")
+    ones = np.ones(2, "f4")
+    kept = response(
+        tokens=2, rollout_log_probs=mu, log_probs=mu + gaps, shadow_log_probs=None, advantages=ones,
+        mask=np.ones(2, "u1"), decisions=np.array([1, 3], "u1"), behind=0,
+    )  # fmt: skip
+    found = decisions_of(kept)
+    assert next(iter(found)) == "grpo, bypass mode" and found["grpo, bypass mode"] == ["kept", "phantom-clipped"]
+    assert list(found)[1:] == [other.name for other in OTHERS if other.name != "grpo, bypass mode"]
+    assert {len(codes) for codes in found.values()} == {2} and found["kpop"] == ["kept", "kept"]
+
+
+def test_any_registered_loss_can_be_asked():
+    """Its own gradient decides, so that a loss that somebody adds needs nothing more."""
+    for name, entry in POLICY_LOSSES.items():
+        bounds = {"threshold": 3.0, "rejection_threshold": 0.5, "clip_low": 0.2, "clip_high": 0.28}
+        given = {key: value for key, value in bounds.items() if key in entry.parameters}
+        assert len(said(Estimator(name, name, given), tokens_of([0.1, 0.2]))) == 2

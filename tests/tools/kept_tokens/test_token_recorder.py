@@ -1,0 +1,269 @@
+"""A run keeps the tokens of a few responses: in the usual mode, in bypass mode, after a rejection, over its starts."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from composer import compose_estimator
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_precision.integration.engine import measurement
+from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, REQUEST
+from verl_precision.integration.trainer.run_monitor import RunMonitor
+from verl_precision.losses.clipping import ClipRange
+from verl_precision.mismatch.settings import settings_of
+from verl_precision.presets import preset_names
+from verl_precision.tools.kept_tokens.decisions import OTHERS
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, index_of, response_at
+from verl_precision.tools.kept_tokens.recorder import estimator_of
+
+CONFIG = {
+    "trainer": {"project_name": "project", "experiment_name": "run", "default_local_dir": "?", "logger": ["file"]},
+    "algorithm": {"adv_estimator": "rloo"},
+    "critic": {},
+    "mismatch": {"keep_tokens": 3},
+    "actor_rollout_ref": {
+        "actor": {
+            "strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "vp_grpo"},
+            "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28,
+        },
+        "rollout": {"name": "vllm", "dtype": "bfloat16", "prompt_length": 2, "response_length": 5},
+    },
+}  # fmt: skip
+BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
+# Three responses: gaps by hand; the second has two turns and a tool's output between them.
+GAPS = [[0.3, 0.0], [0.1, 9.0, 9.0, -0.1], [0.0]]
+MASKS = [[1, 1], [1, 0, 0, 1], [1]]
+ADVANTAGES = [1.0, -1.0, 0.0]
+
+
+class Queue(dict):
+    """verl's transfer queue: name -> one tensor a row."""
+
+    def get(self, keys, partition_id, select_fields):
+        rows = [int(key.split("_")[1]) for key in keys]
+        fields = {name: [self[name][row] for row in rows] for name in select_fields}
+        nested = {name: torch.nested.as_nested_tensor(some, layout=torch.jagged) for name, some in fields.items()}
+        return TensorDict(nested, batch_size=len(rows))
+
+    def put(self, keys, partition_id, fields):
+        self.update({name: list(values) for name, values in fields.items()})
+        return SimpleNamespace(fields=list(self))
+
+
+@pytest.fixture
+def queue(monkeypatch, tmp_path):
+    rollout = [torch.full((len(row),), -2.0) for row in GAPS]
+    queue = Queue(
+        prompts=[torch.tensor([1, 2]) for _ in GAPS],
+        responses=[torch.arange(len(row)) + 3 for row in GAPS],
+        response_mask=[torch.tensor(row) for row in MASKS],
+        rollout_log_probs=rollout,
+        old_log_probs=[one + torch.tensor(row) for one, row in zip(rollout, GAPS, strict=True)],
+        advantages=[one * torch.tensor(mask) for one, mask in zip(ADVANTAGES, MASKS, strict=True)],
+        rm_scores=[torch.eye(len(row))[-1] * number for number, row in enumerate(GAPS)],
+    )
+    monkeypatch.setattr("transfer_queue.kv_batch_get", queue.get)
+    monkeypatch.setattr("transfer_queue.kv_batch_put", queue.put)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    return queue
+
+
+def monitor(tmp_path, *changes) -> RunMonitor:
+    config = OmegaConf.merge(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}}, *changes)
+    judge = RunMonitor(config, settings_of(config))
+    judge.recorder.begin(0)
+    return judge
+
+
+def batch_of(versions=(0, 0, 0)) -> SimpleNamespace:
+    """The three responses, and a row of padding."""
+    tags = [{"min_global_steps": version} for version in versions] + [{"is_padding": True, "min_global_steps": 0}]
+    keys = [f"u_{row}_0" for row in range(len(versions))] + ["pad_0_0"]
+    return SimpleNamespace(keys=keys, tags=tags, partition_id="train", extra_info={}, fields=[])
+
+
+class Tokenizer:
+    """A vocabulary of letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+
+def kept_by(judge: RunMonitor, batch, step=1) -> dict:
+    judge.keep_tokens(batch, step, Tokenizer())
+    found = [response_at(judge.recorder.path, one.offset) for one in index_of(judge.recorder.path)[0]]
+    return {one.identity: one for one in found if one.step == step}
+
+
+def in_driver(judge: RunMonitor, batch, step=1) -> dict:
+    judge.remember_mask(batch, False)
+    judge.measure_in_driver(batch, step)
+    assert judge.measured()["mismatch/failed_measurements"] == 0
+    return kept_by(judge, batch, step)
+
+
+def words(response) -> list[str]:
+    return [DECISIONS[code] for code in response.decisions]
+
+
+def test_in_the_usual_mode(queue, tmp_path):
+    judge = monitor(tmp_path)
+    found = in_driver(judge, batch_of())
+    assert judge.recorder.path == tmp_path / "kept_tokens.bin" and set(found) == {"u_0_0", "u_1_0", "u_2_0"}
+    one = found["u_1_0"]
+    assert one.token_ids.tolist() == [3, 4, 5, 6] and one.texts == ["d", "e", "f", "g"] and one.prompt_text == "bc"
+    assert one.prompt_ids.tolist() == [1, 2] and (one.reward, one.version, one.behind) == (1.0, 0, 0)
+    assert one.log_probs.tobytes() == queue["old_log_probs"][1].numpy().tobytes(), "exact"
+    assert one.rollout_log_probs.tobytes() == queue["rollout_log_probs"][1].numpy().tobytes()
+    assert one.mask.tolist() == MASKS[1] and one.turn.tolist() == [1, 0, 0, 2] and one.turns == 2
+    assert (one.log_weight, one.largest_gap) == pytest.approx((0.0, 0.1), abs=1e-6)
+    assert words(one) == ["kept", "not the policy's", "not the policy's", "kept"], "the ratio is 1"
+    assert np.nan_to_num(one.weights, nan=-1).tolist() == [1, -1, -1, 1]
+    assert one.damage == pytest.approx(math.expm1(0.1) - math.expm1(-0.1), rel=1e-5), "the mismatch alone"
+    assert found["u_0_0"].reason == "largest weight" and one.reason == "largest gap" and found["u_2_0"].lost == 0
+    assert math.isnan(found["u_2_0"].weights[0]), "no advantage, no weight"
+    assert judge.measured()["mismatch/turn_2/tokens"] == 1 and judge.measured()["mismatch/turn_1/tokens"] == 4
+
+
+def test_the_loggers_get_a_table_of_them_once_without_their_texts(queue, tmp_path):
+    judge, shown = monitor(tmp_path), []
+    wandb = SimpleNamespace(Table=lambda columns, data, allow_mixed_types: (columns, data), Histogram=dict)
+    wandb.log = lambda data, step: shown.extend((name, step, table) for name, table in data.items())
+    in_driver(judge, batch_of(), 7)
+    for step in (7, 8):
+        judge.show(SimpleNamespace(logger={"wandb": wandb}), step)
+    ((_, step, (columns, rows)),) = [each for each in shown if each[0] == "mismatch/kept_responses"]
+    assert step == 7 and columns[:3] == ["step", "identity", "reason"] and {*columns} >= {"damage", "reward", "lost"}
+    assert [row[1] for row in rows] == [each.identity for each in index_of(judge.recorder.path)[0]]
+    assert all(type(value) in (int, float, str) for row in rows for value in row) and "bc" not in str(rows)
+
+
+def test_in_bypass_mode_the_worker_hands_them_over(queue, tmp_path):
+    """Two micro-batches, whose log-probs are shifted by one, of prompts and responses."""
+    judge, batch = monitor(tmp_path, BYPASS, {"mismatch": {"keep_text": False}}), batch_of()
+    judge.ask_the_worker(batch, 1, 0)
+    assert queue[LOTS][-1].item() == -1, "padding"
+    updates = []
+    for rows in ([0, 1], [2]):
+        fields = ("prompts", "responses", "response_mask", "advantages", "rollout_log_probs")
+        some = {name: [queue[name][row] for row in rows] for name in fields}
+        nested = {name: torch.nested.as_nested_tensor(each, layout=torch.jagged) for name, each in some.items()}
+        data = tu.get_tensordict({**nested, LOTS: torch.stack([queue[LOTS][row] for row in rows])}, {})
+        whole = [torch.cat([torch.zeros(1), queue["old_log_probs"][row], torch.zeros(1)]) for row in rows]
+        output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
+        updates.append(measurement.measure(batch.extra_info[REQUEST], output, data))
+    for update in updates:
+        judge.take_from_the_worker({f"actor/{key}": value.aggregate() for key, value in update.items()})
+    assert judge.measured()["mismatch/turns_max"] == 2
+    found = kept_by(judge, batch)
+    assert set(found) == {"u_0_0", "u_1_0", "u_2_0"} and found["u_0_0"].texts is None
+    assert words(found["u_0_0"]) == ["phantom-clipped", "kept"], "ln 1.28 is 0.247; the weights are the same"
+    assert (found["u_0_0"].lost, found["u_0_0"].damage) == (1, pytest.approx(1 + math.expm1(0.3), rel=1e-5))
+    assert found["u_0_0"].weights.tolist() == [0, 1]
+    assert found["u_1_0"].log_probs.tobytes() == queue["old_log_probs"][1].numpy().tobytes()
+    assert found["u_0_0"].estimator == "grpo, bypass mode"
+
+
+def test_a_response_of_older_weights_is_clipped_for_whatever_reason(queue, tmp_path):
+    judge = monitor(tmp_path)
+    found = in_driver(judge, batch_of((4, 3, 2)), step=5)
+    assert [found[f"u_{row}_0"].behind for row in range(3)] == [0, 1, 2]
+    assert [found[f"u_{row}_0"].version for row in range(3)] == [4, 3, 2]
+
+
+def test_what_verl_rejects_and_weighs_is_seen(queue, tmp_path):
+    correction = {"rollout_rs": "token_k2", "rollout_is": "vp_token_tis", "rollout_is_threshold": 1.2}
+    judge, batch = monitor(tmp_path, {"algorithm": {"rollout_correction": correction}}), batch_of()
+    judge.remember_mask(batch, False)
+    queue["response_mask"] = [torch.tensor([1, 0]), *queue["response_mask"][1:]]
+    ratios = [(pi - mu).exp() for pi, mu in zip(queue["old_log_probs"], queue["rollout_log_probs"], strict=True)]
+    queue["rollout_is_weights"] = [ratio.clamp(max=1.2) for ratio in ratios]
+    judge.measure_in_driver(batch, 1)
+    found = kept_by(judge, batch)
+    assert words(found["u_0_0"]) == ["truncated", "masked"] and found["u_0_0"].mask.tolist() == [1, 1]
+    assert found["u_0_0"].weights.tolist() == pytest.approx([1.2, 0.0]) and found["u_0_0"].lost == 1
+    assert found["u_0_0"].estimator == "grpo with token_tis"
+
+
+def test_a_step_has_its_share_whatever_its_updates(queue, tmp_path):
+    judge, batch = monitor(tmp_path, {"mismatch": {"keep_tokens": 2}}), batch_of()
+    for row in (0, 1, 2):
+        one = SimpleNamespace(keys=[batch.keys[row]], tags=[batch.tags[row]], partition_id="train", extra_info={})
+        judge.measure_in_driver(one, 1)
+    assert set(kept_by(judge, batch)) == {"u_0_0", "u_1_0"}
+    assert kept_by(judge, batch, 2) == {}, "what was written is not written again"
+
+
+def test_a_resume_goes_on_in_the_file_and_the_size_is_said(queue, tmp_path, caplog):
+    judge = monitor(tmp_path)
+    for step in (1, 2, 3):
+        in_driver(judge, batch_of((step - 1,) * 3), step)
+    size = judge.recorder.path.stat().st_size
+    resumed = monitor_at(tmp_path, 2)
+    assert [one.step for one in index_of(resumed.recorder.path)[0]] == [1] * 3 + [2] * 3
+    assert in_driver(resumed, batch_of((2, 2, 2)), 3).keys() == {"u_0_0", "u_1_0", "u_2_0"}
+    assert resumed.recorder.path.stat().st_size == size
+    assert 3 * judge.recorder.most >= size
+    assert f"at most {judge.recorder.most / 1e6:.2f} MB a step in {judge.recorder.path}" in caplog.text
+
+
+def monitor_at(tmp_path, step) -> RunMonitor:
+    config = OmegaConf.merge(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}})
+    judge = RunMonitor(config, settings_of(config))
+    judge.recorder.begin(step)
+    return judge
+
+
+def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path, monkeypatch):
+    judge, batch = monitor(tmp_path), batch_of()
+    judge.measure_in_driver(batch, 1)
+    judge.recorder.path = tmp_path / "absent" / "kept_tokens.bin"
+    judge.keep_tokens(batch, 1, Tokenizer())
+    assert judge.measured()["mismatch/failed_measurements"] == 1
+
+
+def test_without_the_setting_nothing_is_asked_or_written(queue, tmp_path):
+    config = OmegaConf.merge(CONFIG, BYPASS, {"mismatch": {"keep_tokens": 0}})
+    judge, batch = RunMonitor(config, settings_of(config)), batch_of()
+    judge.ask_the_worker(batch, 1, 0)
+    assert judge.recorder is None and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
+    assert CANDIDATES not in measurement.measure(batch.extra_info[REQUEST], {"log_probs": torch.zeros(1)}, {})
+    judge.keep_tokens(batch, 1, Tokenizer())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_metrics_file_it_stands_among_the_checkpoints(queue, tmp_path):
+    judge = monitor(tmp_path, {"trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run")}})
+    assert judge.recorder.path == tmp_path / "run" / "kept_tokens.bin"
+
+
+@pytest.mark.parametrize("preset", preset_names("estimator"))
+def test_every_preset_is_known_and_the_others_shown_are_the_presets(preset):
+    found = estimator_of(compose_estimator(preset))
+    assert found.known
+    for other in OTHERS:
+        if other.name.removesuffix(", bypass mode") == preset:
+            assert (found.loss, dict(found.bounds)) == (other.loss, dict(other.bounds))
+            assert (found.level, found.level_threshold) == (other.level, other.level_threshold)
+            assert found.against_rollout == (other.against_rollout and not other.name.endswith("bypass mode"))
+            break
+    else:
+        assert preset in ("dapo", "grpo_unclipped", "pg_seq_is", "ratio_one", "trm")
+
+
+def test_of_verls_own_losses_those_are_known_that_state_their_range():
+    def of(loss, *changes):
+        policy_loss = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": loss}}}}
+        return estimator_of(OmegaConf.merge(CONFIG, policy_loss, *changes))
+
+    dual = ClipRange(False, math.log1p(-0.2), math.log1p(0.28), math.log(3))
+    assert of("vanilla", BYPASS).known and of("vanilla", BYPASS).clip == dual
+    assert not of("clip_cov").known and not of("cispo").known
+    assert of("bypass_mode", BYPASS).known
+    rejects = {"algorithm": {"rollout_correction": {"rollout_rs": "token_k2"}}}
+    assert not of("bypass_mode", BYPASS, rejects).known

@@ -1,0 +1,48 @@
+"""Optional features of a run: installed beside the plugin, and loaded in a process whose settings ask for them.
+
+A feature is an entry point (setup.py). Its group says where it enters a run, and its name which setting asks for it:
+`mismatch.keep_tokens`, with any value but null, False, 0, none and an empty one, or `mismatch.alarm.on_alarm:rescue`,
+with this value alone.
+
+verl_precision.trainer  classes of trainer callbacks, by the run's config       integration/trainer
+verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine
+"""
+
+from collections.abc import Callable, Iterable
+from importlib import metadata
+from typing import Any
+
+from verl_precision.base.errors import ConfigurationError
+
+PREFIX = "verl_precision."
+_OFF = (None, False, 0, "", "none")
+
+
+def _asks(name: str, value_of: Callable[[str], object]) -> bool:
+    setting, _, wanted = name.partition(":")
+    value = value_of(setting)
+    return str(value) == wanted if wanted else value not in _OFF
+
+
+def features_asked_for(group: str, value_of: Callable[[str], object], promised: Iterable[str] = ()) -> list[Any]:
+    """Return the objects of a group whose settings are in use, each once, in the order of their names.
+
+    Args:
+        group: `trainer` or `engine`.
+        value_of: Returns the value of a setting, None where there is none.
+        promised: Names that have to be installed if their setting is in use.
+
+    Raises:
+        ConfigurationError: A promised feature is asked for and is not installed: it would be left out in silence.
+    """
+    points = sorted(metadata.entry_points(group=PREFIX + group), key=lambda point: point.name)
+    asked = {point.value: point for point in points if _asks(point.name, value_of)}
+    for name in promised:
+        if _asks(name, value_of) and name not in {point.name for point in points}:
+            setting = name.partition(":")[0]
+            raise ConfigurationError(
+                "what does this is not installed beside the plugin", setting=setting, value=value_of(setting),
+                allowed="a feature that is installed",
+                remedy="Install verl-precision again, as before: its list of features is of another version.",
+            )  # fmt: skip
+    return [point.load() for point in asked.values()]

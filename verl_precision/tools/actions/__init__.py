@@ -1,0 +1,1 @@
+"""What an alarm does beside speaking (`mismatch.alarm.on_alarm`): mask, lower the learning rate, rescue the run."""

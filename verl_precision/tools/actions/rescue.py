@@ -1,0 +1,149 @@
+"""Back to before the trouble, and on in another precision: `mismatch.alarm.on_alarm=rescue`.
+
+The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then the driver
+becomes the driver of the rescue: the same command with other settings (`Rescue.settings`). The rescue is a run with a
+name and a folder of its own, which has the same file and so knows its parent. It goes on from the parent's newest
+checkpoint before the trouble, or from the start where there is none; nothing else of the parent is left in it: it
+computes what that checkpoint gives in that precision. A later start of the parent's command finds the file, and goes on
+with the rescue. Without the file, or with another `on_alarm`, the parent goes on as it was.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from pydantic.dataclasses import dataclass
+
+from verl_precision.base.files import write_file
+from verl_precision.base.overrides import quoted
+from verl_precision.base.state import STRICT, read_state
+from verl_precision.integration.trainer.found_checkpoints import is_complete
+from verl_precision.integration.trainer.kept_files import MARK, checkpoints_in
+from verl_precision.mismatch.settings import settings_of
+from verl_precision.tools.actions.actions import Action
+
+RESCUE_FILE = "rescue.yaml"
+_ON_ALARM = "mismatch.alarm.on_alarm"
+# What the rescue trains in: `rescue_precision` -> presets.
+PRESETS = {"fp16": {"precision": "fp16"}, "exact": {"arithmetic": "exact"}}
+
+logger = logging.getLogger("verl_precision.mismatch")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Rescue:
+    """What was decided, as its file has it."""
+
+    parent: str  # folder of the run that acted
+    alarm: str
+    step: int  # at which it acted
+    since_step: int  # at which the trouble began
+    checkpoint: str | None  # from which the rescue goes on; None: from the start
+    precision: Literal["fp16", "exact"]
+    name: str  # of the rescue
+    folder: str  # of the rescue
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings, in Hydra's words, that the rescue has and its parent has not."""
+        found = {"trainer.experiment_name": self.name, "trainer.default_local_dir": self.folder, _ON_ALARM: "log"}
+        if self.checkpoint is None:
+            return {**found, "trainer.resume_mode": "auto"}
+        return {**found, "trainer.resume_mode": "resume_path", "trainer.resume_from_path": self.checkpoint}
+
+
+def decide(config: DictConfig, action: Action) -> Rescue:
+    """Write down that a run is to be rescued; its newest complete checkpoint from before the trouble is kept."""
+    folder = Path(config.trainer.default_local_dir).absolute()
+    contents = config.actor_rollout_ref.actor.checkpoint.load_contents
+    before = [path for step, path in checkpoints_in(folder).items() if step < action.since_step]
+    whole = [path for path in before if is_complete(path, contents)]
+    if whole:
+        write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
+    rescue = Rescue(
+        str(folder),
+        *(action.alarm, action.step, action.since_step),
+        checkpoint=str(whole[-1]) if whole else None,
+        precision=settings_of(config).alarm.rescue_precision,
+        name=f"{config.trainer.experiment_name}-rescue",
+        folder=f"{folder}-rescue",
+    )
+    content = yaml.safe_dump({"checksum": _checksum(asdict(rescue)), **asdict(rescue)}, sort_keys=False)
+    for place in (folder, Path(rescue.folder)):
+        write_file(place / RESCUE_FILE, content, replace=True)
+    return rescue
+
+
+def _read(folder: Path) -> Rescue | None:
+    """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
+    remedy = f"Mend it, and take its line `checksum` out; or remove {RESCUE_FILE}: the run goes on as it was."
+    return read_state(folder / RESCUE_FILE, _rescue, remedy)
+
+
+def _rescue(content: dict[str, Any]) -> Rescue:
+    if content.pop("checksum", None) not in (None, _checksum(content)):
+        raise ValueError("its checksum is not that of its content")
+    return Rescue(**content)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"crc32 {zlib.crc32(json.dumps(content).encode()):08x}"
+
+
+def of_run(config: DictConfig) -> Rescue | None:
+    """Return the rescue with which a run's command goes on; None for a run without one, and for the rescue itself."""
+    if OmegaConf.select(config, _ON_ALARM) != "rescue":
+        return None
+    return _read(Path(config.trainer.default_local_dir).absolute())
+
+
+def is_rescue(config: DictConfig) -> bool:
+    """Return whether a run is one that a rescue began."""
+    folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".").absolute()
+    found = _read(folder)
+    return found is not None and found.folder == str(folder)
+
+
+def goes_on(rescue: Rescue) -> bool:
+    """Return whether the rescue has a checkpoint of its own, from which it goes on."""
+    return bool(checkpoints_in(Path(rescue.folder)))
+
+
+def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> list[str]:
+    """Return the arguments of a driver, changed to those of the rescue.
+
+    `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`). A setting that
+    was given before is replaced where it stood, since Hydra takes none twice.
+    """
+    settings = rescue.settings()
+    if goes_on(rescue):
+        settings["trainer.resume_mode"] = "auto"
+        settings.pop("trainer.resume_from_path", None)
+    presets = PRESETS[rescue.precision]
+    new = {**presets, **{key: quoted(value) for key, value in settings.items()}}
+    left = [each for each in given if re.sub(r"^[+~]+", "", each.partition("=")[0]) not in new]
+    signs = {key: "" if key in chosen else "+" for key in presets}
+    return [*left, *(f"{signs.get(key, '++')}{key}={value}" for key, value in new.items())]
+
+
+def become(config: DictConfig, rescue: Rescue, chosen: Sequence[str]) -> NoReturn:
+    """Replace this process, a driver without Ray, by the driver of the rescue."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    script = ["-m", main.name] if main is not None else sys.argv[:1]
+    words = [sys.executable, *script, *arguments(sys.argv[1:], rescue, chosen)]
+    where, preset = rescue.checkpoint or "the start", " ".join(map("=".join, PRESETS[rescue.precision].items()))
+    logger.warning(
+        "ACTION rescue: %s at step %d, since step %d. The run goes on from %s with %s, in %s",
+        *(rescue.alarm, rescue.step, rescue.since_step, where, preset, rescue.folder),
+    )
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, words)

@@ -1,0 +1,115 @@
+r"""A value of mathematics from its LaTeX, exact and whole; and whether two values are one.
+
+latex2sympy reads expressions, with three of its habits kept from it: numbers are handed over as symbols, since it reads
+3(4) as 3 + 4, decimals as floats and 5/3\pi as 5/(3\pi); and what it would drop is not shown to it.
+"""
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+
+from verl_precision.tools.rewards.answer_forms import DEEPEST, deepest
+from verl_precision.tools.rewards.answer_text import plain_number
+
+LARGEST = 200_000  # bits of a number: a power tower has more, and would fill the memory
+DIGITS = 60  # to which two values agree that count as one
+_CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
+# Dropped or misread there: words, dots, primes, bases of numbers, remainders, 4.5.6 and two numbers side by side.
+_UNREADABLE = re.compile(
+    r"\\text|\\ldots|['\"%&:$#@]|\\[pb]mod|\\(?:gcd|lcm|det)|\\\\|\d_|\.\d*\.|\d \d(?!\d*/)|_ *$|^ *$|^[A-Za-z]{4,}$"
+)
+_TRIGONOMETRIC = r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?"
+_DECIMAL = r"\d+(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(
+    rf"(?P<kept>(?<!\\log)_\{{[^{{}}]*\}}|{_TRIGONOMETRIC}\^\{{-1\}})"
+    r"|(?P<start>\d*)\.(?P<once>\d*)\\overline\{(?P<again>\d+)\}"
+    r"|(?<![\d^_.}/)])(?P<whole>\d+) ?"
+    r"(?:\\frac\{(?P<above>\d+)\}\{(?P<below>\d+)\}|(?<= )(?P<over>\d+)/(?P<under>\d+))(?![\d.^])"
+    rf"|/ ?(?P<divisor>{_DECIMAL})(?![\d.]| ?[\^!])|(?P<plain>{_DECIMAL})"
+)
+_POINTS = [
+    sympy.Rational(*pair) for pair in ((3, 7), (19, 8), (-5, 3), (11, 13), (-17, 29), (41, 10), (8, 27), (-31, 9))
+]
+
+
+@lru_cache(1000)
+def value_of(text: str) -> sympy.Expr | None:
+    """Return the value of an expression in one spelling; None if not all of it can be read, or it is none."""
+    if (number := plain_number(text)) is not None:
+        return sympy.Rational(number)
+    if re.search(_TRIGONOMETRIC, text):
+        text = re.sub(rf"({_DECIMAL}) *\\text\{{degree\}}", r"{\\frac{\1\\pi}{180}}", text)
+    numbers: dict[sympy.Symbol, sympy.Rational] = {}
+
+    def symbol(found: re.Match[str]) -> str:
+        if found["kept"]:
+            return found[0]
+        name = f"q{len(numbers)}"
+        numbers[sympy.Symbol(f"math{{{name}}}", real=True)] = sympy.Rational(_number(found))
+        return (r"\cdot " if found["divisor"] else "") + rf"\mathit{{{name}}} "
+
+    if _UNREADABLE.search(text) or deepest(text) > DEEPEST:
+        return None
+    try:
+        text = re.sub(r"(\\mathit\{q\d+\} |(?<![\\A-Za-z/])[A-Za-z]+) ?\(", r"\1\\cdot (", _NUMBER.sub(symbol, text))
+        tree = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONFIG)
+        if not isinstance(tree, sympy.Expr) or tree.has(sympy.Derivative) or _bits(tree, numbers) > LARGEST:
+            return None
+        if not tree.has(sympy.Sum, sympy.Product):
+            numbers[sympy.Symbol("i", real=True)] = sympy.I
+        value = tree.xreplace(numbers).doit()
+    except Exception:  # of any kind: of a grammar, of SymPy's conversions, of a division by zero
+        return None
+    value = value.replace(lambda e: e.is_Pow and e.base.is_negative and e.exp.is_Rational and e.exp.q % 2, _real_root)
+    return None if value.has(sympy.nan, sympy.zoo) else value
+
+
+def _number(found: re.Match[str]) -> Fraction:
+    """Return a repeating decimal, a mixed number, one over a divisor, or a number."""
+    if found["again"]:
+        start, again = (found["start"] or "0") + found["once"], found["again"]
+        return Fraction(int(start + again) - int(start), 10 ** len(found["once"]) * (10 ** len(again) - 1))
+    if found["whole"]:
+        part = Fraction(int(found["above"] or found["over"]), int(found["below"] or found["under"]))
+        if found["over"] and part >= 1:
+            raise ValueError("3 3/2 is a product, or a slip")
+        return int(found["whole"]) + part if part < 1 else int(found["whole"]) * part
+    return 1 / Fraction(found["divisor"]) if found["divisor"] else Fraction(found["plain"])
+
+
+def _real_root(power: sympy.Pow) -> sympy.Expr:
+    return sympy.Integer(-1) ** power.exp.p * (-power.base) ** power.exp
+
+
+def _bits(tree: sympy.Basic, numbers: dict[sympy.Symbol, sympy.Rational]) -> int:
+    """Return a bound on the bits of every number that comes of a tree."""
+    if tree in numbers:
+        return max(int(numbers[tree].p).bit_length(), int(numbers[tree].q).bit_length())
+    bits = [_bits(part, numbers) for part in tree.args] or [2]
+    if isinstance(tree, sympy.Pow | sympy.exp | sympy.factorial | sympy.binomial | sympy.gamma):
+        return min(bits[0], LARGEST) << min(bits[-1], 20)
+    return sum(bits)
+
+
+def same_value(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Return whether two expressions have one value, for every value of their variables that is tried."""
+    if one == other:
+        return True
+    if one.is_infinite or other.is_infinite:
+        return False
+    difference, names = one - other, sorted(one.free_symbols | other.free_symbols, key=str)
+    if difference.is_Rational:
+        return bool(difference == 0)
+    agreed = 0
+    for shift in range(len(_POINTS) if names else 1):
+        at = {name: _POINTS[(shift + 3 * place) % len(_POINTS)] for place, name in enumerate(names)}
+        sizes = [abs(sympy.N(part.xreplace(at), DIGITS)) for part in (one, other)]
+        rest = abs(sympy.N(difference.xreplace(at), DIGITS, maxn=4 * DIGITS))
+        if all(size.is_Float or size.is_Rational for size in (*sizes, rest)):
+            if rest > max(sizes) * sympy.Float(10, DIGITS) ** (5 - DIGITS):
+                return False
+            agreed += 1
+    return agreed >= (3 if names else 1) or bool(sympy.simplify(difference) == 0)
