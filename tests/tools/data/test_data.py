@@ -10,8 +10,7 @@ from pyarrow import parquet
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES, last_boxed
 from verl_precision.tools.data.prepare import prepare
-from verl_precision.tools.jobs.problems import read_data_set
-from verl_precision.tools.jobs.reward import load_reward
+from verl_precision.tools.jobs.problems import load_reward, read_data_set
 
 MATH = "DigitalLearningGmbH/MATH-lighteval"
 GURU = "P? Please output the final answer within \\boxed{}."
@@ -149,14 +148,6 @@ def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template
     assert "\\boxed{}" in text or "<answer>" in text or "Answer:" in text
 
 
-def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
-    prepare("math", tmp_path / "out.parquet", template="octothinker", synthetic=True)
-    problem = read_data_set(tmp_path / "out.parquet").problems[0]
-    reward = load_reward("pkg://verl_precision.tools.rewards.answer_tag")
-    assert reward.is_correct(problem, f"thought </think> <answer> {problem.ground_truth} </answer>")
-    assert not reward.is_correct(problem, f"<answer>{problem.ground_truth}</answer>")
-
-
 def test_no_network_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -166,6 +157,7 @@ def test_no_network_says_what_to_do(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
+    (["math", "--synthetic", "--task", "gcd"], 1, "--task gcd: math has no such option. Allowed: --output, --template"),
     (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
     (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
     (["math", "--source", "x", "--synthetic"], 1, "Give one of them"),

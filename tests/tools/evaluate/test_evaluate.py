@@ -14,7 +14,7 @@ from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.model import find_model, tokenize
 from verl_precision.tools.evaluate import accuracy, session
 from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.jobs.problems import Problem, read_data_set
+from verl_precision.tools.jobs.problems import read_data_set
 
 
 def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
@@ -24,12 +24,12 @@ def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
 def measured(evaluation, sets, drawn):
     """Statistics of `drawn[dtype][problem]`, a list of (tokens, cut, correct); prompts have 3 tokens."""
     names = {name for each in sets.values() for name in each}
-    tasks = {name: accuracy.Task(Problem(name, 0, [], "", "", {}), (1, 2, 3)) for name in names}
+    prompts = dict.fromkeys(names, (1, 2, 3))
     outcomes = {
         dtype: {(name, n): accuracy.Drawn(*one) for name, each in problems.items() for n, one in enumerate(each)}
         for dtype, problems in drawn.items()
     }
-    return accuracy.accuracies(evaluation, sets, tasks, outcomes)
+    return accuracy.accuracies(evaluation, sets, prompts, outcomes)
 
 
 def same(*correct):
