@@ -65,9 +65,9 @@ def parameters(actor):
     return torch.cat([p.detach().flatten() for p in actor.actor_module.parameters()])
 
 
-def compose_ppo(*overrides, name="ppo_trainer"):
+def compose_ppo(*overrides):
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, overrides=list(overrides))
+        return compose("ppo_trainer", overrides=list(overrides))
 
 
 # Patch 0001
@@ -109,14 +109,6 @@ def half_actor(**grad_scaler):
     from verl.workers.config import GradScalerConfig
 
     return make_actor(fsdp_config=FSDPEngineConfig(dtype="float16", grad_scaler=GradScalerConfig(**grad_scaler)))
-
-
-def test_scaler_is_on_with_its_settings_and_reports():
-    actor = half_actor(init_scale=1024.0, growth_interval=1)
-    assert actor.scaler.is_enabled() and actor.scaler.get_scale() == 1024.0
-    metrics = actor.update_policy(make_data())
-    assert metrics["actor/loss_scale"] == [2048.0] and metrics["actor/skipped_update"] == [0.0]  # grown after one step
-    assert math.isfinite(metrics["actor/grad_norm"][0])
 
 
 def test_overflow_skips_the_update_backs_off_and_leaves_the_mean_norm_finite():
@@ -195,13 +187,6 @@ def test_gradient_is_the_equation(estimator):
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0.0)
 
 
-def test_the_guard_is_beyond_every_ratio_of_use_and_finite():
-    for log_ratio, wanted in ((65.0, math.exp(65.0)), (500.0, torch.finfo(torch.float32).max / 1e10)):
-        one = torch.ones(1, 1)
-        gradient = policy_gradient("pg_seq_is", -one, -one - log_ratio, one, one)
-        assert -gradient.item() == pytest.approx(wanted, rel=1e-4)
-
-
 def test_the_actor_weighs_on_policy_too():
     """One mini-batch, one epoch: the release then takes log_prob.detach() for old_log_probs; every ratio is 1."""
     rollout = torch.full((ROWS, WIDTH), -4.0)  # the model is near uniform, -log 32 = -3.47: ratios of about e^(0.5 n)
@@ -243,15 +228,6 @@ def test_mismatch_metrics_are_their_formulas():
     metrics = compute_mismatch_metrics(trainer, rollout, mask)
     assert metrics == pytest.approx({f"mismatch/{name}": value for name, value in wanted.items()})
     assert compute_mismatch_metrics(trainer, rollout, torch.zeros(3, 3)) == {}
-
-
-def test_k3_of_a_small_gap_is_not_rounding():
-    from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
-
-    rollout = torch.tensor([[-1.0]])
-    trainer = rollout + 2.0**-16  # k3 = d²/2 = 1.16e-10; float32 has nothing left of exp(d) - d - 1
-    metrics = compute_mismatch_metrics(trainer, rollout, torch.ones(1, 1))
-    assert metrics["mismatch/k3_kl"] == pytest.approx(2.0**-33, rel=1e-4)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -1,4 +1,4 @@
-"""The model card of an export, from card.md: its dtype, the gap of the step that it is of, and how it was made.
+"""The model card of an export, from card.txt: its dtype, the gap of the step that it is of, and how it was made.
 
 A card is published. So no folder of this machine is in it: of an absolute path only its last part.
 """
@@ -46,7 +46,8 @@ def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
     if run is not None:
         named = {key: _public(settings[key]) for key in sorted(run.chosen) if key in settings}
         chosen = yaml.safe_dump(named, sort_keys=False, allow_unicode=True)
-    return Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8"), keep_trailing_newline=True).render(
+    text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
+    return Template(text, keep_trailing_newline=True).render(
         front=yaml.safe_dump(front, sort_keys=False), name=checkpoint.parent.name, step=step, known=known,
         dtype=dtype, dtype_name=long(dtype), verdict=verdict, chosen=chosen,
         versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
