@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+NO_FSDP1 = "FSDP1 cannot wrap CPU parameters"
 # What a check measured, by name with its unit.
 Figures = dict[str, float | int | str]
 Function = Callable[[str, Path], Figures]

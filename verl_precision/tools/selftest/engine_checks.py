@@ -16,14 +16,13 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check.installation import findings
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.tools.selftest.checks import Figures, check
+from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
 
 _UPDATES, _SAVED_AFTER = 50, 25
 _GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0
 _PLANTED = {3, 4, 17, 30, 41}  # two in a row; before and after the checkpoint
 _OVERFLOWS = 500
 ONE_DEVICE = "gradients and loss scale are on one device"
-NO_FSDP1 = "FSDP1 cannot wrap CPU parameters"
 
 
 @check("installation", "A", "versions, plugin and host symbols are as tested", alone=True)
@@ -165,9 +164,9 @@ def offload_overflow(device: str, folder: Path) -> Figures:
     """
     from verl_precision.integration.engine.single_rank import one_rank
 
-    scaler = LossScaler(LossScaleSettings(initial=_FIRST_SCALE, growth_interval=10**9), "cuda")
     counts = {"missed": 0, "misread": 0, "false_alarms": 0}
     with one_rank("cuda"):
+        scaler = LossScaler(LossScaleSettings(initial=_FIRST_SCALE, growth_interval=10**9), "cuda")
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         mesh, dtypes = init_device_mesh("cuda", (1,)), MixedPrecisionPolicy(torch.float16, torch.float32)

@@ -11,8 +11,7 @@ from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.launch import Progress, run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
-from verl_precision.tools.selftest.checks import Figures, check
-from verl_precision.tools.selftest.engine_checks import NO_FSDP1
+from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
 
 RECIPE = Path(__file__).with_name("stack.yaml")
 _WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
