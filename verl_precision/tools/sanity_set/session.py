@@ -1,6 +1,7 @@
 """A sanity set from end to end: problems and prompts, responses, files."""
 
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
@@ -51,7 +52,7 @@ class _Responses(Schedule, Tasks):
 
     def record(self, response: Response) -> None:
         correct = self._reward.is_correct(self._problems[response.problem], response.text or "")
-        counted = dict(zip(_FIELDS, (*response.key, correct, response.length), strict=True))
+        counted: dict[str, Any] = dict(zip(_FIELDS, (*response.key, correct, response.length), strict=True))
         self._journal.append({**counted, "text": response.text if self._job.keep_text else None})
         self.count(**counted)
 
